@@ -46,13 +46,13 @@ class Part:
 
 PARTS = (
     Part("machine", gpu_parts.machine, True),
-    Part("tests", gpu_parts.tests, True),
-    Part("losses", gpu_parts.losses, True),
-    Part("gpt2", gpu_speed.gpt2),
+    Part("first", gpu_speed.first, True),
     Part("ranks", gpu_parts.ranks, True),
-    Part("overhead", gpu_speed.overhead),
-    Part("rates", gpu_speed.rates),
+    Part("gpt2", gpu_speed.gpt2),
+    Part("tests", gpu_parts.tests, True),
     Part("llama", gpu_speed.llama),
+    Part("losses", gpu_parts.losses, True),
+    Part("overhead", gpu_speed.overhead),
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from gpu_setup import ATTEMPTS, ROOT, NotReady, Ready, aware, launcher, unpack
 
 HERE = Path(__file__).resolve().parent
 SUMMARY = re.compile(r"=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s")
-FP32_BOUND, BF16_BOUND = 1e-5, 1e-2
+FP32_BOUND = 1e-5  # of any step
+BF16_BOUNDS = 1e-3, 5e-2  # of the median step and of any: W2 is unstable at step 14, where precisions part
 SHARDED = ["W3:fp32", "W3:bf16", "W1:bf16"]
 CPU_THREADS = "8"
 RANKS_SECONDS = 45  # for each number of ranks
@@ -146,22 +148,24 @@ def losses(check: Check, section: Section) -> None:
     wanted = {found["run"].partition(":")[0]: found["losses"] for found in on_cpu.objects}
     for run_name in runs:
         name, _, kind = run_name.partition(":")
-        bound = FP32_BOUND if kind == "fp32" else BF16_BOUND
+        median, most = BF16_BOUNDS if kind == "bf16" else (FP32_BOUND, FP32_BOUND)
+        wish = f"median within {median:g}, all within {most:g} of the CPU's"
         mine = next((found["losses"] for found in outcome.objects if found["run"] == run_name), None)
         if mine is None or name not in wanted:
-            section.judge(f"losses of {run_name}", f"within {bound:g} of the CPU's", "not computed", False)
+            section.judge(f"losses of {run_name}", wish, "not computed", False)
             continue
-        far = distance(mine, wanted[name])
-        found = f"{far:.2g} over {len(mine)} steps, {mine[0]:.5f} to {mine[-1]:.5f}"
-        section.judge(f"losses of {run_name}", f"within {bound:g} of the CPU's", found, far <= bound)
+        middle, far = distances(mine, wanted[name])
+        found = f"{middle:.2g}, {far:.2g} over {len(mine)} steps, {mine[0]:.5f} to {mine[-1]:.5f}"
+        section.judge(f"losses of {run_name}", wish, found, middle <= median and far <= most)
 
 
-def distance(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference in relation to the value; infinite if one is no number or missing."""
+def distances(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The median and the largest relative difference; infinite if one is no number or missing."""
     pairs = list(zip(mine, theirs, strict=False))
     if len(mine) != len(theirs) or not all(map(math.isfinite, [*mine, *theirs])):
-        return math.inf
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+        return math.inf, math.inf
+    apart = [abs(a - b) / abs(b) for a, b in pairs]
+    return statistics.median(apart), max(apart)
 
 
 # --------------------------------------------------------------------------------------------------- ranks

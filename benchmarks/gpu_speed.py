@@ -15,6 +15,7 @@ from gpu_parts import ROOT, Check
 from gpu_report import Section
 from gpu_workloads import LARGE, PEAK, flop_of_a_token
 
+FIRST_SECONDS = 100
 TURNS, STEPS = 3, 10  # so 30 steps of each
 START_SECONDS, TURN_SECONDS = 150, 40  # compiling is part of the start
 AHEAD = 1.1  # of torch's tokens a second
@@ -53,12 +54,26 @@ class Racer:
         return 1e3 * self.start["tokens"] / statistics.median(self.ms)
 
 
-def rates(check: Check, section: Section) -> None:
-    """Products and attention by shape, and operations that are bound by memory."""
-    outcome = check.run(section, check.script("gpu_rates.py"), 60)
-    section.tables["Rates in bf16"] = outcome.objects
-    found = {(line["operation"], line["shape"]): line["rate"] for line in outcome.objects}
-    square = found.get(("linear", "square"))
+def first(check: Check, section: Section) -> None:
+    """Start a process, check results, and time operations and whole steps in bf16."""
+    flags = ["--seconds", str(FIRST_SECONDS), *(["--tiny"] if check.pretend else [])]
+    outcome = check.run(section, check.script("gpu_first.py", *flags), FIRST_SECONDS + 20)
+    found = {line.pop("what"): line for line in outcome.objects}
+    section.tables["Rates in bf16"] = [
+        {"what": name} | line for name, line in found.items() if "rate" in line
+    ]
+    rest = [{"what": name, "found": str(line)} for name, line in found.items() if "rate" not in line]
+    section.tables["The rest"] = rest
+    failed = [name for name, line in found.items() if "error" in line]
+    section.judge("experiments", "none fails", ", ".join(failed) or "none failed", bool(found) and not failed)
+    kept = found.get("streams", {})
+    alike = bool(kept) and all(value for name, value in kept.items() if name.startswith("after"))
+    section.judge("the stream of computing", "stays the current one", str(kept), alike)
+    refused = found.get("right: products", {}).get("refused", ["not tried"])
+    section.judge("shapes that cuBLASLt refuses", "none", str(refused), not refused)
+    if check.pretend:
+        return
+    square = found.get("linear, square", {}).get("rate")
     shown = "not measured" if square is None else f"{square:.0f} TFLOP/s"
     section.judge("a product of 8192 x 8192 matrices", "at least 600 TFLOP/s", shown, (square or 0) >= 600)
 

@@ -235,7 +235,7 @@ def test_nccl_is_a_choice(monkeypatch):
 
 @several_ranks
 def test_nccl_that_cannot_start_is_one_line(monkeypatch, gpu):
-    nccl = pytest.importorskip("cupy").cuda.nccl
+    nccl = pytest.importorskip("cupy.cuda.nccl")
 
     def refuse(self, *arguments):
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE: invalid usage")

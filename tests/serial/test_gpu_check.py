@@ -73,7 +73,7 @@ def test_the_parts_that_need_no_gpu(tmp_path):
     assert (status, errors) == (0, ""), printed
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     sections = {section["name"]: section for section in found["sections"]}
-    assert list(sections) == ["machine", "tests", "losses", "ranks"]
+    assert list(sections) == ["machine", "first", "ranks", "tests", "losses"]
     assert {section["state"] for section in sections.values()} == {"passed"}
     whats = {verdict["what"] for section in sections.values() for verdict in section["verdicts"]}
     assert whats >= {
@@ -182,10 +182,11 @@ def test_figures_of_a_race():
     assert (found["steps"], found["pool_mb"]) == (20, 5.0)
 
 
-def test_distance_of_losses():
-    assert gpu_parts.distance([1.0, 2.0], [1.0, 2.02]) == pytest.approx(0.02 / 2.02)
-    assert gpu_parts.distance([1.0], [1.0, 2.0]) == float("inf")
-    assert gpu_parts.distance([float("nan")], [1.0]) == float("inf")
+def test_distances_of_losses():
+    middle, most = gpu_parts.distances([1.0, 3.0, 2.0], [1.0, 3.0, 2.02])
+    assert (middle, most) == (0.0, pytest.approx(0.02 / 2.02))
+    assert gpu_parts.distances([1.0], [1.0, 2.0]) == (float("inf"),) * 2
+    assert gpu_parts.distances([float("nan")], [1.0]) == (float("inf"),) * 2
 
 
 def test_bits_that_differ_are_no_pass():

@@ -32,7 +32,7 @@ NORM_LINES = 512  # of a norm's partial sums, at most
 SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
 EVEN = 16  # queries that blocks are multiples of, where they have so many
 SLOPES = 1 << 30  # bytes of cuDNN that grow with the square of T
-LOGITS_BYTES = 256 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
+LOGITS_BYTES = 1 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
 LINE = 8  # elements that a row of logits is a multiple of: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
