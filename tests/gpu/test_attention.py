@@ -363,13 +363,49 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["1.17.9", "1.29.0", "2.0"])
-def test_a_frontend_of_another_version_is_not_used(gpu, take_way, monkeypatch, version):
+def test_a_frontend_of_another_version_is_tried(gpu, take_way, monkeypatch, version, caplog):
+    """Its number says nothing; calls that it does not have are one warning for a set of shapes."""
     from zero_mpi.ops.gpu import attention, sdpa
 
-    monkeypatch.setattr(cudnn_or_skip().cudnn, "__version__", version)
+    cudnn = cudnn_or_skip().cudnn
+    monkeypatch.setattr(cudnn, "__version__", version)
     monkeypatch.setattr(sdpa, "_made", (None, None, ""))
     take_way("auto")
-    assert f"nvidia-cudnn-frontend {version}, expected 1.18 to below 1.29" in attention.about()
+    arrays = case("bf16", TAKEN[0])
+    found = sdpa.sdpa()[0]
+    both(gpu, arrays)
+    assert len(found.graphs) == 2
+    assert None not in found.graphs.values()
+    assert attention.about().startswith("attention by cuDNN")
+
+    def other(*_, **__):
+        raise TypeError("sdpa() got another argument")
+
+    monkeypatch.setattr(cudnn.pygraph, "sdpa", other)
+    monkeypatch.setattr(found, "graphs", {})
+    for _ in range(2):
+        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(mine, want, "bf16")
+    warned = [line for line in caplog.records if line.levelname == "WARNING" and version in line.getMessage()]
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "way", "told"), [("bf16", "auto", 1), ("fp32", "auto", 0), ("bf16", "own", 0)]
+)
+def test_own_attention_in_a_low_type_is_a_warning(gpu, take_way, monkeypatch, precision, way, told):
+    from zero_mpi.config.settings import Config
+    from zero_mpi.launch.world import find_world
+    from zero_mpi.ops.gpu import sdpa
+    from zero_mpi.telemetry.log import Caution
+    from zero_mpi.train.resolve import try_operations
+
+    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    take_way(way)
+    notes = []
+    try_operations(find_world(), Config(device="cuda", precision=precision), 1, notes)
+    assert len([note for note in notes if isinstance(note, Caution) and "attention" in note]) == told
 
 
 def test_shapes_that_do_not_go_together_are_named(gpu, take_way):

@@ -17,6 +17,7 @@ import pytest
 from zero_mpi import ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import pool_of
+from zero_mpi.errors import UsageError
 from zero_mpi.ops import low_precision, reference, sizes
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -354,6 +355,34 @@ def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
     gemm._products = None
     assert gemm.products().reductions == gemm.WHOLE
     assert gemm.about().endswith(", whole sums")
+
+
+@pytest.mark.parametrize("where", ["products", "kernels", "sums"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no libX.so.13\nsecond line"), OSError("no libX.so.13")], ids=repr
+)
+def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, error):
+    from zero_mpi.device import ordered_sum
+    from zero_mpi.ops.gpu.elementwise import ADD_ROW
+
+    def missing(*_, **__):
+        raise error
+
+    calls = {
+        "products": lambda: gemm.Products(gpu),
+        "kernels": next(iter(ADD_ROW.values())).bind,
+        "sums": ordered_sum.kernels.__wrapped__,
+    }
+    if where == "products":
+        monkeypatch.setattr(gemm.import_lt(), "create", missing)
+    else:
+        monkeypatch.setattr(gpu.cupy.RawModule, "get_function", missing)
+    with pytest.raises(UsageError) as told:
+        calls[where]()
+    text = str(told.value)
+    assert "\n" not in text
+    for part in ("--device cuda", "no libX.so.13", "'cupy-cuda13x[ctk]'", "'nvmath-python[cu13]'"):
+        assert part in text
 
 
 @kinds

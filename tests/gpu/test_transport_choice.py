@@ -125,6 +125,16 @@ def test_nobody_is_believed_without_a_test(command, yes, why):
     assert device_detect.probe_says(Answer(True, "the site says so"), command) == Answer(yes, why)
 
 
+@pytest.mark.parametrize(("mode", "tried"), [(0, True), (3, False)])
+def test_a_gpu_of_one_process_is_not_tried_by_a_child(gpu, monkeypatch, mode, tried):
+    monkeypatch.setattr(
+        gpu.cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, _: {20: mode}[attribute]
+    )
+    answer = device_detect.find_answer(WORLD, {"ZERO_MPI_GPU_AWARE": "1"}, CRASHES)
+    assert answer.yes != tried
+    assert ("SIGSEGV" in answer.why) == tried
+
+
 def test_all_ranks_have_one_answer(monkeypatch):
     forced = {"ZERO_MPI_GPU_AWARE": "1"}
     answer = device_detect.find_answer(WORLD, forced, WORKS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.device.cuda import import_cupy
+from zero_mpi.device.cuda import import_cupy, libraries
 from zero_mpi.device.current import is_cupy
 from zero_mpi.device.types import Array
 
@@ -29,7 +29,8 @@ PER_THREAD = 4  # elements that a thread takes at a time
 def kernels() -> dict[str, Any]:
     """The kernel of each type of parts."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
-    return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
+    with libraries():
+        return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any = None) -> None:

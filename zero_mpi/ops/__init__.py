@@ -107,6 +107,16 @@ def products(kind: Any) -> tuple[str, str]:
     return library.about if library else "", "" if kind == np.float32 else reason
 
 
+def slower(kind: Any) -> str:
+    """Say why computing in a type is slower here than it could be; empty where it is not."""
+    if device.in_use().name == "cuda":
+        from zero_mpi.ops import gpu
+
+        return gpu.attention.slower(kind)
+    reason = products(kind)[1]
+    return reason and f"slower than fp32 here, for products are float32's: {reason}"
+
+
 def compiled_for() -> str:
     """The processor that the host's operations are compiled for; empty where the reference computes."""
     if not _compiles:

@@ -2,7 +2,8 @@
 
 A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
 somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
-cannot, so what counts is `probe_says`, on one rank of each node. All ranks have the same answer.
+cannot, so what counts is `probe_says`, on one rank of each node; a GPU that lets in one process only is left
+to `select.try_out`. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi import device
 from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.comm.topology import node_communicator
 
@@ -41,7 +43,9 @@ def find_answer(
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
-        answer = probe_says(answer, command)
+        gpu = device.in_use()
+        alone = isinstance(gpu, device.Cuda) and gpu.is_exclusive  # a child could not use the GPU beside us
+        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone else probe_says(answer, command)
     node.Free()
     answers: list[Answer] = world.allgather(answer)
     return next((found for found in answers if not found.yes), answers[0])

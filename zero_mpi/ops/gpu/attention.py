@@ -104,6 +104,12 @@ def refused(what: str) -> None:
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
 
+def slower(kind: Any) -> str:
+    """Say why attention in a low type is slower than cuDNN's; empty where it is not, or was asked for."""
+    why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
+    return why_not and f"several times slower here in attention, which own kernels compute: {why_not}"
+
+
 def about() -> str:
     """What computes attention, for people."""
     if way() == "own":

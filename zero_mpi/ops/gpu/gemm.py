@@ -294,9 +294,11 @@ class Products:
     """cuBLASLt on the compute stream of a GPU: its handle, its workspace, the plans."""
 
     def __init__(self, where: Any) -> None:
-        lt = self.lt = import_lt()
+        with device.libraries():
+            lt = self.lt = import_lt()
         self.where, self.stream = where, where.stream.ptr
-        self.handle = lt.create()
+        with device.libraries(lt.cuBLASLtError):
+            self.handle = lt.create()
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE

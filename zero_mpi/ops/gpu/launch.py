@@ -46,7 +46,8 @@ class Kernel:
 
     def bind(self) -> Any:
         """The function on the GPU; compiles its source, or loads it from CuPy's cache, if it is the first."""
-        self._function = module(self.source).get_function(self.name).kernel  # of this GPU, without a look-up
+        with device.libraries():
+            self._function = module(self.source).get_function(self.name).kernel  # without a later look-up
         return self._function
 
     def __call__(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
+from zero_mpi.errors import first_line
 from zero_mpi.ops.sizes import SLOPES
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
@@ -32,10 +32,11 @@ TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
 ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
-FRONTENDS = (1, 18), (1, 29)  # from, and before: of these it is known which kernels they take
 OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
 SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
 LINEAR = 16  # bytes for an element of q: float32 dq, dk and dv of every query head, and a third more
+
+FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # of a version with other calls
 
 logger = logging.getLogger("zero_mpi")
 Strides = tuple[int, ...]
@@ -80,7 +81,7 @@ class Graph:
 class Sdpa:
     """cuDNN on the compute stream of a GPU: its handle and the graphs.
 
-    Raises ImportError, OSError or RuntimeError where cuDNN is not installed, too old, or a frontend too new.
+    Raises ImportError or one of FAULTS where cuDNN is missing or too old, or its frontend has other calls.
     """
 
     def __init__(self, where: Any) -> None:
@@ -88,9 +89,6 @@ class Sdpa:
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
-        if not FRONTENDS[0] <= version_of(cudnn.__version__) < FRONTENDS[1]:
-            expected = " to below ".join(f"{major}.{minor}" for major, minor in FRONTENDS)
-            raise RuntimeError(f"nvidia-cudnn-frontend {cudnn.__version__}, expected {expected}")
         self.version = int(cudnn.backend_version())
         self.capability = int(where.cupy.cuda.Device(where.number).compute_capability)
         if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
@@ -150,11 +148,12 @@ class Sdpa:
                 self.graphs[key] = Graph(
                     self, make(scale, *arrays), self.slopes + LINEAR * math.prod(arrays[0].shape)
                 )
-            except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            except (self.cudnn.cudnnGraphNotSupportedError, *FAULTS) as error:
                 self.graphs[key] = None
-                self.refusals.append(str(error).strip().splitlines()[0])
+                self.refusals.append(first_line(error))
                 what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
-                logger.info("%s by own kernels; cuDNN: %s", what, self.refusals[-1])
+                text = "%s by own kernels, some times slower; cuDNN by frontend %s: %s"
+                logger.warning(text, what, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
 
     def _graph(self, kind: Any) -> Any:
@@ -205,11 +204,6 @@ class Sdpa:
         return graph
 
 
-def version_of(text: str) -> tuple[int, ...]:
-    """Major and minor number of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
 def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
     """A result of a graph that is written where the strides say."""
     return tensor.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_uid(number)
@@ -226,6 +220,6 @@ def sdpa() -> tuple[Sdpa | None, str]:
             _made = device.in_use(), Sdpa(device.in_use()), ""
         except ImportError as error:
             _made = device.in_use(), None, f"nvidia-cudnn-frontend cannot be imported ({error})"
-        except (OSError, RuntimeError) as error:
-            _made = device.in_use(), None, f"no library that fits ({str(error).strip().splitlines()[0]})"
+        except FAULTS as error:
+            _made = device.in_use(), None, f"no library that fits ({first_line(error)})"
     return _made[1], _made[2]
