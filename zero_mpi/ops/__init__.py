@@ -118,8 +118,8 @@ def slower(kind: Any) -> str:
 
 
 def compiled_for() -> str:
-    """The processor that the host's operations are compiled for; empty where the reference computes."""
-    if not _compiles:
+    """The processor that the operations are compiled for; empty where the reference or a GPU computes."""
+    if not _compiles or device.in_use().name == "cuda":
         return ""
     from zero_mpi.ops.cpu import jit
 
@@ -136,17 +136,18 @@ def prepare_gpu() -> None:
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for this machine, or load them from the cache; once is enough.
+    """Compile all kernels of a type for the device in use, or load them from the cache; once is enough.
 
-    Before it compiles, which takes ten seconds or so, it tells `say` in one line. Where many ranks start at
-    once let one of each node go first: the others then find the cache filled. Kernels of bfloat16 that were
-    not prepared are when the first such array comes.
+    Before it compiles for a processor, which takes ten seconds or so, it tells `say` in one line. Where many
+    ranks start at once let one of each node go first: the others then find the cache filled. Kernels that
+    were not prepared, the host's where a GPU is in use, are when the first array for them comes.
     """
     global _gpu_prepared
-    if device.in_use().name == "cuda" and not _gpu_prepared:
-        _gpu_prepared = True
-        prepare_gpu()
-    if _compiles:
+    if device.in_use().name == "cuda":
+        if not _gpu_prepared:
+            _gpu_prepared = True
+            prepare_gpu()
+    elif _compiles:
         _load("float32", prepare_cpu, say)
         if kind == low_precision.BFLOAT16:
             _load("bfloat16", prepare_low, say)
@@ -198,7 +199,7 @@ def _on_first_use(name: str) -> Callable[..., Any]:
     """What stands in for an operation until kernels are loaded."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
-        prepare()
+        _load("float32", prepare_cpu, None)
         return globals()[name](*arguments, **named)
 
     return load_and_call
