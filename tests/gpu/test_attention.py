@@ -337,6 +337,52 @@ def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     assert not refused or "MiB" in found.refusals[0]
 
 
+HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 64 positions
+
+
+@pytest.mark.parametrize("version", [92400, 92500])
+@pytest.mark.parametrize(("heads", "calls"), [(12, 1), (11, 2), (6, 2), (3, 4), (2, 12), (1, 12)])
+def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
+    gpu, take_way, monkeypatch, version, heads, calls
+):
+    """In as many calls as keep it within the limit, in a fixed order, and with the same numbers."""
+    found, most = cudnn_or_skip(), heads * HEAD
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN's version stays")
+    take_way("auto")
+    arrays = case("bf16", (4, 64, 64, 6, 3, 16, 16))
+    whole = both(gpu, arrays)
+    monkeypatch.setattr(found.cudnn, "version", version)
+    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(most))
+    monkeypatch.setattr(found, "slopes", most)
+    for name, value in (("graphs", {}), ("refusals", [])):
+        monkeypatch.setattr(found, name, value)
+    executed, built = found.cudnn.calls.executed, found.cudnn.calls.built
+    for mine, once in zip(both(gpu, arrays), whole, strict=True):
+        np.testing.assert_array_equal(mine, once)
+    assert found.cudnn.calls.executed - executed == 1 + calls
+    assert found.cudnn.calls.built - built == 2
+    assert found.refusals == []
+    assert found.cudnn.calls.in_order[-1]
+    assert sizes.cudnn_group((4, 66, 66, 6), 3, 1) == (4, 3), "logarithms of a part would not be aligned"
+
+
+def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
+    from zero_mpi.ops.gpu import attention
+
+    found = cudnn_or_skip()
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN does not tell")
+    arrays = case("bf16", TAKEN[0])
+    for way, ordered in (("any-order", False), ("auto", True), ("any-order", False)):
+        monkeypatch.setattr(found, "graphs", {})
+        take_way(way)
+        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(mine, want, "bf16")
+        assert found.cudnn.calls.in_order[-1] == ordered
+        assert ("in any order" in attention.about()) != ordered
+
+
 def test_the_frontend_has_the_limit(gpu):
     found = cudnn_or_skip()
     assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 1 << 30
@@ -347,7 +393,7 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
 
     arrays = case("bf16", TAKEN[0])
     take_way("fast")
-    with pytest.raises(UsageError, match="auto, own, cudnn"):
+    with pytest.raises(UsageError, match="auto, own, cudnn, any-order"):
         both(gpu, arrays)
     monkeypatch.setattr(sdpa, "_made", (None, None, ""))
     monkeypatch.setitem(sys.modules, "cudnn", None)

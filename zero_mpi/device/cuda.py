@@ -15,7 +15,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError, first_line, import_optional
 
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
-COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
 class CudaMark:
@@ -57,12 +56,6 @@ class Cuda:
         """A text for people: which GPU it is."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
-
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether the GPU lets in one process only."""
-        mode = self.cupy.cuda.runtime.deviceGetAttribute(COMPUTE_MODE, self.number)
-        return bool(mode == EXCLUSIVE)
 
     def choose(self) -> None:
         """Let the calling thread use this GPU: one that has chosen none takes the first, and its memory."""

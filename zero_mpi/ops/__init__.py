@@ -70,6 +70,7 @@ adamw = _dispatched(reference.adamw)
 moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
 dequantize = _dispatched(reference.dequantize)
+_DISPATCHED = {name: value for name, value in globals().items() if hasattr(value, "registry")}
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
     "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
@@ -130,8 +131,8 @@ def prepare_gpu() -> None:
     """Compile the kernels of the GPU in use, or load them from CuPy's cache; once is enough."""
     from zero_mpi.ops import gpu
 
-    for operation in gpu.OPERATIONS:
-        globals()[operation.__name__].register(gpu.ARRAY, operation)
+    for name, operation in signatures.defined_in(gpu.MODULES):
+        _DISPATCHED[name].register(gpu.ARRAY, operation)
     gpu.prepare()
 
 
@@ -181,10 +182,9 @@ def prepare_cpu() -> None:
     """Let compiled operations take the arrays of NumPy."""
     from zero_mpi.ops import cpu
 
-    for operation in cpu.OPERATIONS:
-        name = operation.__name__
+    for name, operation in signatures.defined_in(cpu.MODULES):
         native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
-        globals()[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
+        _DISPATCHED[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
 
 
 def prepare_low() -> None:
@@ -200,11 +200,11 @@ def _on_first_use(name: str) -> Callable[..., Any]:
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         _load("float32", prepare_cpu, None)
-        return globals()[name](*arguments, **named)
+        return _DISPATCHED[name](*arguments, **named)
 
     return load_and_call
 
 
 if _compiles:
-    for _name in [name for name, value in globals().items() if hasattr(value, "registry")]:
-        globals()[_name].register(np.ndarray, _on_first_use(_name))
+    for _name in _DISPATCHED:
+        _DISPATCHED[_name].register(np.ndarray, _on_first_use(_name))

@@ -111,10 +111,29 @@ def score_rows(heads: int, total: int) -> int:
     return most // EVEN * EVEN if most > EVEN else most
 
 
-def cudnn_slopes(shape: tuple[int, ...], total: int) -> int:
-    """Bytes that cuDNN's backward takes: in 16 bits each score of blocks of 64 by 128, or a float32 dq."""
+def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
+    """(sequences, key/value heads) of a call of cuDNN's backward for q (B, T, H, D), within `most` bytes.
+
+    All, where one head is too much, or a part of the logarithms would not be aligned.
+    """
+    batch, length, heads, _ = shape
+    fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
+    if length % 4 or not fit:
+        return batch, kv
+    parts = (n for n in range(min(fit, kv), 0, -1) if kv % n == 0)
+    return next(n for n in range(max(1, fit // kv), 0, -1) if batch % n == 0), next(parts)
+
+
+def slopes_of(heads: int, length: int) -> int:
+    """Bytes of so many heads' scores in blocks of 64 by 128, in 16 bits."""
+    return 2 * heads * (-(-length // 64) * 64) * (-(-length // 128) * 128)
+
+
+def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
+    """Bytes that cuDNN's backward takes: scores, or a float32 dq where one head has too many."""
     batch, length, heads, width = shape
-    slopes = 2 * batch * heads * (-(-length // 64) * 64) * (-(-total // 128) * 128)
+    sequences, together = cudnn_group(shape, kv, SLOPES)
+    slopes = slopes_of(sequences * together * (heads // kv), length)
     return slopes if slopes <= SLOPES else 4 * batch * length * heads * width
 
 

@@ -26,6 +26,7 @@ KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since 
 SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray, of MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
 CUDA = 0  # MPICH's number for the kind of GPU
+COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,18 @@ def find_answer(
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
-        gpu = device.in_use()
-        alone = isinstance(gpu, device.Cuda) and gpu.is_exclusive  # a child could not use the GPU beside us
-        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone else probe_says(answer, command)
+        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone() else probe_says(answer, command)
     node.Free()
     answers: list[Answer] = world.allgather(answer)
     return next((found for found in answers if not found.yes), answers[0])
+
+
+def alone() -> bool:
+    """Tell whether the GPU in use lets in one process, so that a child could not use it beside this one."""
+    gpu = device.in_use()
+    if not isinstance(gpu, device.Cuda):
+        return False
+    return bool(gpu.cupy.cuda.runtime.deviceGetAttribute(COMPUTE_MODE, gpu.number) == EXCLUSIVE)
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:

@@ -5,13 +5,13 @@ that grouped heads need nothing of their own, and goes through the queries in bl
 SCORES. Of the weights it keeps the logarithm of each row's sum and computes a block again in backward, so
 memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
-ZERO_MPI_GPU_ATTENTION is auto, own or cudnn; the last one wants cuDNN for all that it can do, or an error.
+ZERO_MPI_GPU_ATTENTION is auto, own, cudnn (which wants cuDNN for all that it can do, or an error) or
+any-order (cuDNN adds gradients in the order in which they come, and two runs may differ).
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from zero_mpi.ops.gpu.launch import (
     packed,
     take,
 )
-from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
+from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
@@ -42,7 +42,6 @@ MOVE = {
 }
 SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
 SHARE = 4  # scores that a thread takes at a time
-WAYS = ("auto", "own", "cudnn")
 
 
 class Sizes(NamedTuple):
@@ -77,14 +76,6 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 # ------------------------------------------------------------------------------------------------- which way
 
 
-def way() -> str:
-    """The choice of ZERO_MPI_GPU_ATTENTION. Raises UsageError where it is none."""
-    chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
-    if chosen not in WAYS:
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
-    return chosen
-
-
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
     """cuDNN where it is to compute this. Raises UsageError where it was asked for and cannot be used.
 
@@ -115,9 +106,9 @@ def about() -> str:
     if way() == "own":
         return "attention by own kernels"
     found, why_not = sdpa()
-    return (
-        f"attention by cuDNN {found.version}" if found else f"attention by own kernels, no cuDNN: {why_not}"
-    )
+    if found is None:
+        return f"attention by own kernels, no cuDNN: {why_not}"
+    return f"attention by cuDNN {found.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
 
 
 def causal_attention(
