@@ -108,13 +108,15 @@ def test_sums_over_ranks_are_in_their_order(gpu, ranks, accumulate, kind):
     for first in (0, 3):
         found, given = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]
         for start, stop in [(0, 400), (400, 401), (401, size)] if first else [(0, size)]:
-            ordered_sum_on_gpu(found[start:stop], [part[start:stop] for part in given], accumulate)
+            ordered_sum_on_gpu(
+                found[start:stop], [part[start:stop] for part in given], accumulate, gpu.stream
+            )
         assert gpu.to_host(found).tobytes() == wanted.tobytes()
 
 
 @every_kind
 def test_an_empty_slice_has_an_empty_sum(gpu, kind):
-    ordered_sum_on_gpu(gpu.zeros(0), [gpu.zeros(0, kind)] * 3, True)
+    ordered_sum_on_gpu(gpu.zeros(0), [gpu.zeros(0, kind)] * 3, True, gpu.stream)
 
 
 def special() -> np.ndarray:

@@ -70,8 +70,10 @@ class GpuStreams:
     def empty(self, size: int, dtype: Any) -> Array:
         """A flat array of the device, kept for ever."""
         self.adopt()
-        with self.stream:
-            return self._gpu.empty(size, dtype)
+        with self._gpu.stream:  # of its memory, in which what was computed before may not be over
+            room = self._gpu.empty(size, dtype)
+        self.follow(self.begin())
+        return room
 
     def pinned(self, nbytes: int) -> Array:
         """Bytes of the host that the GPU copies from and to at full speed, and by itself."""

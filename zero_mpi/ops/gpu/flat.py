@@ -6,7 +6,6 @@ Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are tho
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from zero_mpi import device
 from zero_mpi.device.types import Array
@@ -80,7 +79,7 @@ def chunk_squares(g: Array, chunk: int) -> Array:
     return sums
 
 
-def cast(target: Array, source: Array, stream: Any = None) -> None:
+def cast(target: Array, source: Array) -> None:
     """target[...] = source, from or to float32, rounded to nearest; contiguous and of one size."""
     if F32 not in (source.dtype, target.dtype):
         raise ValueError(f"cast: expected float32 on one side; got {source.dtype} and {target.dtype}")
@@ -88,4 +87,4 @@ def cast(target: Array, source: Array, stream: Any = None) -> None:
         raise ValueError(f"cast: expected contiguous arrays of one size; got {source.shape}, {target.shape}")
     family, low = (NARROW_TO, target) if source.dtype == F32 else (WIDEN_FROM, source)
     arguments = (at(source), at(target), source.size)
-    chosen(family, "cast", low)(elements(source, 4), THREADS, arguments, stream)
+    chosen(family, "cast", low)(elements(source, 4), THREADS, arguments)

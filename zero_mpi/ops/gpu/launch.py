@@ -50,13 +50,11 @@ class Kernel:
             self._function = module(self.source).get_function(self.name).kernel  # without a later look-up
         return self._function
 
-    def __call__(
-        self, blocks: int, threads: int, arguments: tuple[Any, ...], stream: Any = None, shared: int = 0
-    ) -> None:
-        """Start it on a stream, the current one if none is given. No blocks: there is nothing to do."""
+    def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        """Start it on the stream that computes. No blocks: there is nothing to do."""
         if blocks:
             function = self._function or self.bind()
-            function((blocks,), (threads,), arguments, shared_mem=shared, stream=stream)
+            function((blocks,), (threads,), arguments, stream=device.in_use().stream)
 
 
 TABLE: dict[str, Kernel] = {}  # by name, in all sources
