@@ -266,10 +266,13 @@ def test_head_without_gradients_only_tells_the_loss(gpu, kind):
     assert abs(float(got) - want) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
 
 
-def test_chunks_take_no_more_than_they_may(gpu):
-    most = sizes.LOGITS_BYTES
+@pytest.mark.parametrize(("memory", "most"), [(80e9, 2 << 30), (24e9, 256 << 20)])
+def test_chunks_take_no_more_than_they_may(gpu, monkeypatch, memory, most):
+    linear, runtime = sys.modules["zero_mpi.ops.gpu.linear"], gpu.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda number: {"totalGlobalMem": memory})
+    assert linear.memory_of.__wrapped__(gpu) == memory
     for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, most // 3)):
-        rows = sizes.logit_rows(n, row)
+        rows = sizes.logit_rows(n, row, memory)
         assert rows * row <= most or rows == 1
         assert 1 <= rows <= n
         assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most

@@ -6,11 +6,12 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, kinds
+from zero_mpi.comm import SerialComm, kinds, progress_thread
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 from zero_mpi.comm.gpu.detect import Answer
+from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -225,6 +226,19 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     assert said.endswith(f", because {why}")
     with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
         made("mpi")
+
+
+@several_ranks
+def test_a_thread_that_pushes_looks_seldom_and_not_at_nccl(monkeypatch):
+    """Each look takes the interpreter from the thread that launches kernels."""
+    monkeypatch.setattr(MPIComm, "_thread_pays", lambda self: True)
+    comm, _ = made("staged")
+    assert comm._library._progress._thread is not None
+    assert comm._library._progress._poll > progress_thread.POLL_SECONDS
+    comm.close()
+    comm, _ = made("nccl")
+    assert comm._library._progress._thread is None
+    comm.close()
 
 
 @several_ranks

@@ -32,7 +32,8 @@ NORM_LINES = 512  # of a norm's partial sums, at most
 SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
 EVEN = 16  # queries that blocks are multiples of, where they have so many
 SLOPES = 1 << 30  # bytes of cuDNN that grow with the square of T
-LOGITS_BYTES = 256 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
+LOGITS_BYTES = 2 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
+LARGE_GPU = 40e9  # bytes of memory; smaller ones take an eighth of the logits at a time
 LINE = 8  # elements that a row of logits is a multiple of, so that rows are aligned
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
@@ -142,9 +143,10 @@ def logit_width(vocabulary: int) -> int:
     return -(-vocabulary // LINE) * LINE
 
 
-def logit_rows(n: int, row_bytes: int) -> int:
-    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
-    chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
+def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
+    """Rows of logits at a time on a GPU of so many bytes: n rows in equal chunks of at most LOGITS_BYTES."""
+    most = LOGITS_BYTES if memory >= LARGE_GPU else LOGITS_BYTES // 8
+    chunks = max(1, -(-n * row_bytes // most))
     return max(1, -(-n // chunks))
 
 

@@ -7,6 +7,7 @@ into its gradient where it lies.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,12 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 # ---------------------------------------------------------------------------------------- a head and its loss
 
 
+@cache
+def memory_of(gpu: Any) -> int:
+    """Return the bytes of a GPU, all processes' together."""
+    return int(gpu.cupy.cuda.runtime.getDeviceProperties(gpu.number)["totalGlobalMem"])
+
+
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -111,7 +118,7 @@ def linear_cross_entropy(
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None
     width = logit_width(len(w))
-    step = logit_rows(len(flat), width * x.itemsize)
+    step = logit_rows(len(flat), width * x.itemsize, memory_of(device.in_use()))
     room = take((min(step, len(flat)), width), x.dtype)
     bias = None if b is None else fitting(b)
     for start in range(0, len(flat), step):
