@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
     """Raises ValueError for a type that products are not made of."""
     (b, t, h, d), (s, kv, e) = q.shape, v.shape[1:]
-    kind_of(q)
+    kind_of(q.dtype)
     return Sizes(b, t, s, h // kv, kv, d, e)
 
 
@@ -217,7 +217,8 @@ class Scores:
     def matrix(self, room: Array, n: int, m: int) -> Matrix:
         """The block in a room: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
-        return Matrix(room.data.ptr, rows, m, sizes.across, kind_of(room), sizes.groups, rows * sizes.across)
+        kind, apart = kind_of(room.dtype), rows * sizes.across
+        return Matrix(room.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def another(self) -> Array:
         """More room of the float32 kind."""

@@ -165,9 +165,9 @@ def id_bytes(operation: str, ids: Array) -> int:
 # ----------------------------------------------------------------------------------------- blocks and threads
 
 
-def elements(x: Array, pack: int | None = None) -> int:
+def elements(x: Array) -> int:
     """Blocks for a flat array of which each thread takes a pack."""
-    return -(-int(x.size) // (THREADS * (PACK // x.itemsize if pack is None else pack)))
+    return -(-int(x.size) // (THREADS * (PACK // x.itemsize)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:

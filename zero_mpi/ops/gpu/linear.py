@@ -17,7 +17,7 @@ from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import take
+from zero_mpi.ops.gpu.launch import F64, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.sizes import logit_rows, logit_width
@@ -25,7 +25,7 @@ from zero_mpi.ops.sizes import logit_rows, logit_width
 
 def lying(x: Array) -> Array:
     """x (..., C), or a copy, with contiguous rows at one distance."""
-    if row_step(x) is not None:
+    if row_step(x.shape, x.strides, x.itemsize) is not None:
         return x
     copy = take(x.shape, x.dtype)
     copy[...] = x
@@ -43,7 +43,7 @@ def fitting(b: Array) -> Array:
 
 def double(*arrays: Array) -> bool:
     """Whether this is float64, which is for tests and left to the definition."""
-    return any(x.dtype == np.float64 for x in arrays)
+    return F64 in [x.dtype for x in arrays]
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:

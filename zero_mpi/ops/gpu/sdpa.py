@@ -17,6 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -26,13 +27,14 @@ from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError, first_line
+from zero_mpi.ops.gpu.launch import BF16, F16
 from zero_mpi.ops.sizes import SLOPES, cudnn_group
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
 TURNED = Q, K, V, O, DY, DQ, DK, DV  # of a backward's arrays
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
-TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+TYPES = {BF16: "BFLOAT16", F16: "HALF"}
 ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
@@ -54,9 +56,15 @@ def described(x: Array) -> tuple[Strides, Strides]:
 
 def lies_well(x: Array) -> bool:
     """Whether cuDNN's kernels can read x (B, T, heads, width) where it is."""
-    steps = [stride for length, stride in zip(x.shape, x.strides, strict=True) if length > 1]
-    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1]) and x.data.ptr % ALIGNMENT == 0
-    return bool(whole and x.strides[-1] == x.itemsize and x.shape[-1] * x.itemsize % ALIGNMENT == 0)
+    return x.data.ptr % ALIGNMENT == 0 and steps_well(x.shape, x.strides, x.itemsize)
+
+
+@lru_cache
+def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
+    """Whether cuDNN's kernels can go from row to row of such an array."""
+    steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
+    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
+    return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
 
 
 def way() -> str:
@@ -117,7 +125,7 @@ class Sdpa:
         """Whether this is work for cuDNN."""
         widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
         return bool(
-            q.dtype.name in TYPES
+            q.dtype in TYPES
             and q.dtype == k.dtype == v.dtype
             and q.shape[1] == k.shape[1]
             and q.shape[3] == v.shape[3] <= widest
@@ -156,7 +164,8 @@ class Sdpa:
         """The graph for these arrays, made if it is new; None where cuDNN has none for them."""
         scale = float(scale)  # as the bindings take it
         ordered = way() != ANY_ORDER
-        key = (turned, ordered, scale, arrays[0].dtype.name, *((x.shape, x.strides) for x in arrays))
+        q, k = arrays[:2]  # whose shapes tell those of the others
+        key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
             parts, turns = self._cut(arrays) if turned and ordered else (arrays, [{}])
             most = self.slopes + LINEAR * math.prod(parts[0].shape)
@@ -200,7 +209,7 @@ class Sdpa:
         return graph.tensor(name=name, uid=number, dim=list(dim), stride=list(stride), data_type=kind)
 
     def _forward(self, scale: float, q: Array, k: Array, v: Array, y: Array) -> Any:
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
         graph = self._graph(kind)
         inputs = {
             name: self._tensor(graph, name, number, x, kind)
@@ -214,7 +223,7 @@ class Sdpa:
 
     def _backward(self, ordered: bool, scale: float, arrays: Sequence[Array]) -> Any:
         q, k, v, y, dy, dq, dk, dv = arrays
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
         graph = self._graph(kind)
         inputs = {
             name: self._tensor(graph, name, number, x, kind)
