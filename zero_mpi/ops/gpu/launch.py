@@ -167,7 +167,7 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 def elements(x: Array) -> int:
     """Blocks for a flat array of which each thread takes a pack."""
-    return -(-int(x.size) // (THREADS * (PACK // x.itemsize)))
+    return -(-int(x.size) // (THREADS * int(PACK // x.itemsize)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
