@@ -45,7 +45,7 @@ IDLE_CASES = {  # flags without effect: what is said, and what gives them one ag
         "--schedule linear",
     ),
     "--bucket-mb 5": ("--bucket-mb 5.0 has no effect: only --strategy no-shard", "--strategy no-shard"),
-    "--prefetch 2 --strategy no-shard": ("--prefetch 2 has no effect: --strategy no-shard", "--prefetch 1"),
+    "--prefetch 2 --strategy no-shard": ("--prefetch 2 has no effect", "--strategy full-shard"),
     "--prefetch 2 --strategy shard-grad-op": ("--prefetch 2 has no", "--strategy full-shard"),
     "--val-fraction 0.1 --val-data README.md": (
         "--val-fraction 0.1 has no effect: what is held out is --val-data",

@@ -217,6 +217,19 @@ def test_many_rounds_are_those_of_few_and_more(strategy):
     assert times[3].flop == pytest.approx(10 * times[0].flop)
 
 
+AHEAD = [({}, 1), ({"device": "cuda"}, 2), ({"device": "cuda", "prefetch": 1}, 1), ({"prefetch": 0}, 0)]
+
+
+@pytest.mark.parametrize(("flags", "depth"), AHEAD)
+def test_parameters_are_gathered_further_ahead_on_gpus(flags, depth):
+    from zero_mpi.config.settings import Config
+    from zero_mpi.plan.case import make_case
+
+    config = Config(**flags)
+    assert make_case(config, MODELS["llama"], 2, 1).prefetch == depth
+    assert config.stages_ahead(config.device == "cuda") == depth
+
+
 def test_prefetch_hides_communication():
     base = Case(MODELS["llama"], ranks=2, nodes=2, batch_size=8, micro_batch=4, context=192)
     machine = replace(SLOW, between=Link(1e-5, 1e-8), flops=2e10)

@@ -173,7 +173,9 @@ class Config:
         choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
     )
     bucket_mb: float = flag(25.0, float, "sharding", "MiB per bucket of no-shard")
-    prefetch: int = flag(1, int, "sharding", "stages to gather parameters ahead")
+    prefetch: int | None = flag(
+        None, int, "sharding", "stages to gather parameters ahead (default: 1; 2 with --device cuda)"
+    )
     recompute: bool = flag(False, bool, "sharding", "keep only each block's input for backward")
     reduction: str = flag(
         "exact", str, "sharding", "exact: same bits on any ranks; or fast", choices=("exact", "fast")
@@ -270,6 +272,10 @@ class Config:
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that stay as they are."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
+
+    def stages_ahead(self, on_gpu: bool) -> int:
+        """How many stages ahead parameters are gathered: a GPU's host launches a stage before it runs."""
+        return 1 + on_gpu if self.prefetch is None else self.prefetch
 
     @property
     def holds_out(self) -> bool:

@@ -68,9 +68,11 @@ class Cuda:
         self.choose()
         self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
-    def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat uninitialised array; CuPy aligns to 512 bytes."""
+    def empty(self, size: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """An uninitialised array, flat or of a shape; CuPy aligns to 512 bytes."""
         return self.cupy.empty(size, dtype)
+
+    small = empty  # of the pool's
 
     def lasting(self, nbytes: int) -> Array:
         """Uninitialised bytes that a pool keeps."""
@@ -85,10 +87,6 @@ class Cuda:
         owner, cuda = _Owner(), self.cupy.cuda
         lent = cuda.UnownedMemory(memory.data.ptr, memory.nbytes, owner, self.number)
         return owner, self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(lent, 0))
-
-    def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised small array of the pool's."""
-        return self.cupy.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
         """A copy of a host's array on the GPU, in the order of its work."""

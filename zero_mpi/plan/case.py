@@ -21,7 +21,7 @@ from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
 SAME = (  # called alike in a case and among the flags of a run
-    "batch_size", "context", "prefetch", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
+    "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 OF_LAYOUT = (  # what a layout depends on
@@ -220,6 +220,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         micro_batch=min(config.micro_batch, config.batch_size),
         precision_name=config.precision,
         device="cuda" if on_gpu else "cpu",
+        prefetch=config.stages_ahead(on_gpu),
         **{name: getattr(config, name) for name in SAME},
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -255,8 +256,8 @@ class ShardedState:
         return sum(unit.parameters.nbytes_whole for unit in self.units)
 
     @cached_property
-    def _chunks(self) -> tuple[int, list[Array]]:
-        """How many chunks the gradient's norm is summed over; per unit, the places of its slice's chunks."""
+    def _chunks(self) -> tuple[int, list[list[tuple[slice, slice]]]]:
+        """How many chunks the gradient's norm is summed over; of each unit, where runs of chunks go."""
         first, end = {}, 0
         for name in self.params:
             unit = self._home[name].unit
@@ -265,11 +266,11 @@ class ShardedState:
         places = []
         for sharded in self.units:
             unit, quantum = sharded.unit, sharded.unit.quantum
-            if not unit.trainable:
-                places.append(np.zeros(0, np.int64))
-                continue
-            whole = np.concatenate([first[name] + np.arange(unit.chunks(name)) for name in unit.params])
-            places.append(whole[sharded.part.start // quantum : -(-sharded.part.stop // quantum)])
+            of_each = [first[name] + np.arange(unit.chunks(name) * unit.trainable) for name in unit.params]
+            mine = np.concatenate(of_each)[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
+            cuts = [0, *(np.flatnonzero(np.diff(mine) != 1) + 1), mine.size]
+            runs = [(slice(mine[a], mine[a] + b - a), slice(a, b)) for a, b in pairwise(cuts) if a < b]
+            places.append(runs)
         return end, places
 
     def gradient_norm(self) -> float:
@@ -287,8 +288,9 @@ class ShardedState:
             if unit.unit.trainable and unit.gradient.sum.size:
                 places.append(of_unit)
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
-        for place, found in zip(places, device.in_use().all_to_host(squares), strict=True):
-            sums[place] = found
+        for runs, found in zip(places, device.in_use().all_to_host(squares), strict=True):
+            for there, here in runs:
+                sums[there] = found[here]
         total = self.owners.sum_vector(sums)
         if count:  # no rank has the sum before all have come here
             self._all_met()

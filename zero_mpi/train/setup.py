@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_mpi import device
 from zero_mpi.checkpoint.blocks import finite_blocks
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
@@ -123,7 +124,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         model.stages(config.recompute),
         comm,
         strategy_named(config.strategy),
-        prefetch=config.prefetch,
+        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
         bucket_mb=config.bucket_mb,
         frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),

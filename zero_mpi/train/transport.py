@@ -72,7 +72,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     layout = lay_out(
         model.stages(config.recompute),
         strategy,
-        prefetch=config.prefetch,
+        prefetch=config.stages_ahead(on_gpu=False),
         bucket_mb=config.bucket_mb,
         frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),

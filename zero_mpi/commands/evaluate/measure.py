@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from zero_mpi import device
 from zero_mpi.checkpoint.state import finite
 from zero_mpi.comm import Comm
 from zero_mpi.commands.evaluate.candidate import Candidate
@@ -60,7 +61,7 @@ def make_module(config: Config, candidate: Candidate, comm: Comm) -> ShardedModu
         candidate.model.stages(),
         comm,
         strategy_named(config.strategy),
-        prefetch=config.prefetch,
+        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
         frozen=config.freeze,
         precision=precision_named(config.precision),
     ).eval()
