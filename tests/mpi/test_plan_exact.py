@@ -6,7 +6,7 @@ import tiny_blocks
 from recording import RecordingComm
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint.shards import Snapshot, moments_of, parameters_of
+from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.comm import NodesComm
@@ -188,7 +188,7 @@ def held_bytes(module, optimizer):
     adapters = kept != [unit.parameters for unit in units]  # alone are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
-        *copies.take("state", moments_of(optimizer)),
+        *copies.take("state", states_of(optimizer)),
     ]
     return {
         "parameters": sum(array.nbytes for array in owned),
