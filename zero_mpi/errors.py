@@ -28,6 +28,11 @@ def explain(error: OSError) -> str:
     return f"cannot write {error.filename}: {error.strerror or error}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line that an error says, or its class."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def writing() -> Iterator[None]:
     """Let an OSError of the body, which writes a file, be a JobError of one line with file and cause."""
@@ -67,6 +72,7 @@ def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -
         importlib.import_module(package)
         found = tuple(map(importlib.import_module, modules))
     except ImportError as error:
+        why = first_line(error.__cause__ or error)  # CuPy's own text has a frame
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
-        raise UsageError(f"{user} needs {package} ({error}): {remedy}") from error
+        raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
     return found[0] if len(found) == 1 else found

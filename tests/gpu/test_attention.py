@@ -337,6 +337,52 @@ def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     assert not refused or "MiB" in found.refusals[0]
 
 
+HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 64 positions
+
+
+@pytest.mark.parametrize("version", [92400, 92500])
+@pytest.mark.parametrize(("heads", "calls"), [(12, 1), (11, 2), (6, 2), (3, 4), (2, 12), (1, 12)])
+def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
+    gpu, take_way, monkeypatch, version, heads, calls
+):
+    """In as many calls as keep it within the limit, in a fixed order, and with the same numbers."""
+    found, most = cudnn_or_skip(), heads * HEAD
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN's version stays")
+    take_way("auto")
+    arrays = case("bf16", (4, 64, 64, 6, 3, 16, 16))
+    whole = both(gpu, arrays)
+    monkeypatch.setattr(found.cudnn, "version", version)
+    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(most))
+    monkeypatch.setattr(found, "slopes", most)
+    for name, value in (("graphs", {}), ("refusals", [])):
+        monkeypatch.setattr(found, name, value)
+    executed, built = found.cudnn.calls.executed, found.cudnn.calls.built
+    for mine, once in zip(both(gpu, arrays), whole, strict=True):
+        np.testing.assert_array_equal(mine, once)
+    assert found.cudnn.calls.executed - executed == 1 + calls
+    assert found.cudnn.calls.built - built == 2
+    assert found.refusals == []
+    assert found.cudnn.calls.in_order[-1]
+    assert sizes.cudnn_group((4, 66, 66, 6), 3, 1) == (4, 3), "logarithms of a part would not be aligned"
+
+
+def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
+    from zero_mpi.ops.gpu import attention
+
+    found = cudnn_or_skip()
+    if not hasattr(found.cudnn, "refuses"):
+        pytest.skip("a real cuDNN does not tell")
+    arrays = case("bf16", TAKEN[0])
+    for way, ordered in (("any-order", False), ("auto", True), ("any-order", False)):
+        monkeypatch.setattr(found, "graphs", {})
+        take_way(way)
+        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(mine, want, "bf16")
+        assert found.cudnn.calls.in_order[-1] == ordered
+        assert ("in any order" in attention.about()) != ordered
+
+
 def test_the_frontend_has_the_limit(gpu):
     found = cudnn_or_skip()
     assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 1 << 30
@@ -347,7 +393,7 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
 
     arrays = case("bf16", TAKEN[0])
     take_way("fast")
-    with pytest.raises(UsageError, match="auto, own, cudnn"):
+    with pytest.raises(UsageError, match="auto, own, cudnn, any-order"):
         both(gpu, arrays)
     monkeypatch.setattr(sdpa, "_made", (None, None, ""))
     monkeypatch.setitem(sys.modules, "cudnn", None)
@@ -363,13 +409,49 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["1.17.9", "1.29.0", "2.0"])
-def test_a_frontend_of_another_version_is_not_used(gpu, take_way, monkeypatch, version):
+def test_a_frontend_of_another_version_is_tried(gpu, take_way, monkeypatch, version, caplog):
+    """Its number says nothing; calls that it does not have are one warning for a set of shapes."""
     from zero_mpi.ops.gpu import attention, sdpa
 
-    monkeypatch.setattr(cudnn_or_skip().cudnn, "__version__", version)
+    cudnn = cudnn_or_skip().cudnn
+    monkeypatch.setattr(cudnn, "__version__", version)
     monkeypatch.setattr(sdpa, "_made", (None, None, ""))
     take_way("auto")
-    assert f"nvidia-cudnn-frontend {version}, expected 1.18 to below 1.29" in attention.about()
+    arrays = case("bf16", TAKEN[0])
+    found = sdpa.sdpa()[0]
+    both(gpu, arrays)
+    assert len(found.graphs) == 2
+    assert None not in found.graphs.values()
+    assert attention.about().startswith("attention by cuDNN")
+
+    def other(*_, **__):
+        raise TypeError("sdpa() got another argument")
+
+    monkeypatch.setattr(cudnn.pygraph, "sdpa", other)
+    monkeypatch.setattr(found, "graphs", {})
+    for _ in range(2):
+        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(mine, want, "bf16")
+    warned = [line for line in caplog.records if line.levelname == "WARNING" and version in line.getMessage()]
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "way", "told"), [("bf16", "auto", 1), ("fp32", "auto", 0), ("bf16", "own", 0)]
+)
+def test_own_attention_in_a_low_type_is_a_warning(gpu, take_way, monkeypatch, precision, way, told):
+    from zero_mpi.config.settings import Config
+    from zero_mpi.launch.world import find_world
+    from zero_mpi.ops.gpu import sdpa
+    from zero_mpi.telemetry.log import Caution
+    from zero_mpi.train.resolve import try_operations
+
+    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    take_way(way)
+    notes = []
+    try_operations(find_world(), Config(device="cuda", precision=precision), 1, notes)
+    assert len([note for note in notes if isinstance(note, Caution) and "attention" in note]) == told
 
 
 def test_shapes_that_do_not_go_together_are_named(gpu, take_way):

@@ -108,13 +108,15 @@ def test_sums_over_ranks_are_in_their_order(gpu, ranks, accumulate, kind):
     for first in (0, 3):
         found, given = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]
         for start, stop in [(0, 400), (400, 401), (401, size)] if first else [(0, size)]:
-            ordered_sum_on_gpu(found[start:stop], [part[start:stop] for part in given], accumulate)
+            ordered_sum_on_gpu(
+                found[start:stop], [part[start:stop] for part in given], accumulate, gpu.stream
+            )
         assert gpu.to_host(found).tobytes() == wanted.tobytes()
 
 
 @every_kind
 def test_an_empty_slice_has_an_empty_sum(gpu, kind):
-    ordered_sum_on_gpu(gpu.zeros(0), [gpu.zeros(0, kind)] * 3, True)
+    ordered_sum_on_gpu(gpu.zeros(0), [gpu.zeros(0, kind)] * 3, True, gpu.stream)
 
 
 def special() -> np.ndarray:
@@ -131,29 +133,22 @@ def special() -> np.ndarray:
 
 
 @every_kind
-def test_casts_round_to_nearest_and_back_exactly(gpu, kind):
-    from zero_mpi.ops.gpu.flat import cast
-
+def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
+    """As AdamW writes parameters in a low type, and every kernel reads them."""
     x = special()
+    with np.errstate(all="ignore"):
+        wanted = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]
+        narrowed = np.zeros(x.size, kind)
+        reference.adamw(*wanted, **RATES, decay=np.zeros(1), low=narrowed)
+    numbers_only = ~np.isnan(wanted[0])
+    assert numbers_only.sum() > 300_000
     for first in (0, 1):
-        narrow, back = there(gpu, np.zeros(x.size, kind), first), gpu.zeros(x.size)
-        cast(narrow, there(gpu, x, first))
-        cast(back, narrow)
-        with np.errstate(over="ignore", invalid="ignore"):
-            wanted = x.astype(kind)
-        found, numbers_only = gpu.to_host(narrow), ~np.isnan(x)
-        assert found[numbers_only].tobytes() == wanted[numbers_only].tobytes()
-        assert np.isnan(found[~numbers_only].astype(np.float32)).all()
-        assert gpu.to_host(back)[numbers_only].tobytes() == wanted.astype(np.float32)[numbers_only].tobytes()
-
-
-def test_casts_that_are_none_are_refused(gpu):
-    from zero_mpi.ops.gpu.flat import cast
-
-    with pytest.raises(ValueError, match="float32 on one side"):
-        cast(gpu.zeros(3, BF16), gpu.zeros(3, F16))
-    with pytest.raises(ValueError, match="of one size"):
-        cast(gpu.zeros(3, BF16), gpu.zeros(4))
+        narrow = there(gpu, np.zeros(x.size, kind), first)
+        given = [there(gpu, part, first) for part in (x, *(np.zeros_like(x) for _ in range(3)))]
+        ops.adamw(*given, **RATES, decay=np.zeros(1), low=narrow)
+        for found in (gpu.to_host(narrow), gpu.to_host(ops.scale(narrow, 1.0))):
+            assert found[numbers_only].tobytes() == narrowed[numbers_only].tobytes()
+            assert np.isnan(found[~numbers_only].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("wrong", ["p", "decay", "size", "low"])

@@ -346,6 +346,20 @@ def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
         check(name, case, plain, kind)
 
 
+@pytest.mark.parametrize(("gradients", "launches"), [("wb", 2), ("w", 2), ("", 1)])
+def test_gradients_of_a_norm_are_one_launch(gpu, monkeypatch, gradients, launches):
+    from zero_mpi.ops.gpu.launch import Kernel
+
+    started, plainly = [], Kernel.__call__
+    monkeypatch.setattr(
+        Kernel, "__call__", lambda self, *given: (started.append(self), plainly(self, *given))
+    )
+    x, w, mean, sums = (gpu.zeros(n).reshape(-1, wide) for n, wide in ((96, 32), (32, 32), (3, 1), (64, 32)))
+    dw, db = (sums[i] if letter in gradients else None for i, letter in enumerate("wb"))
+    ops.layer_norm_backward(x, x, w[0], mean, mean, dw, db)
+    assert len(started) == launches
+
+
 @every_kind
 def test_a_block_takes_many_rows_and_sums_them_in_their_order(gpu, monkeypatch, kind):
     from zero_mpi.ops import sizes

@@ -18,6 +18,7 @@ import pytest
 from zero_mpi import ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import pool_of
+from zero_mpi.errors import UsageError
 from zero_mpi.ops import low_precision, reference, sizes
 
 KINDS = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -283,10 +284,13 @@ def test_head_without_gradients_only_tells_the_loss(gpu, kind):
     assert abs(float(got) - want) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
 
 
-def test_chunks_take_no_more_than_they_may(gpu):
-    most = sizes.LOGITS_BYTES
+@pytest.mark.parametrize(("memory", "most"), [(80e9, 2 << 30), (24e9, 256 << 20)])
+def test_chunks_take_no_more_than_they_may(gpu, monkeypatch, memory, most):
+    linear, runtime = sys.modules["zero_mpi.ops.gpu.linear"], gpu.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda number: {"totalGlobalMem": memory})
+    assert linear.memory_of.__wrapped__(gpu) == memory
     for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, most // 3)):
-        rows = sizes.logit_rows(n, row)
+        rows = sizes.logit_rows(n, row, memory)
         assert rows * row <= most or rows == 1
         assert 1 <= rows <= n
         assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most
@@ -326,7 +330,8 @@ def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm
     def state():
         gpu.synchronize()
         pool = gpu.cupy.get_default_memory_pool()
-        return len(gemm.products().plans), pool_of(gpu).stats().fresh, pool.total_bytes()
+        forms = gemm.form_of.cache_info().misses  # what is worked out from shapes and strides
+        return len(gemm.products().plans), pool_of(gpu).stats().fresh, pool.total_bytes(), forms
 
     for _ in range(2):
         a_step(gpu, arrays)
@@ -372,6 +377,34 @@ def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
     gemm._products = None
     assert gemm.products().reductions == gemm.WHOLE
     assert gemm.about().endswith(", whole sums")
+
+
+@pytest.mark.parametrize("where", ["products", "kernels", "sums"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no libX.so.13\nsecond line"), OSError("no libX.so.13")], ids=repr
+)
+def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, error):
+    from zero_mpi.device import ordered_sum
+    from zero_mpi.ops.gpu.elementwise import ADD_ROW
+
+    def missing(*_, **__):
+        raise error
+
+    calls = {
+        "products": lambda: gemm.Products(gpu),
+        "kernels": next(iter(ADD_ROW.values())).bind,
+        "sums": ordered_sum.kernels.__wrapped__,
+    }
+    if where == "products":
+        monkeypatch.setattr(gemm.import_lt(), "create", missing)
+    else:
+        monkeypatch.setattr(gpu.cupy.RawModule, "get_function", missing)
+    with pytest.raises(UsageError) as told:
+        calls[where]()
+    text = str(told.value)
+    assert "\n" not in text
+    for part in ("--device cuda", "no libX.so.13", "'cupy-cuda13x[ctk]'", "'nvmath-python[cu13]'"):
+        assert part in text
 
 
 @kinds

@@ -6,11 +6,12 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, kinds
+from zero_mpi.comm import SerialComm, kinds, progress_thread
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 from zero_mpi.comm.gpu.detect import Answer
+from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -125,6 +126,16 @@ def test_nobody_is_believed_without_a_test(command, yes, why):
     assert device_detect.probe_says(Answer(True, "the site says so"), command) == Answer(yes, why)
 
 
+@pytest.mark.parametrize(("mode", "tried"), [(0, True), (3, False)])
+def test_a_gpu_of_one_process_is_not_tried_by_a_child(gpu, monkeypatch, mode, tried):
+    monkeypatch.setattr(
+        gpu.cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, _: {20: mode}[attribute]
+    )
+    answer = device_detect.find_answer(WORLD, {"ZERO_MPI_GPU_AWARE": "1"}, CRASHES)
+    assert answer.yes != tried
+    assert ("SIGSEGV" in answer.why) == tried
+
+
 def test_all_ranks_have_one_answer(monkeypatch):
     forced = {"ZERO_MPI_GPU_AWARE": "1"}
     answer = device_detect.find_answer(WORLD, forced, WORKS)
@@ -217,6 +228,20 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     assert said.endswith(f", because {why}")
     with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
         made("mpi")
+
+
+@several_ranks
+@pytest.mark.carries("nccl")
+def test_a_thread_that_pushes_looks_seldom_and_not_at_nccl(monkeypatch):
+    """Each look takes the interpreter from the thread that launches kernels."""
+    monkeypatch.setattr(MPIComm, "_thread_pays", lambda self: True)
+    comm, _ = made("staged")
+    assert comm._library._progress._thread is not None
+    assert comm._library._progress._poll > progress_thread.POLL_SECONDS
+    comm.close()
+    comm, _ = made("nccl")
+    assert comm._library._progress._thread is None
+    comm.close()
 
 
 @several_ranks

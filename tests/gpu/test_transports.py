@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from collectives import LENGTHS, reduced, wild
 
-from zero_mpi import device
+from zero_mpi import device, ops
 from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.comm.gpu.comm import DeviceComm
 from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
@@ -25,6 +25,7 @@ from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
+from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.errors import UsageError
 
 RANKS = MPI.COMM_WORLD.Get_size()
@@ -281,6 +282,26 @@ def hold(stream, seconds=None):
     if seconds is not None:
         threading.Timer(seconds, gate.set).start()
     return gate
+
+
+def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
+    """Whatever stream is CuPy's current one; the side stream, which uses the room, comes after it."""
+    if not is_pretend():
+        pytest.skip(only_pretend)
+    streams, other, x = GpuStreams(gpu), gpu.cupy.cuda.Stream(), gpu.zeros(64)
+    out = gpu.zeros(64)
+    ops.prepare()
+    gpu.synchronize()
+    with other:
+        ops.scale(x, 2.0)
+        ordered_sum(out, [x, x], False)
+        gate = hold(gpu.stream)
+        room = streams.empty(16, np.float32)
+    waits = not streams.stream.done
+    gate.set()
+    assert waits
+    assert other._asked == 0
+    assert room.data.mem._stream is gpu.stream
 
 
 class Late:

@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
-from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi
+from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi, progress_thread
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.progress_thread import ProgressEngine
 from zero_mpi.comm.shared.comm import SharedComm
@@ -525,6 +525,16 @@ def test_progress_thread_tests_and_closes():
     progress.close()
     assert not thread.is_alive()
     progress.close()
+
+
+def test_the_time_between_looks_is_a_choice(monkeypatch):
+    slept = []
+    monkeypatch.setattr(progress_thread.time, "sleep", slept.append)
+    progress, handle = ProgressEngine(True, 0.03125), Slow(4)
+    progress.add(handle)
+    poll(lambda: not progress._active)
+    progress.close()
+    assert slept.count(0.03125) >= 3
 
 
 def test_progress_closes_with_something_left():

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and that it takes it before MPI starts where the launcher tells its number."""
+"""Which GPU a rank takes, before MPI starts where the launcher tells; the processor is left alone."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
+from jobs import COMPILED, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 from zero_mpi.environment import LOCAL_RANK
@@ -40,7 +40,8 @@ from zero_mpi.launch import world as launch
 finish = launch.finish
 def telling(world, *rest):
     told = next((int(os.environ[name]) for name in LOCAL_RANK if name in os.environ), world.rank)
-    pathlib.Path(os.environ["TOLD"], str(world.rank)).write_text(json.dumps([told, used]))
+    found = told, used, "zero_mpi.ops.cpu" in sys.modules
+    pathlib.Path(os.environ["TOLD"], str(world.rank)).write_text(json.dumps(found))
     finish(world, *rest)
 launch.finish = telling
 train_command.main()
@@ -85,11 +86,12 @@ def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     flags += ["--device", "cuda", "--steps", "1", "--out", str(tmp_path / "run")]
     flags += ["--eval-every", "0", "--sample", "0", "--transport", "staged"]
-    env = env | {"TOLD": str(tmp_path)}
+    env = env | COMPILED | {"TOLD": str(tmp_path)}
     status, said, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
     assert status == 0, said + errors
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert {told for told, _ in found} == {0, 1, 2}  # Open MPI may number ranks otherwise on their node
-    for told, used in found:
+    assert {told for told, *_ in found} == {0, 1, 2}  # Open MPI may number ranks otherwise on their node
+    for told, used, loaded in found:
+        assert not loaded, "kernels of the processor, which nothing needs"
         assert {number for number, _ in used} == {told % 2}
         assert used[0][1] == (launcher == "does not tell")

@@ -35,7 +35,7 @@ from zero_mpi.ops.cpu import attention, blas, jit
 ops.prepare()
 
 ROOT = Path(__file__).resolve().parents[2]
-FUSED = {f.__name__: f for f in cpu.OPERATIONS}
+FUSED = dict(ops.signatures.defined_in(cpu.MODULES))
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:

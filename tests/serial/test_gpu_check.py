@@ -255,7 +255,7 @@ def test_requirements_are_those_of_the_package(cuda):
     names = [gpu_setup.name_of(requirement) for requirement in gpu_setup.requirements(cuda)]
     assert {"numpy", f"cupy-cuda{cuda}x", "nvmath-python", "mpi4py", "pytest"} <= set(names)
     assert f"cupy-cuda{25 - cuda}x" not in names
-    assert len(names) == len(set(names))
+    assert {name for name in names if names.count(name) > 1} == {"numpy"}  # the extra asks for a newer one
 
 
 def test_what_no_interpreter_has_is_to_be_brought(tmp_path, monkeypatch):

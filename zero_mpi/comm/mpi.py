@@ -44,6 +44,7 @@ class MPIComm(MessageComm):
 
     exact     reductions add in the order of ranks; otherwise the library adds, in an order of its own
     threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
+    poll      seconds between its looks
     patient   waits sleep instead of spinning, for the calls of a thread in the background
 
     The others are sizes, in elements: of one call, and of the pieces that a reduction goes in.
@@ -55,6 +56,7 @@ class MPIComm(MessageComm):
         *,
         exact: bool = True,
         threaded: bool | None = None,
+        poll: float = POLL_SECONDS,
         most: int = MOST_ELEMENTS,
         exact_piece: int = EXACT_PIECE,
         fast_piece: int = FAST_PIECE,
@@ -71,7 +73,7 @@ class MPIComm(MessageComm):
         self._patient = patient  # sleeps where others would spin
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
-        self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded)
+        self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
         """A progress thread needs the library's consent, and a core or another host to gain anything."""

@@ -18,10 +18,10 @@ POLL_SECONDS = 2e-4  # seconds; a busier or an adaptive poll hid no more in meas
 class ProgressEngine:
     """The transfers under way, and who pushes them: a thread of its own or calls of `push`."""
 
-    def __init__(self, threaded: bool) -> None:
+    def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
         self._active: list[Handle] = []
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed, self._poll = False, poll
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="zero_mpi progress", daemon=True)
@@ -53,7 +53,7 @@ class ProgressEngine:
                 if self._closed:
                     return
             self._test_all()
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._poll)
 
     def close(self) -> None:
         """End the thread; what is under way must have been waited for."""

@@ -12,7 +12,7 @@ the GPU for one number only, the norm of the gradient: losses stay there until t
 the host runs ahead and launches work while the GPU computes.
 """
 
-from zero_mpi.device.cuda import Cuda, CudaMark, CudaStopwatch, gpus, import_cupy, why_no_gpu
+from zero_mpi.device.cuda import Cuda, CudaMark, CudaStopwatch, gpus, import_cupy, libraries, why_no_gpu
 from zero_mpi.device.current import Device, adopt, claim, home_of, in_use, is_cupy, namespace, use
 from zero_mpi.device.host import HOST, Done, Host, HostStopwatch
 from zero_mpi.device.types import ALIGNMENT, Array
@@ -35,6 +35,7 @@ __all__ = [
     "import_cupy",
     "in_use",
     "is_cupy",
+    "libraries",
     "namespace",
     "use",
     "why_no_gpu",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.device.host import _Owner
 from zero_mpi.device.types import Array
-from zero_mpi.errors import import_optional
+from zero_mpi.errors import UsageError, first_line, import_optional
 
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -191,6 +193,18 @@ def import_cupy() -> Any:
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
+@contextmanager
+def libraries(other: type[Exception] = OSError) -> Iterator[None]:
+    """Raise UsageError for what CuPy, nvmath and cuda-pathfinder raise where a library of CUDA is missing."""
+    try:
+        yield
+    except (OSError, RuntimeError, other) as error:
+        cuda = int(import_cupy().cuda.runtime.runtimeGetVersion()) // 1000
+        remedy = f"pip install 'cupy-cuda{cuda}x[ctk]' 'nvmath-python[cu{cuda}]', or load the site's module"
+        what = f"a library of CUDA {cuda} cannot be used ({first_line(error)})"
+        raise UsageError(f"--device cuda: {what}: {remedy}") from error
+
+
 def gpus() -> int:
     """How many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
     try:
@@ -207,5 +221,5 @@ def why_no_gpu() -> str:
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no GPU that can be used: {str(error).splitlines()[0]}; see zero-mpi doctor"
+        return f"no GPU that can be used: {first_line(error)}; see zero-mpi doctor"
     return "CuPy finds no GPU; see zero-mpi doctor"

@@ -29,6 +29,7 @@ class Host:
     """NumPy arrays in the process's own memory."""
 
     name = about = "cpu"
+    stream: Any = None  # that computes, of a GPU
     chunk = 64 << 20  # bytes that a pool takes at once; what nobody has written to takes no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.device.cuda import import_cupy
-from zero_mpi.device.current import is_cupy
+from zero_mpi.device.cuda import import_cupy, libraries
+from zero_mpi.device.current import in_use, is_cupy
 from zero_mpi.device.types import Array
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -29,11 +29,12 @@ PER_THREAD = 4  # elements that a thread takes at a time
 def kernels() -> dict[str, Any]:
     """The kernel of each type of parts."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
-    return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
+    with libraries():
+        return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
 
 
-def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any = None) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream, or on CuPy's current one.
+def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
+    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream.
 
     `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
     """
@@ -58,7 +59,7 @@ def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
     Parts of a lower type are widened before they are added.
     """
     if is_cupy(out):
-        ordered_sum_on_gpu(out, parts, accumulate)
+        ordered_sum_on_gpu(out, parts, accumulate, in_use().stream)
         return
     if not accumulate:
         if not parts:

@@ -70,6 +70,7 @@ adamw = _dispatched(reference.adamw)
 moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
 dequantize = _dispatched(reference.dequantize)
+_DISPATCHED = {name: value for name, value in globals().items() if hasattr(value, "registry")}
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
     "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
@@ -107,9 +108,19 @@ def products(kind: Any) -> tuple[str, str]:
     return library.about if library else "", "" if kind == np.float32 else reason
 
 
+def slower(kind: Any) -> str:
+    """Say why computing in a type is slower here than it could be; empty where it is not."""
+    if device.in_use().name == "cuda":
+        from zero_mpi.ops import gpu
+
+        return gpu.attention.slower(kind)
+    reason = products(kind)[1]
+    return reason and f"slower than fp32 here, for products are float32's: {reason}"
+
+
 def compiled_for() -> str:
-    """The processor that the host's operations are compiled for; empty where the reference computes."""
-    if not _compiles:
+    """The processor that the operations are compiled for; empty where the reference or a GPU computes."""
+    if not _compiles or device.in_use().name == "cuda":
         return ""
     from zero_mpi.ops.cpu import jit
 
@@ -120,23 +131,24 @@ def prepare_gpu() -> None:
     """Compile the kernels of the GPU in use, or load them from CuPy's cache; once is enough."""
     from zero_mpi.ops import gpu
 
-    for operation in gpu.OPERATIONS:
-        globals()[operation.__name__].register(gpu.ARRAY, operation)
+    for name, operation in signatures.defined_in(gpu.MODULES):
+        _DISPATCHED[name].register(gpu.ARRAY, operation)
     gpu.prepare()
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for this machine, or load them from the cache; once is enough.
+    """Compile all kernels of a type for the device in use, or load them from the cache; once is enough.
 
-    Before it compiles, which takes ten seconds or so, it tells `say` in one line. Where many ranks start at
-    once let one of each node go first: the others then find the cache filled. Kernels of bfloat16 that were
-    not prepared are when the first such array comes.
+    Before it compiles for a processor, which takes ten seconds or so, it tells `say` in one line. Where many
+    ranks start at once let one of each node go first: the others then find the cache filled. Kernels that
+    were not prepared, the host's where a GPU is in use, are when the first array for them comes.
     """
     global _gpu_prepared
-    if device.in_use().name == "cuda" and not _gpu_prepared:
-        _gpu_prepared = True
-        prepare_gpu()
-    if _compiles:
+    if device.in_use().name == "cuda":
+        if not _gpu_prepared:
+            _gpu_prepared = True
+            prepare_gpu()
+    elif _compiles:
         _load("float32", prepare_cpu, say)
         if kind == low_precision.BFLOAT16:
             _load("bfloat16", prepare_low, say)
@@ -170,10 +182,9 @@ def prepare_cpu() -> None:
     """Let compiled operations take the arrays of NumPy."""
     from zero_mpi.ops import cpu
 
-    for operation in cpu.OPERATIONS:
-        name = operation.__name__
+    for name, operation in signatures.defined_in(cpu.MODULES):
         native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
-        globals()[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
+        _DISPATCHED[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
 
 
 def prepare_low() -> None:
@@ -188,12 +199,12 @@ def _on_first_use(name: str) -> Callable[..., Any]:
     """What stands in for an operation until kernels are loaded."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
-        prepare()
-        return globals()[name](*arguments, **named)
+        _load("float32", prepare_cpu, None)
+        return _DISPATCHED[name](*arguments, **named)
 
     return load_and_call
 
 
 if _compiles:
-    for _name in [name for name, value in globals().items() if hasattr(value, "registry")]:
-        globals()[_name].register(np.ndarray, _on_first_use(_name))
+    for _name in _DISPATCHED:
+        _DISPATCHED[_name].register(np.ndarray, _on_first_use(_name))

@@ -6,7 +6,7 @@ shapes and types were seen before costs a look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any
@@ -122,3 +122,12 @@ def bytes_of(kind: str, size: int) -> int:
     """Bytes of so many elements in blocks of a kind; -1 if there are none such."""
     block = BLOCK_KINDS.get(kind)
     return -1 if block is None or size % block.elements else block.bytes_of(size)
+
+
+def defined_in(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the name and the version of each operation that some modules define."""
+    for module in modules:
+        for name in SIGNATURES:
+            version = vars(module).get(name)
+            if getattr(version, "__module__", "") == module.__name__:
+                yield name, version

@@ -32,7 +32,8 @@ NORM_LINES = 512  # of a norm's partial sums, at most
 SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
 EVEN = 16  # queries that blocks are multiples of, where they have so many
 SLOPES = 1 << 30  # bytes of cuDNN that grow with the square of T
-LOGITS_BYTES = 1 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
+LOGITS_BYTES = 2 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
+LARGE_GPU = 40e9  # bytes of memory; smaller ones take an eighth of the logits at a time
 LINE = 8  # elements that a row of logits is a multiple of: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
@@ -111,10 +112,29 @@ def score_rows(heads: int, total: int) -> int:
     return most // EVEN * EVEN if most > EVEN else most
 
 
-def cudnn_slopes(shape: tuple[int, ...], total: int) -> int:
-    """Bytes that cuDNN's backward takes: in 16 bits each score of blocks of 64 by 128, or a float32 dq."""
+def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
+    """(sequences, key/value heads) of a call of cuDNN's backward for q (B, T, H, D), within `most` bytes.
+
+    All, where one head is too much, or a part of the logarithms would not be aligned.
+    """
+    batch, length, heads, _ = shape
+    fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
+    if length % 4 or not fit:
+        return batch, kv
+    parts = (n for n in range(min(fit, kv), 0, -1) if kv % n == 0)
+    return next(n for n in range(max(1, fit // kv), 0, -1) if batch % n == 0), next(parts)
+
+
+def slopes_of(heads: int, length: int) -> int:
+    """Bytes of so many heads' scores in blocks of 64 by 128, in 16 bits."""
+    return 2 * heads * (-(-length // 64) * 64) * (-(-length // 128) * 128)
+
+
+def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
+    """Bytes that cuDNN's backward takes: scores, or a float32 dq where one head has too many."""
     batch, length, heads, width = shape
-    slopes = 2 * batch * heads * (-(-length // 64) * 64) * (-(-total // 128) * 128)
+    sequences, together = cudnn_group(shape, kv, SLOPES)
+    slopes = slopes_of(sequences * together * (heads // kv), length)
     return slopes if slopes <= SLOPES else 4 * batch * length * heads * width
 
 
@@ -123,9 +143,10 @@ def logit_width(vocabulary: int) -> int:
     return -(-vocabulary // LINE) * LINE
 
 
-def logit_rows(n: int, row_bytes: int) -> int:
-    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
-    chunks = max(1, -(-n * row_bytes // LOGITS_BYTES))
+def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
+    """Rows of logits at a time on a GPU of so many bytes: n rows in equal chunks of at most LOGITS_BYTES."""
+    most = LOGITS_BYTES if memory >= LARGE_GPU else LOGITS_BYTES // 8
+    chunks = max(1, -(-n * row_bytes // most))
     return max(1, -(-n // chunks))
 
 

@@ -103,7 +103,7 @@ class OnGPU(Compiled):
             slopes = self.take(scores[0].shape)
             del heads, sums, scores, slopes
         else:
-            self.take((sizes.cudnn_slopes(q.shape, k.shape[1]),), np.uint8)
+            self.take((sizes.cudnn_slopes(q.shape, k.shape[2]),), np.uint8)
         return gradients, True
 
     def scores(self, q: Array, k: Array) -> list[Array]:

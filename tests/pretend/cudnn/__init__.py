@@ -43,7 +43,7 @@ TYPES = {
 WORKSPACE = 4096
 version = 92500
 WIDEST = 128
-calls = SimpleNamespace(built=0, executed=0)  # for tests to look at
+calls = SimpleNamespace(built=0, executed=0, in_order=[])  # for tests to look at
 refuses: list[str] = []  # names of nodes that are to have no plan, for tests
 
 
@@ -173,7 +173,7 @@ class pygraph:
         use_causal_mask: bool, use_deterministic_algorithm: bool,
     ) -> list[Tensor]:  # fmt: skip
         assert use_causal_mask
-        assert use_deterministic_algorithm
+        calls.in_order.append(use_deterministic_algorithm)
         assert self._node is None
         outputs = self._outputs("dQ", "dK", "dV")
         self.what, self.inputs = "sdpa_backward", (q, k, v)

@@ -364,7 +364,11 @@ runtime = SimpleNamespace(
     },
     deviceSynchronize=lambda: Device().synchronize(),
     memGetInfo=lambda: Device.mem_info,
+    deviceGetAttribute=lambda attribute, device: {20: compute_mode}[attribute],
 )
+
+
+compute_mode = 0  # for tests: 3 lets in one process only
 
 
 def is_available() -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, Tickets, borrowed, passed
 from zero_mpi.comm.gpu.handles import DeviceAdoptingWrapper, Result, StreamHandle
-from zero_mpi.comm.gpu.streams import Streams
+from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.progressing import ProgressingWrapper
@@ -45,7 +45,7 @@ class DeviceComm(ProgressingWrapper):
     about: what it uses, for people
     """
 
-    def __init__(self, inner: MPIComm, backend: Backend, streams: Streams, about: str = "") -> None:
+    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str = "") -> None:
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()

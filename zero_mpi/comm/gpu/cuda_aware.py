@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_mpi.comm.gpu.exchanges import MPI, Exchange, arrived, as_message, overlapped, passed
-from zero_mpi.comm.gpu.streams import Streams
+from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.kinds import GPU_MPI
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.scratch import AWARE_DEPTH, AWARE_PIECE
@@ -28,7 +28,7 @@ class CudaAwareBackend:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: GpuStreams,
         comm: Any = None,
         *,
         most_bytes: int = MOST_BYTES,

@@ -2,7 +2,8 @@
 
 A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
 somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
-cannot, so what counts is `probe_says`, on one rank of each node. All ranks have the same answer.
+cannot, so what counts is `probe_says`, on one rank of each node; a GPU that lets in one process only is left
+to `select.try_out`. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_mpi import device
 from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
 from zero_mpi.comm.topology import node_communicator
 
@@ -24,6 +26,7 @@ KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since 
 SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray, of MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
 CUDA = 0  # MPICH's number for the kind of GPU
+COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,18 @@ def find_answer(
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
-        answer = probe_says(answer, command)
+        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone() else probe_says(answer, command)
     node.Free()
     answers: list[Answer] = world.allgather(answer)
     return next((found for found in answers if not found.yes), answers[0])
+
+
+def alone() -> bool:
+    """Tell whether the GPU in use lets in one process, so that a child could not use it beside this one."""
+    gpu = device.in_use()
+    if not isinstance(gpu, device.Cuda):
+        return False
+    return bool(gpu.cupy.cuda.runtime.deviceGetAttribute(COMPUTE_MODE, gpu.number) == EXCLUSIVE)
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.gpu.streams import Streams
+from zero_mpi.comm.gpu.streams import GpuStreams
 from zero_mpi.comm.progressing import ProgressingHandle, ProgressingWrapper
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
@@ -28,7 +28,13 @@ class StreamHandle(ProgressingHandle):
     """A transfer of device memory; whoever waits for it lets computing go on after it, on the device."""
 
     def __init__(
-        self, comm: ProgressingWrapper, streams: Streams, inner: Handle, result: Result, kind: str, label: str
+        self,
+        comm: ProgressingWrapper,
+        streams: GpuStreams,
+        inner: Handle,
+        result: Result,
+        kind: str,
+        label: str,
     ) -> None:
         super().__init__(comm, inner)
         self.kind, self.label = kind, label  # also where nothing had to be waited for
@@ -53,7 +59,7 @@ class StreamHandle(ProgressingHandle):
 class DeviceAdoptingWrapper(CommWrapper):
     """A transport for the host whose caller may, inside the library, push messages of device memory."""
 
-    def __init__(self, inner: Comm, streams: Streams) -> None:
+    def __init__(self, inner: Comm, streams: GpuStreams) -> None:
         self._comm, self._streams = inner, streams
         super().__init__(inner)
 

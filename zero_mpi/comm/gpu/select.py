@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.detect import Answer
 
+POLL_SECONDS = 5e-4  # seconds: each look takes the interpreter from the thread that launches
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
 
 
@@ -65,18 +66,20 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     if kind == kinds.GPU_MPI:
         from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
 
-        return DeviceComm(MPIComm(exact=exact), CudaAwareBackend(streams), streams, "mpi, from GPU to GPU")
+        inner = MPIComm(exact=exact, poll=POLL_SECONDS)
+        return DeviceComm(inner, CudaAwareBackend(streams), streams, "mpi, from GPU to GPU")
     if kind == kinds.STAGED:
         from zero_mpi.comm.gpu.staged import StagedBackend
 
         staged = StagedBackend(streams)
         about = f"staged, through {staged.about}"
-        return DeviceComm(MPIComm(exact=True), staged, streams, about)
+        return DeviceComm(MPIComm(exact=True, poll=POLL_SECONDS), staged, streams, about)
     from zero_mpi.comm.gpu.nccl import NcclBackend
 
     nccl = NcclBackend(streams)
     sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"
-    return DeviceComm(MPIComm(exact=exact), nccl, streams, f"nccl {nccl.version}, {sums}")
+    inner = MPIComm(exact=exact, threaded=False)  # what is in the order of a stream needs no push
+    return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:

@@ -11,7 +11,7 @@ MPI and CUDA keep the device of a thread; any thread may push a transfer, so eac
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,40 +20,12 @@ from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
 from zero_mpi.device.types import Array
 
 
-class Streams(Protocol):
-    """What the transports for device memory need of a device.
-
-    An array needs `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]`, `view(uint8)` and
-    `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
-    """
-
-    def adopt(self) -> None:
-        """Let the calling thread work on the device, and the MPI library in it."""
-
-    def begin(self) -> Any:
-        """A mark behind what was computed so far; it has `done`."""
-
-    def follow(self, mark: Any) -> None:
-        """Let what the streams are asked for from now on come after a mark, without anybody waiting."""
-
-    def mark(self) -> Any:
-        """A mark behind what the streams were asked for so far; it has `done`."""
-
-    def join(self, mark: Any) -> None:
-        """Let what is computed from now on come after a mark of these streams."""
-
-    def empty(self, size: int, dtype: Any) -> Array:
-        """A flat array of the device, kept for ever."""
-
-    def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source, both on the device, in the order of these streams."""
-
-    def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """`device.ordered_sum` in the order of these streams."""
-
-
 class GpuStreams:
-    """The side streams of the GPU in use."""
+    """The side streams of the GPU in use.
+
+    Transports ask no more of an array than `size`, `dtype`, `itemsize`, `nbytes`, slices `[start:stop]`,
+    `view(uint8)` and `__cuda_array_interface__` (or DLPack), by which mpi4py finds its memory.
+    """
 
     def __init__(self, gpu: Cuda) -> None:
         self._gpu, self._runtime = gpu, gpu.cupy.cuda.runtime
@@ -98,8 +70,10 @@ class GpuStreams:
     def empty(self, size: int, dtype: Any) -> Array:
         """A flat array of the device, kept for ever."""
         self.adopt()
-        with self.stream:
-            return self._gpu.empty(size, dtype)
+        with self._gpu.stream:  # of its memory, in which what was computed before may not be over
+            room = self._gpu.empty(size, dtype)
+        self.follow(self.begin())
+        return room
 
     def pinned(self, nbytes: int) -> Array:
         """Bytes of the host that the GPU copies from and to at full speed, and by itself."""

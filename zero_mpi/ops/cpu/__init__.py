@@ -11,55 +11,8 @@ pass NaN and infinity on, so that a bad number is seen. AdamW is compiled withou
 not depend on where a buffer is cut into slices.
 """
 
-from zero_mpi.ops.cpu.attention import causal_attention, causal_attention_backward
-from zero_mpi.ops.cpu.dequantize import dequantize
-from zero_mpi.ops.cpu.elementwise import (
-    add,
-    geglu,
-    geglu_backward,
-    gelu,
-    gelu_backward,
-    rope,
-    scale,
-    swiglu,
-    swiglu_backward,
-)
-from zero_mpi.ops.cpu.embedding import embedding, embedding_backward, positions, positions_backward
-from zero_mpi.ops.cpu.flat import adamw, chunk_squares, moving_average
-from zero_mpi.ops.cpu.linear import linear, linear_backward_b, linear_backward_w, linear_backward_x
-from zero_mpi.ops.cpu.loss import cross_entropy, linear_cross_entropy
-from zero_mpi.ops.cpu.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from zero_mpi.ops.cpu import attention, dequantize, elementwise, embedding, flat, linear, loss, norm
 
-OPERATIONS = (
-    add,
-    adamw,
-    moving_average,
-    causal_attention,
-    causal_attention_backward,
-    chunk_squares,
-    cross_entropy,
-    dequantize,
-    embedding,
-    embedding_backward,
-    geglu,
-    geglu_backward,
-    gelu,
-    gelu_backward,
-    layer_norm,
-    layer_norm_backward,
-    linear,
-    linear_backward_b,
-    linear_backward_w,
-    linear_backward_x,
-    linear_cross_entropy,
-    positions,
-    positions_backward,
-    rms_norm,
-    rms_norm_backward,
-    rope,
-    scale,
-    swiglu,
-    swiglu_backward,
-)
+MODULES = attention, dequantize, elementwise, embedding, flat, linear, loss, norm  # that define operations
 # What is given float32 copies of bfloat16 (`low_precision`); the others compute with it themselves.
-ON_COPIES = (cross_entropy,)
+ON_COPIES = (loss.cross_entropy,)

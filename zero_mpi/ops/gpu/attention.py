@@ -5,13 +5,13 @@ that grouped heads need nothing of their own, and goes through the queries in bl
 SCORES. Of the weights it keeps the logarithm of each row's sum and computes a block again in backward, so
 memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
-ZERO_MPI_GPU_ATTENTION is auto, own or cudnn; the last one wants cuDNN for all that it can do, or an error.
+ZERO_MPI_GPU_ATTENTION is auto, own, cudnn (which wants cuDNN for all that it can do, or an error) or
+any-order (cuDNN adds gradients in the order in which they come, and two runs may differ).
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from zero_mpi.ops.gpu.launch import (
     packed,
     take,
 )
-from zero_mpi.ops.gpu.sdpa import Sdpa, sdpa
+from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
@@ -42,7 +42,6 @@ MOVE = {
 }
 SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
 SHARE = 4  # scores that a thread takes at a time
-WAYS = ("auto", "own", "cudnn")
 
 
 class Sizes(NamedTuple):
@@ -70,19 +69,11 @@ class Sizes(NamedTuple):
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
     """Raises ValueError for a type that products are not made of."""
     (b, t, h, d), (s, kv, e) = q.shape, v.shape[1:]
-    kind_of(q)
+    kind_of(q.dtype)
     return Sizes(b, t, s, h // kv, kv, d, e)
 
 
 # ------------------------------------------------------------------------------------------------- which way
-
-
-def way() -> str:
-    """The choice of ZERO_MPI_GPU_ATTENTION. Raises UsageError where it is none."""
-    chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
-    if chosen not in WAYS:
-        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
-    return chosen
 
 
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
@@ -104,14 +95,20 @@ def refused(what: str) -> None:
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
 
+def slower(kind: Any) -> str:
+    """Say why attention in a low type is slower than cuDNN's; empty where it is not, or was asked for."""
+    why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
+    return why_not and f"several times slower here in attention, which own kernels compute: {why_not}"
+
+
 def about() -> str:
     """What computes attention, for people."""
     if way() == "own":
         return "attention by own kernels"
     found, why_not = sdpa()
-    return (
-        f"attention by cuDNN {found.version}" if found else f"attention by own kernels, no cuDNN: {why_not}"
-    )
+    if found is None:
+        return f"attention by own kernels, no cuDNN: {why_not}"
+    return f"attention by cuDNN {found.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
 
 
 def causal_attention(
@@ -220,7 +217,8 @@ class Scores:
     def matrix(self, room: Array, n: int, m: int) -> Matrix:
         """The block in a room: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
-        return Matrix(room.data.ptr, rows, m, sizes.across, kind_of(room), sizes.groups, rows * sizes.across)
+        kind, apart = kind_of(room.dtype), rows * sizes.across
+        return Matrix(room.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def another(self) -> Array:
         """More room of the float32 kind."""

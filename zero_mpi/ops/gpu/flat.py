@@ -1,4 +1,4 @@
-"""Flat buffers on a GPU: AdamW in one pass, sums of squares of chunks, casts.
+"""Flat buffers on a GPU: AdamW in one pass, and sums of squares of chunks.
 
 Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are those of the reference.
 """
@@ -6,7 +6,6 @@ Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are tho
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from zero_mpi import device
 from zero_mpi.device.types import Array
@@ -28,8 +27,6 @@ from zero_mpi.ops.sizes import run_length
 
 ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
 CHUNK_SQUARES = kernel("flat.cu", "chunk_squares", "PPLL")
-NARROW_TO = each_type("flat.cu", "narrow_to", "PPL")
-WIDEN_FROM = each_type("flat.cu", "widen_from", "PPL")
 WARP = 32
 
 
@@ -78,14 +75,3 @@ def chunk_squares(g: Array, chunk: int) -> Array:
     sums = take((count,), F64)
     CHUNK_SQUARES(-(-count // (THREADS // WARP)), THREADS, (at(g), at(sums), count, chunk))
     return sums
-
-
-def cast(target: Array, source: Array, stream: Any = None) -> None:
-    """target[...] = source, from or to float32, rounded to nearest; contiguous and of one size."""
-    if F32 not in (source.dtype, target.dtype):
-        raise ValueError(f"cast: expected float32 on one side; got {source.dtype} and {target.dtype}")
-    if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):
-        raise ValueError(f"cast: expected contiguous arrays of one size; got {source.shape}, {target.shape}")
-    family, low = (NARROW_TO, target) if source.dtype == F32 else (WIDEN_FROM, source)
-    arguments = (at(source), at(target), source.size)
-    chosen(family, "cast", low)(elements(source, 4), THREADS, arguments, stream)

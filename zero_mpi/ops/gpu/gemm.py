@@ -17,6 +17,7 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -78,19 +79,19 @@ class Matrix(NamedTuple):
         return ((self.batch - 1) * self.apart + (self.rows - 1) * self.step + self.columns) * BYTES[self.kind]
 
 
-def kind_of(x: Array) -> int:
-    """The cudaDataType of an array. Raises ValueError where products are not made of it."""
-    kind = KINDS.get(x.dtype)
+def kind_of(dtype: Any) -> int:
+    """The cudaDataType of a type. Raises ValueError where products are not made of it."""
+    kind = KINDS.get(dtype)
     if kind is None:
         known = ", ".join(dtype.name for dtype in KINDS)
-        raise ValueError(f"products on the GPU are of {known}, not {x.dtype}: convert it first")
+        raise ValueError(f"products on the GPU are of {known}, not {dtype}: convert it first")
     return kind
 
 
-def row_step(x: Array) -> int | None:
-    """Elements from a row of x (..., C) to the next; None where rows are not contiguous or lie unevenly."""
-    shape, strides, size = x.shape, x.strides, x.itemsize
-    if not x.size:
+@lru_cache(PLANS)
+def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int | None:
+    """Elements from a row of (..., C) to the next; None where rows are not contiguous or lie unevenly."""
+    if 0 in shape:
         return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:
         return None
@@ -102,24 +103,29 @@ def row_step(x: Array) -> int | None:
                 return None
             rows *= length
     if not step:
-        return max(1, int(shape[-1]))
-    return int(step // size) if step % size == 0 and step >= shape[-1] * size else None
+        return max(1, shape[-1])
+    return step // size if step % size == 0 and step >= shape[-1] * size else None
+
+
+@lru_cache(PLANS)
+def form_of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, int, int, int]:
+    """(rows, columns, step, kind) of a `Matrix`; kept, since a model asks for a few all the time."""
+    step = row_step(shape, strides, dtype.itemsize)
+    if step is None:
+        raise ValueError(f"contiguous rows at one distance were expected, not {shape} by {strides} bytes")
+    return math.prod(shape[:-1]), shape[-1], step, kind_of(dtype)
 
 
 def matrix(x: Array) -> Matrix:
     """x (..., C) as (N, C). Raises ValueError where its rows do not lie evenly."""
-    step = row_step(x)
-    if step is None:
-        raise ValueError(f"contiguous rows at one distance were expected, not {x.shape} by {x.strides} bytes")
-    columns = x.shape[-1]
-    return Matrix(x.data.ptr, x.size // max(1, columns), columns, step, kind_of(x))
+    return Matrix(x.data.ptr, *form_of(x.shape, x.strides, x.dtype))
 
 
 def batched(x: Array) -> Matrix:
     """A contiguous x (..., N, C) as a batch of matrices (N, C)."""
     *lead, rows, columns = x.shape
     assert x.flags.c_contiguous, "a batch of matrices is contiguous"
-    return Matrix(x.data.ptr, rows, columns, columns, kind_of(x), math.prod(lead), rows * columns)
+    return Matrix(x.data.ptr, rows, columns, columns, kind_of(x.dtype), math.prod(lead), rows * columns)
 
 
 def fit(address: int) -> int:
@@ -296,9 +302,11 @@ class Products:
     """cuBLASLt on the compute stream of a GPU: its handle, its workspace, the plans."""
 
     def __init__(self, where: Any) -> None:
-        lt = self.lt = import_lt()
+        with device.libraries():
+            lt = self.lt = import_lt()
         self.where, self.stream = where, where.stream.ptr
-        self.handle = lt.create()
+        with device.libraries(lt.cuBLASLtError):
+            self.handle = lt.create()
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
@@ -383,7 +391,8 @@ def multiply(
     if not d[1] * d[2] * d[5]:
         return
     made, beta = products(), 0.0 if c is None else 1.0
-    fits = fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0])
+    whole = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
+    fits = whole or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
     key = (ta, tb, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
     plan = made.plans.get(key) or made.plan(key, Asked(a, b, d, ta, tb, scale, c, bias))
     plan(a[0], b[0], c[0] if c else d[0], d[0], scale, beta, bias)

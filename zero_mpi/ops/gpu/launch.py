@@ -46,16 +46,15 @@ class Kernel:
 
     def bind(self) -> Any:
         """The function on the GPU; compiles its source, or loads it from CuPy's cache, if it is the first."""
-        self._function = module(self.source).get_function(self.name).kernel  # of this GPU, without a look-up
+        with device.libraries():
+            self._function = module(self.source).get_function(self.name).kernel  # without a later look-up
         return self._function
 
-    def __call__(
-        self, blocks: int, threads: int, arguments: tuple[Any, ...], stream: Any = None, shared: int = 0
-    ) -> None:
-        """Start it on a stream, the current one if none is given. No blocks: there is nothing to do."""
+    def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        """Start it on the stream that computes. No blocks: there is nothing to do."""
         if blocks:
             function = self._function or self.bind()
-            function((blocks,), (threads,), arguments, shared_mem=shared, stream=stream)
+            function((blocks,), (threads,), arguments, stream=device.in_use().stream)
 
 
 TABLE: dict[str, Kernel] = {}  # by name, in all sources
@@ -166,9 +165,9 @@ def id_bytes(operation: str, ids: Array) -> int:
 # ----------------------------------------------------------------------------------------- blocks and threads
 
 
-def elements(x: Array, pack: int | None = None) -> int:
+def elements(x: Array) -> int:
     """Blocks for a flat array of which each thread takes a pack."""
-    return -(-int(x.size) // (THREADS * (PACK // x.itemsize if pack is None else pack)))
+    return -(-int(x.size) // (THREADS * int(PACK // x.itemsize)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ vocabulary that is no multiple of LINE is brought to one by rows of zeros.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import take
+from zero_mpi.ops.gpu.launch import F64, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
@@ -26,7 +27,7 @@ from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
 
 def lying(x: Array) -> Array:
     """x (..., C), or a copy, with contiguous rows at one distance."""
-    if row_step(x) is not None:
+    if row_step(x.shape, x.strides, x.itemsize) is not None:
         return x
     copy = take(x.shape, x.dtype)
     copy[...] = x
@@ -54,7 +55,7 @@ def with_zeros(x: Array, length: int) -> Array:
 
 def double(*arrays: Array) -> bool:
     """Whether this is float64, which is for tests and left to the definition."""
-    return any(x.dtype == np.float64 for x in arrays)
+    return F64 in [x.dtype for x in arrays]
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
@@ -105,6 +106,12 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 # ---------------------------------------------------------------------------------------- a head and its loss
 
 
+@cache
+def memory_of(gpu: Any) -> int:
+    """Return the bytes of a GPU, all processes' together."""
+    return int(gpu.cupy.cuda.runtime.getDeviceProperties(gpu.number)["totalGlobalMem"])
+
+
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -123,7 +130,7 @@ def linear_cross_entropy(
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None
     width, even = logit_width(len(w)), len(w) // LINE * LINE
-    step = logit_rows(len(flat), width * x.itemsize)
+    step = logit_rows(len(flat), width * x.itemsize, memory_of(device.in_use()))
     room, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
     bias = None if b is None else fitting(with_zeros(b, width))
     for start in range(0, len(flat), step):

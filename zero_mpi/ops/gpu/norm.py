@@ -96,6 +96,9 @@ def layer_norm_backward(
     sums = [None if gradient is None else take((lines, width), F32) for gradient in (dw, db)]
     pointers = (at(dy), at(x), at(w), at(mean), at(r), at(plus), at(dx), *map(at, sums))
     kernel(blocks, THREADS, (*pointers, rows, width, lanes))
+    if rows and dw is not None and db is not None and dw.dtype == db.dtype:
+        add_partials(dw, sums[0], db, sums[1])
+        return dx
     for gradient, partial in zip((dw, db), sums, strict=True):
         if gradient is not None and rows:
             add_partials(gradient, partial)

@@ -6,8 +6,9 @@ up to 128 columns (256 on Hopper); what it does not take, `attention` computes b
 nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
 
 Its backward is told to be deterministic, for which it holds a number for each score (the frontend's "dP
-workspace"). Where that would be more than SLOPES, cuDNN 9.25 and later add in order on Hopper and need room
-only for gradients; older ones are not asked, since memory is to grow with T and not with its square.
+workspace"). Where that would be more than SLOPES it is called for some sequences or heads at a time. Where
+one head is more, cuDNN 9.25 and later add in order on Hopper and need room only for gradients; older ones are
+not asked, since memory is to grow with T and not with its square.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -25,17 +26,23 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
-from zero_mpi.ops.sizes import SLOPES
+from zero_mpi.errors import UsageError, first_line
+from zero_mpi.ops.gpu.launch import BF16, F16
+from zero_mpi.ops.sizes import SLOPES, cudnn_group
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
-TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+TURNED = Q, K, V, O, DY, DQ, DK, DV  # of a backward's arrays
+WAYS = "auto", "own", "cudnn", "any-order"
+ANY_ORDER = WAYS[-1]
+TYPES = {BF16: "BFLOAT16", F16: "HALF"}
 ALIGNMENT = 16  # bytes of addresses, and of steps between heads, positions and sequences
 OLDEST_GPU, HOPPER = 80, 90
 WIDEST, WIDEST_ON_HOPPER = 128, 256
-FRONTENDS = (1, 18), (1, 29)  # from, and before: of these it is known which kernels they take
 OLDEST_CUDNN = 90000  # its first version whose attention has all that is used here
 SLOPES_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"  # the frontend's: bytes, or -1 for no limit
 LINEAR = 16  # bytes for an element of q: float32 dq, dk and dv of every query head, and a third more
+
+FAULTS = AttributeError, OSError, RuntimeError, TypeError, ValueError  # of a version with other calls
 
 logger = logging.getLogger("zero_mpi")
 Strides = tuple[int, ...]
@@ -49,38 +56,55 @@ def described(x: Array) -> tuple[Strides, Strides]:
 
 def lies_well(x: Array) -> bool:
     """Whether cuDNN's kernels can read x (B, T, heads, width) where it is."""
-    steps = [stride for length, stride in zip(x.shape, x.strides, strict=True) if length > 1]
-    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1]) and x.data.ptr % ALIGNMENT == 0
-    return bool(whole and x.strides[-1] == x.itemsize and x.shape[-1] * x.itemsize % ALIGNMENT == 0)
+    return x.data.ptr % ALIGNMENT == 0 and steps_well(x.shape, x.strides, x.itemsize)
+
+
+@lru_cache
+def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
+    """Whether cuDNN's kernels can go from row to row of such an array."""
+    steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
+    whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
+    return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
+
+
+def way() -> str:
+    """The choice of ZERO_MPI_GPU_ATTENTION. Raises UsageError where it is none."""
+    chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
+    if chosen not in WAYS:
+        raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
+    return chosen
 
 
 class Graph:
     """A built graph: called with the address of each of its tensors, it runs on the compute stream.
 
-    Raises RuntimeError where it needs more than `most` bytes beside.
+    turns: how much is added to each address, for each time that it runs. Raises RuntimeError where it needs
+    more than `most` bytes beside.
     """
 
-    def __init__(self, owner: Sdpa, graph: Any, most: float) -> None:
+    def __init__(self, owner: Sdpa, graph: Any, most: float, turns: Sequence[dict[int, int]]) -> None:
         cudnn = owner.cudnn
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        self._graph, self._owner = graph, owner
+        self._graph, self._owner, self._turns = graph, owner, turns
         self._room = max(1, int(graph.get_workspace_size()))
         if self._room > most:
             raise RuntimeError(f"it needs {self._room >> 20} MiB beside, more than {int(most) >> 20}")
 
     def __call__(self, addresses: dict[int, int]) -> None:
         room = pool_of(self._owner.where).take((self._room,), np.uint8)
-        self._graph.execute(addresses, room.data.ptr, handle=self._owner.handle)
+        for more in self._turns:
+            here = {number: at + more[number] for number, at in addresses.items()} if more else addresses
+            self._graph.execute(here, room.data.ptr, handle=self._owner.handle)
 
 
 class Sdpa:
     """cuDNN on the compute stream of a GPU: its handle and the graphs.
 
-    Raises ImportError, OSError or RuntimeError where cuDNN is not installed, too old, or a frontend too new.
+    Raises ImportError or one of FAULTS where cuDNN is missing or too old, or its frontend has other calls.
     """
 
     def __init__(self, where: Any) -> None:
@@ -88,9 +112,6 @@ class Sdpa:
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
-        if not FRONTENDS[0] <= version_of(cudnn.__version__) < FRONTENDS[1]:
-            expected = " to below ".join(f"{major}.{minor}" for major, minor in FRONTENDS)
-            raise RuntimeError(f"nvidia-cudnn-frontend {cudnn.__version__}, expected {expected}")
         self.version = int(cudnn.backend_version())
         self.capability = int(where.cupy.cuda.Device(where.number).compute_capability)
         if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
@@ -104,7 +125,7 @@ class Sdpa:
         """Whether this is work for cuDNN."""
         widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
         return bool(
-            q.dtype.name in TYPES
+            q.dtype in TYPES
             and q.dtype == k.dtype == v.dtype
             and q.shape[1] == k.shape[1]
             and q.shape[3] == v.shape[3] <= widest
@@ -135,27 +156,47 @@ class Sdpa:
         graph = self._kept(True, scale, arrays) if all(lies_well(x) for x in (dy, *into)) else None
         if graph is None:
             return False
-        numbers = (Q, K, V, O, DY, DQ, DK, DV)
-        addresses = {number: x.data.ptr for number, x in zip(numbers, arrays, strict=True)}
+        addresses = {number: x.data.ptr for number, x in zip(TURNED, arrays, strict=True)}
         graph(addresses | {STATS: stats.data.ptr})
         return True
 
     def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
         """The graph for these arrays, made if it is new; None where cuDNN has none for them."""
         scale = float(scale)  # as the bindings take it
-        key = (turned, scale, arrays[0].dtype.name, *((x.shape, x.strides) for x in arrays))
+        ordered = way() != ANY_ORDER
+        q, k = arrays[:2]  # whose shapes tell those of the others
+        key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
-            make = self._backward if turned else self._forward
+            parts, turns = self._cut(arrays) if turned and ordered else (arrays, [{}])
+            most = self.slopes + LINEAR * math.prod(parts[0].shape)
             try:
-                self.graphs[key] = Graph(
-                    self, make(scale, *arrays), self.slopes + LINEAR * math.prod(arrays[0].shape)
-                )
-            except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+                made = self._backward(ordered, scale, parts) if turned else self._forward(scale, *parts)
+                self.graphs[key] = Graph(self, made, most, turns)
+            except (self.cudnn.cudnnGraphNotSupportedError, *FAULTS) as error:
                 self.graphs[key] = None
-                self.refusals.append(str(error).strip().splitlines()[0])
+                self.refusals.append(first_line(error))
                 what = f"{'the gradient of ' if turned else ''}attention of {tuple(arrays[0].shape)}"
-                logger.info("%s by own kernels; cuDNN: %s", what, self.refusals[-1])
+                text = "%s by own kernels, some times slower; cuDNN by frontend %s: %s"
+                logger.warning(text, what, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
+
+    def _cut(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
+        """The arrays of a call for some sequences and heads, and where each call finds its own."""
+        (batch, length, heads, _), kv = arrays[0].shape, arrays[1].shape[2]
+        sequences, together = cudnn_group(arrays[0].shape, kv, self.slopes)
+        if (sequences, together) == (batch, kv):
+            return arrays, [{}]
+        shared = [x.shape[2] // kv for x in arrays]
+        parts = [x[:sequences, :, : together * n] for x, n in zip(arrays, shared, strict=True)]
+        return parts, [
+            {STATS: 4 * length * (first * heads + head * heads // kv)}
+            | {
+                number: first * x.strides[0] + head * n * x.strides[2]
+                for number, x, n in zip(TURNED, arrays, shared, strict=True)
+            }
+            for first in range(0, batch, sequences)
+            for head in range(0, kv, together)
+        ]
 
     def _graph(self, kind: Any) -> Any:
         single = self.cudnn.data_type.FLOAT
@@ -168,7 +209,7 @@ class Sdpa:
         return graph.tensor(name=name, uid=number, dim=list(dim), stride=list(stride), data_type=kind)
 
     def _forward(self, scale: float, q: Array, k: Array, v: Array, y: Array) -> Any:
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
         graph = self._graph(kind)
         inputs = {
             name: self._tensor(graph, name, number, x, kind)
@@ -180,10 +221,9 @@ class Sdpa:
         give_out(stats, STATS, (b, h, t, 1), (h * t, t, 1, 1)).set_data_type(self.cudnn.data_type.FLOAT)
         return graph
 
-    def _backward(
-        self, scale: float, q: Array, k: Array, v: Array, y: Array, dy: Array, dq: Array, dk: Array, dv: Array
-    ) -> Any:
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype.name])
+    def _backward(self, ordered: bool, scale: float, arrays: Sequence[Array]) -> Any:
+        q, k, v, y, dy, dq, dk, dv = arrays
+        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
         graph = self._graph(kind)
         inputs = {
             name: self._tensor(graph, name, number, x, kind)
@@ -198,16 +238,11 @@ class Sdpa:
             data_type=self.cudnn.data_type.FLOAT,
         )
         gradients = graph.sdpa_backward(
-            **inputs, stats=stats, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=True
+            **inputs, stats=stats, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=ordered
         )
         for tensor, number, x in zip(gradients, (DQ, DK, DV), (dq, dk, dv), strict=True):
             give_out(tensor, number, *described(x))
         return graph
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """Major and minor number of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
@@ -226,6 +261,6 @@ def sdpa() -> tuple[Sdpa | None, str]:
             _made = device.in_use(), Sdpa(device.in_use()), ""
         except ImportError as error:
             _made = device.in_use(), None, f"nvidia-cudnn-frontend cannot be imported ({error})"
-        except (OSError, RuntimeError) as error:
-            _made = device.in_use(), None, f"no library that fits ({str(error).strip().splitlines()[0]})"
+        except FAULTS as error:
+            _made = device.in_use(), None, f"no library that fits ({first_line(error)})"
     return _made[1], _made[2]

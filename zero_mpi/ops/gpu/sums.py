@@ -12,7 +12,7 @@ from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, by_rows, chosen, eac
 from zero_mpi.ops.sizes import column_lines
 
 COLUMN_SUMS = each_type("sums.cu", "column_sums", "PPLLLL")
-ADD_PARTIALS = each_type("sums.cu", "add_partials", "PPLL")
+ADD_PARTIALS = each_type("sums.cu", "add_partials", "PPPPLL")
 COLUMNS = 32  # threads beside each other in the kernels of sums.cu
 
 
@@ -28,9 +28,15 @@ def add_columns(x: Array, sums: Array) -> None:
     add_partials(sums, partial)
 
 
-def add_partials(sums: Array, partial: Array) -> None:
-    """sums (O,) += the lines of partial (parts, O) in their order; sums may have any of the types."""
-    writable("add_partials", sums)
+def add_partials(
+    sums: Array, partial: Array, others: Array | None = None, theirs: Array | None = None
+) -> None:
+    """sums (O,) += the lines of partial (parts, O) in their order; sums may have any of the types.
+
+    In the same launch others, of the same type, += the lines of `theirs`.
+    """
+    writable("add_partials", sums, others)
     parts, width = partial.shape
-    kernel = chosen(ADD_PARTIALS, "add_partials", sums)
-    kernel(-(-width // COLUMNS), THREADS, (at(sums), at(partial), parts, width))
+    kernel, tiles = chosen(ADD_PARTIALS, "add_partials", sums, others), -(-width // COLUMNS)
+    places = at(sums), at(partial), at(others), at(theirs)
+    kernel(tiles if others is None else 2 * tiles, THREADS, (*places, parts, width))

@@ -1,4 +1,4 @@
-// Flat buffers: AdamW in one pass, sums of squares of chunks, casts.
+// Flat buffers: AdamW in one pass, sums of squares of chunks.
 //
 // Their bits must not depend on how a buffer is cut, nor on alignment: an element, or a chunk, is computed
 // alone, and the roundings of AdamW are written out, so that no product and sum become one. They are those of
@@ -53,17 +53,6 @@ KERNEL __launch_bounds__(256) chunk_squares(const float* g, double* sums, i64 co
     if (lane == 0) sums[number] = total;
 }
 
-// y = x in another type.
-template <class X, class Y>
-DEVICE void cast(const X* x, Y* y, i64 size) {
-    const int N = 4;
-    i64 at = first_of_thread<N>();
-    if (at >= size) return;
-    float v[N];
-    load(v, x + at, size - at);
-    store(y + at, v, size - at);
-}
-
 #define INSTANCES(T)                                                                                         \
     KERNEL __launch_bounds__(256)                                                                            \
         adamw_##T(float* p, const float* g, float* m, float* v, const double* decay, T* low, i64 size,       \
@@ -71,12 +60,6 @@ DEVICE void cast(const X* x, Y* y, i64 size) {
                   float rest2, float root_c2, float eps, float rate) {                                       \
         adamw<T>(p, g, m, v, decay, low, size, run, shift, lr, scale, beta1, rest1, beta2, rest2, root_c2,   \
                  eps, rate);                                                                                 \
-    }                                                                                                        \
-    KERNEL __launch_bounds__(256) narrow_to_##T(const float* x, T* y, i64 size) {                            \
-        cast<float, T>(x, y, size);                                                                          \
-    }                                                                                                        \
-    KERNEL __launch_bounds__(256) widen_from_##T(const T* x, float* y, i64 size) {                           \
-        cast<T, float>(x, y, size);                                                                          \
     }
 
 INSTANCES(f32)

@@ -27,14 +27,17 @@ DEVICE void column_sums(const T* x, float* partial, i64 rows, i64 width, i64 ld,
     partial[part * width + first + column] = total;
 }
 
-// out (width,) += the sum of partial (parts, width) over its lines.
+// out (width,) += the sum of partial (parts, width) over its lines; the second half of the blocks, if there are
+// twice as many as the width needs, do so for `others` and `theirs`.
 template <class G>
-DEVICE void add_partials(G* out, const float* partial, i64 parts, i64 width) {
+DEVICE void add_partials(G* out, const float* partial, G* others, const float* theirs, i64 parts, i64 width) {
     __shared__ float room[LINES * 32];
     int lane = threadIdx.x % 32, line = threadIdx.x / 32;
-    i64 column = (i64)blockIdx.x * 32 + lane;
+    i64 column = (i64)blockIdx.x * 32 + lane, tiles = (width + 31) / 32;
+    if (blockIdx.x >= tiles) column -= tiles * 32, out = others, partial = theirs;
     float total = 0.0f;
     if (column < width)
+#pragma unroll 8  // so that reads are under way together; the order of additions stays
         for (i64 part = line; part < parts; part += LINES) total += partial[part * width + column];
     room[threadIdx.x] = total;
     __syncthreads();
@@ -48,8 +51,9 @@ DEVICE void add_partials(G* out, const float* partial, i64 parts, i64 width) {
         column_sums_##T(const T* x, float* partial, i64 rows, i64 width, i64 ld, i64 parts) {                \
         column_sums<T>(x, partial, rows, width, ld, parts);                                                  \
     }                                                                                                        \
-    KERNEL __launch_bounds__(256) add_partials_##T(T* out, const float* partial, i64 parts, i64 width) {     \
-        add_partials<T>(out, partial, parts, width);                                                         \
+    KERNEL __launch_bounds__(256) add_partials_##T(T* out, const float* partial, T* others,                  \
+                                                   const float* theirs, i64 parts, i64 width) {              \
+        add_partials<T>(out, partial, others, theirs, parts, width);                                         \
     }
 
 INSTANCES(f32)
