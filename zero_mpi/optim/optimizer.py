@@ -99,7 +99,8 @@ class ShardedOptimizer:
                 check_scales(f"{what}: {name}", given or {}, trained)
                 for name, given in (("lr_scale", lr_scale), ("decay_scale", decay_scale))
             )
-            facts: dict[str, object] = {"rules": str(chosen), "lr": rate, "weight_decay": decay, "ema": ema}
+            told = {pattern: f"{rule.type} {vars(rule)}" for pattern, rule in chosen.items()}
+            facts: dict[str, object] = {"rules": told, "lr": rate, "weight_decay": decay, "ema": ema}
             facts |= {"lr_scale": [*scales.items()], "decay_scale": [*decays.items()], "offload": offload}
             return (chosen, rate, decay, make_offload(offload), scales, decays), facts
 
@@ -196,7 +197,7 @@ class ShardedOptimizer:
 
     def kept_states(self) -> Iterator[tuple[str, ShardedUnit, frozenset[str]]]:
         """(state, unit, names of the parameters of it that have the state), one state after the other."""
-        rules = dict.fromkeys(self.rule_of(name) for unit in self.units for name in unit.unit.params)
+        rules = (self.rule_of(name) for unit in self.units for name in unit.unit.params)
         for state in dict.fromkeys(state for rule in rules for state in rule.states):
             for unit in self.units:
                 names = frozenset(name for name in unit.unit.params if state in self.rule_of(name).states)
