@@ -80,7 +80,7 @@ class Muon(MatrixRule):
         momentum *= np.float32(self.momentum)
         momentum += gradient
         if self.nesterov:
-            gradient += np.float32(self.momentum) * momentum
+            gradient += momentum * np.float32(self.momentum)
         else:
             gradient[...] = momentum
         stack = gradient[: math.prod(shape)].reshape(-1, *shape[-2:])
@@ -103,8 +103,8 @@ class Muon(MatrixRule):
             square = ops.linear(x, x)
             factor = ops.linear(square, square)
             factor *= x.dtype.type(c)
-            factor += x.dtype.type(b) * square
-            x = ops.linear_backward_x(factor, x, x.dtype.type(a) * x)
+            factor += square * x.dtype.type(b)
+            x = ops.linear_backward_x(factor, x, x * x.dtype.type(a))
         return x.T if tall else x
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
