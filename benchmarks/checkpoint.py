@@ -73,8 +73,8 @@ def make_state(comm: Comm, config: Llama) -> ShardedAdamW:
     module.initialize(seed=0)
     optimizer = ShardedAdamW(module, lr=1e-3)
     draw = np.random.default_rng(comm.rank)
-    for moments in optimizer.moments.values():
-        for values in (moments.first, moments.second):
+    for states in optimizer.states.values():
+        for values in states.values():
             values[...] = draw.random(values.size, np.float32)
     return optimizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 BUDGET = {"engine": 9100, "package": 52300}  # lines of Python
 # The files to read to understand a step: full packages, and of ops and comm these files.
-ENGINE = ("device", "nn", "models", "sharding", "environment/__init__.py", "errors.py")
+ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")

@@ -21,7 +21,7 @@ PACKAGE = "zero_mpi"
 ORDER = (
     "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",
-    "ops", "comm", "nn", "launch", "models", "sharding",
+    "ops", "comm", "nn", "launch", "models", "sharding", "optim",
     "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
@@ -32,6 +32,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "data": ("device", "ops", "comm", "cli", "telemetry"),  # functions of their arguments alone
     "models": ("comm",),
     "sharding": ("models",),
+    "optim": ("models", "nn"),
 }
 # The only modules of a room that another one may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from zero_mpi.errors import UsageError
     from zero_mpi.launch.connect import connect
     from zero_mpi.nn import cross_entropy
+    from zero_mpi.optim.adamw import AdamW
+    from zero_mpi.optim.clipping import clip_grad_norm
+    from zero_mpi.optim.muon import Muon
+    from zero_mpi.optim.optimizer import ShardedAdamW, ShardedOptimizer
+    from zero_mpi.optim.rule import Part, Rule
     from zero_mpi.sharding import (
         DDP,
         FULL_SHARD,
@@ -37,9 +42,7 @@ if TYPE_CHECKING:
         ShardInfo,
         Strategy,
     )
-    from zero_mpi.sharding.clipping import clip_grad_norm
     from zero_mpi.sharding.grad_accum import GradAccum
-    from zero_mpi.sharding.optimizer import ShardedAdamW
     from zero_mpi.train.timeline import tracing
 
 PUBLIC = {
@@ -53,8 +56,13 @@ PUBLIC = {
     "connect": "launch.connect",
     "UsageError": "errors",
     "cross_entropy": "nn",
-    "ShardedAdamW": "sharding.optimizer",
-    "clip_grad_norm": "sharding.clipping",
+    "AdamW": "optim.adamw",
+    "Muon": "optim.muon",
+    "Part": "optim.rule",
+    "Rule": "optim.rule",
+    "ShardedAdamW": "optim.optimizer",
+    "ShardedOptimizer": "optim.optimizer",
+    "clip_grad_norm": "optim.clipping",
     "DDP": "sharding",
     "FULL_SHARD": "sharding",
     "HYBRID_SHARD": "sharding",
@@ -73,15 +81,20 @@ __all__ = [
     "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
+    "AdamW",
     "Comm",
     "GradAccum",
     "MPIComm",
+    "Muon",
+    "Part",
     "Partition",
+    "Rule",
     "SerialComm",
     "ShardInfo",
     "ShardedAdamW",
     "ShardedLinear",
     "ShardedModule",
+    "ShardedOptimizer",
     "Strategy",
     "UsageError",
     "clip_grad_norm",

@@ -15,14 +15,18 @@ from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage
-from zero_mpi.sharding import offload
+from zero_mpi.optim import offload
+from zero_mpi.optim.adamw import AdamW
+from zero_mpi.optim.offload import Offload
 from zero_mpi.sharding.module import ALL
-from zero_mpi.sharding.offload import Offload
 from zero_mpi.sharding.precision import BF16, FP16, FP32
 
 CONFIG = tiny.MODELS["gpt2 tied"]
 ROWS = {"layers": 1, "dim": 48, "heads": 2, "context": 8, "vocab_size": 300}
 DESCRIPTION = Description("gpt2", CONFIG.metadata(), {"seed": 0}, {"threads": 1})
+
+
+FIRST, SECOND = AdamW.states
 
 
 def is_pretend():
@@ -71,8 +75,8 @@ def bits(optimizer):
     for unit in optimizer.module.units:
         found[f"parameters {unit.name}"] = on_host(unit.parameters.shard)
         found[f"read {unit.name}"] = on_host(unit.parameters.own)
-    for name, held in optimizer.moments.items():
-        found |= {f"first {name}": on_host(held.first), f"second {name}": on_host(held.second)}
+    for unit, held in optimizer.states.items():
+        found |= {f"{name} {unit}": on_host(values) for name, values in held.items()}
     return {name: array.tobytes() for name, array in found.items()}
 
 
@@ -91,7 +95,7 @@ def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
     for number in range(3):
         assert step(kept, number) == step(offloaded, number)
     assert bits(kept) == bits(offloaded)
-    assert any(any(moments.second > 0) for moments in offloaded.moments.values())
+    assert any(any(held[SECOND] > 0) for held in offloaded.states.values())
 
 
 def test_slices_that_are_rows(gpu, pieces):
@@ -129,9 +133,9 @@ def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
     elements = sum(unit.updated[0].size for unit in optimizer.units)
     assert optimizer.memory_bytes() == 8 * elements
     assert optimizer.offloaded_bytes() == (8 * elements, offload.ROOMS * 8 * 2048)
-    for moments in optimizer.moments.values():
-        assert isinstance(moments.first, np.ndarray)
-        assert moments.first.flags.c_contiguous
+    for held in optimizer.states.values():
+        assert isinstance(held[FIRST], np.ndarray)
+        assert held[FIRST].flags.c_contiguous
 
 
 def test_without_offload_nothing_is_on_the_host(gpu):
@@ -237,16 +241,16 @@ def test_every_event_is_needed(gpu, pieces, monkeypatch, missing, count):
     if not is_pretend():
         pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
     way = Offload(gpu)
-    (moments,) = way.moments([(count * 2048, 1024)])
-    moments.first[...] = np.arange(moments.size)
+    (moments,) = way.states([(count * 2048, 1024, (FIRST, SECOND))])
+    moments[FIRST][...] = np.arange(moments.size)
     late = HELD.get(missing, "_down")
     if missing:
         without_wait(way, moments, missing, monkeypatch)
     for _ in range(2):
         (gpu.stream if late == "stream" else getattr(way, late)).do(lambda: time.sleep(0.05))
-        for _, *arrays in way.through(moments):
+        for _, arrays in way.through(moments):
             add_one(gpu, arrays)
-    right = np.array_equal(moments.first, np.arange(moments.size) + 2) and (moments.second == 4).all()
+    right = np.array_equal(moments[FIRST], np.arange(moments.size) + 2) and (moments[SECOND] == 4).all()
     way._up.synchronize(), gpu.synchronize(), way._down.synchronize()
     assert right == (missing is None)
 
@@ -256,7 +260,7 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
     if not is_pretend():
         pytest.skip("a GPU's streams cannot be held up: only the pretend one shows this")
     way = Offload(gpu)
-    (moments,) = way.moments([(3 * 2048, 1024)])
+    (moments,) = way.states([(3 * 2048, 1024, (FIRST, SECOND))])
     gpu.stream.do(lambda: time.sleep(0.2))
     for _ in way.through(moments):
         pass

@@ -91,4 +91,4 @@ def test_frozen_parameters_have_no_gradient_and_no_moments(exact):
     frozen = [unit for unit in module.units if not unit.unit.trainable]
     assert len(frozen) == 6
     assert all(unit.gradient.sum.size == 0 for unit in frozen)
-    assert not optimizer.moments.keys() & {unit.name for unit in frozen}
+    assert not optimizer.states.keys() & {unit.name for unit in frozen}

@@ -5,8 +5,8 @@ import tiny
 import tiny_blocks
 from recording import RecordingComm
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW
-from zero_mpi.checkpoint.shards import Snapshot, moments_of, parameters_of
+from zero_mpi import GradAccum, SerialComm, ShardedOptimizer
+from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.comm import NodesComm
@@ -14,6 +14,7 @@ from zero_mpi.comm.scratch import EXACT_PIECE, PAGE
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.comm.topology import PRETEND
+from zero_mpi.config.optimizer import rules_of
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
@@ -64,13 +65,13 @@ def case_of(comm, config, strategy, count, **options):
 def after_step(comm, case):
     """A module and its optimizer after a step of a case; shapes of micro-batches do not matter here."""
     options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
-    options["precision"] = case.precision
+    options |= {"precision": case.precision, "whole": case.settings["whole"]}
     strategy = strategy_named(case.strategy_name)
     if case.model.stored:
         module = tiny_blocks.make(comm, case.model, tiny_blocks.bytes_of(case.model), strategy, **options)
     else:
         module = tiny.make(comm, case.model, strategy, recompute=case.recompute, **options)
-    optimizer = ShardedAdamW(module)
+    optimizer = ShardedOptimizer(module, rules_of(case.optimizer, case.model, (0.9, 0.95), 1e-8))
     count = case.rounds.micro_batches
     accumulator = GradAccum(module, count)
     tiny.run_step(module, accumulator, case.model, 0, count)
@@ -97,6 +98,13 @@ def check_traffic(comm, case):
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_traffic_of_every_model(mpi, name, strategy):
     check_traffic(mpi, case_of(mpi, tiny.MODELS[name], strategy, mpi.size + 1, bucket_mb=0.03))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_traffic_of_whole_matrices(mpi, name, strategy):
+    options = {"bucket_mb": 0.03, "optimizer": "muon"}
+    check_traffic(mpi, case_of(mpi, tiny.MODELS[name], strategy, mpi.size + 1, **options))
 
 
 @pytest.mark.parametrize("kind", RAGGED)
@@ -188,7 +196,7 @@ def held_bytes(module, optimizer):
     adapters = kept != [unit.parameters for unit in units]  # alone are written
     taken = [
         *copies.take("model", parameters_of(optimizer, adapters)),
-        *copies.take("state", moments_of(optimizer)),
+        *copies.take("state", states_of(optimizer)),
     ]
     return {
         "parameters": sum(array.nbytes for array in owned),

@@ -55,8 +55,8 @@ def make(steps: int, seed: int = 0) -> ShardedAdamW:
 def state_of(optimizer: ShardedAdamW) -> str:
     """A digest of everything that a checkpoint must bring back."""
     state = dict(optimizer.module.state_dict())
-    for name, moments in optimizer.moments.items():
-        state |= {f"first {name}": moments.first, f"second {name}": moments.second}
+    for unit, states in optimizer.states.items():
+        state |= {f"{name} {unit}": values for name, values in states.items()}
     return tiny.digest(state)
 
 

@@ -16,10 +16,10 @@ from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.ops.elementary import normals_by_numpy, normals_by_turns
+from zero_mpi.optim.clipping import clip_grad_norm
+from zero_mpi.optim.optimizer import ShardedAdamW
 from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule, init_weights
-from zero_mpi.sharding.clipping import clip_grad_norm
 from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
-from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.train.lr_schedule import make_schedule, schedule_of
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
@@ -104,16 +104,17 @@ def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, n
     """First and second moments by parameter name."""
     first, second = {}, {}
     for unit in optimizer.units:
-        first |= unit.unit.views(optimizer.moments[unit.name].first)
-        second |= unit.unit.views(optimizer.moments[unit.name].second)
+        held = optimizer.states[unit.name]
+        first |= unit.unit.views(held["adam.first_moments"])
+        second |= unit.unit.views(held["adam.second_moments"])
     return first, second
 
 
 def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
     """The bytes of all parameters and moments."""
     arrays = [*optimizer.module.state_dict().values()]
-    for held in optimizer.moments.values():
-        arrays += [held.first, held.second]
+    for held in optimizer.states.values():
+        arrays += held.values()
     return [array.tobytes() for array in arrays]
 
 
@@ -223,8 +224,8 @@ def test_the_gaps_between_parameters_stay_zero(way):
         gaps = np.ones(unit.unit.length, bool)
         for segment in unit.unit.segments(slice(0, unit.unit.length)):
             gaps[segment.where] = False
-        held = optimizer.moments[unit.name]
-        assert not any(array[gaps].any() for array in (unit.parameters.shard, held.first, held.second))
+        held = optimizer.states[unit.name]
+        assert not any(array[gaps].any() for array in (unit.parameters.shard, *held.values()))
 
 
 @every_way

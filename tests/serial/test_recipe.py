@@ -11,7 +11,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.ops import reference
-from zero_mpi.sharding.clipping import clip_factor
+from zero_mpi.optim.clipping import clip_factor
 from zero_mpi.train.lr_schedule import make_schedule
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipe.md").read_text()

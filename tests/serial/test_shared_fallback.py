@@ -24,7 +24,7 @@ PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi.train import command as train_command
 from zero_mpi.comm.shared import window
-from zero_mpi.sharding.optimizer import ShardedAdamW
+from zero_mpi.optim.optimizer import ShardedAdamW
 
 step = ShardedAdamW.step
 

@@ -24,7 +24,7 @@ from zero_mpi.checkpoint.state import (
     check_tensors,
     load_state,
     model_tensors,
-    moment_tensors,
+    state_tensors,
 )
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.checkpoint.writers import rank_0_of
@@ -32,15 +32,15 @@ from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.nn.layer import Param
+from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.optimizer import ShardedAdamW
 
 OURS = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
 FOLDER = str | os.PathLike[str]
 
 
-def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> Path:
+def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
     The folder is written beside its place and renamed: it is complete or, whatever happens, what was there
@@ -90,7 +90,7 @@ def begin(final: Path) -> None:
 def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
     """The folder without links, and what ranks must share; raises ValueError for what cannot be saved."""
     check("save", folder, module, optimizer)
-    for tensors in (model_tensors(optimizer, description), moment_tensors(optimizer)):
+    for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
     final = os.path.realpath(folder)
     if module.comm.rank == 0:
@@ -112,7 +112,7 @@ def check_place(final: Path) -> None:
         )
 
 
-def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedAdamW) -> int:
+def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
     """Fill parameters, moments and counts of steps from what `save` wrote. Returns the steps. Collective.
 
     Each rank reads its own slices, at any number of ranks and under any strategy: a run goes on to the bits
@@ -151,7 +151,7 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
     example = "a ShardedAdamW, whose moments are saved too (parameters alone: state_dict, load_state_dict)"
-    instance(f"{what}: optimizer", optimizer, ShardedAdamW, example)
+    instance(f"{what}: optimizer", optimizer, ShardedOptimizer, example)
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):

@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_together
-from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, moments_of, parameters_of
+from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, parameters_of, states_of
 from zero_mpi.checkpoint.sound import AVERAGE, ID, MODEL, STATE_DIGEST
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
@@ -25,13 +25,13 @@ from zero_mpi.checkpoint.state import (
     Description,
     TrainingProgress,
     model_tensors,
-    moment_tensors,
     stamp,
+    state_tensors,
 )
 from zero_mpi.checkpoint.writers import Writers, rank_0_of, writers_for
 from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError, explain
-from zero_mpi.sharding.optimizer import ShardedAdamW
+from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.telemetry import spans
 
 Parts = dict[str, list[Contribution]]  # by the role of the file
@@ -66,7 +66,7 @@ class Saver:
     def __init__(
         self,
         out: Path,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         description: Description,
         *,
         keep: int = 0,
@@ -169,17 +169,17 @@ class Saver:
         return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier one is there"
 
 
-def parts_of(optimizer: ShardedAdamW, description: Description) -> Parts:
+def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
     """What this rank gives to each file of a checkpoint, views, in the files' order."""
     trained = description.is_adapter
     average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.average is not None else {}
-    return {MODEL: parameters_of(optimizer, trained), **average, STATE: moments_of(optimizer)}
+    return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
 
 
 def write_files(
     writers: Writers,
     folder: Path,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     parts: Parts,
     said: tuple[TrainingProgress, Description],
     *,
@@ -195,13 +195,13 @@ def write_files(
     contents = [
         Content(folder / names[role], *about, part, description.constants)
         if role in names
-        else Content(folder / folders.OPTIMIZER, ARCHITECTURE, moment_tensors(optimizer), part)
+        else Content(folder / folders.OPTIMIZER, ARCHITECTURE, state_tensors(optimizer), part)
         for role, part in parts.items()
     ]
     stamped: dict[str, dict[str, Any]] = {}
 
     def keys(*found: Digests) -> list[dict[str, Any]]:
-        stamped.update(stamp(progress, description, dict(zip(parts, found, strict=True))))
+        stamped.update(stamp(progress, description, dict(zip(parts, found, strict=True)), optimizer.type))
         return list(stamped.values())
 
     write_together(writers, contents, keys, tick=tick)
@@ -222,7 +222,11 @@ def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str 
 
 
 def save_checkpoint(
-    out: Path, optimizer: ShardedAdamW, progress: TrainingProgress, description: Description, keep: int = 0
+    out: Path,
+    optimizer: ShardedOptimizer,
+    progress: TrainingProgress,
+    description: Description,
+    keep: int = 0,
 ) -> Path:
     """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder.
 

@@ -1,4 +1,4 @@
-"""What each rank gives to a checkpoint: its slices of parameters, of their average and of both moments."""
+"""What each rank gives to a checkpoint: its slices of parameters, averages and states of the optimizer."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from zero_mpi.checkpoint.checksum import PIECE_BYTES, piece_digests
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
-from zero_mpi.sharding.optimizer import ShardedAdamW
+from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.unit import BYTES, Unit
 
-FIRST, SECOND = "optimizer.adam.first_moments.", "optimizer.adam.second_moments."
 Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the elements
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank's slice of one unit's values; in the file each tensor's name is `prefix` and its parameter's."""
+    """A rank's slice of one unit's values; in the file each tensor's name is `prefix` and its parameter's.
+
+    names: of those parameters of which there is such a value; None: of all
+    """
 
     prefix: str
     unit: Unit
     partition: Partition
     values: Array
+    names: frozenset[str] | None = None
 
     def on_host(self, inside: slice) -> Array:
         """A part of this rank's slice, where it can be written from: a view, or a GPU's copy."""
@@ -34,6 +37,8 @@ class Contribution:
     def runs(self, start: int, values: Array) -> Iterator[Run]:
         """Elements of the unit's buffer from `start` on as runs of its tensors, gaps left out."""
         for segment in self.unit.segments(slice(start, start + values.size)):
+            if self.names is not None and segment.name not in self.names:
+                continue
             yield self.prefix + segment.name, segment.offset, values[segment.where]
 
     @property
@@ -46,7 +51,7 @@ class Contribution:
         return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
 
 
-def parameters_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contribution]:
+def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
     """The parameters' slices, of all or those that are `trained`, views. Waits for what is being gathered."""
     comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
     for unit in units:
@@ -54,7 +59,7 @@ def parameters_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contri
     return [contribution(comm, "", unit, *unit.parameters.kept) for unit in units]
 
 
-def averages_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contribution]:
+def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
     """The averages' slices, views, and unless they are of what is `trained` alone the frozen parameters."""
     comm, values = optimizer.module.comm, optimizer.averages()
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
@@ -65,12 +70,13 @@ def averages_of(optimizer: ShardedAdamW, trained: bool = False) -> list[Contribu
     return found + [contribution(comm, "", unit, average, part) for unit, average, part in units]
 
 
-def moments_of(optimizer: ShardedAdamW) -> list[Contribution]:
-    """The moments' slices, views: all first ones, then all second ones."""
-    comm = optimizer.module.comm
-    units = [(unit, optimizer.moments[unit.name], unit.updated[2]) for unit in optimizer.units]
-    first = [contribution(comm, FIRST, unit, moments.first, part) for unit, moments, part in units]
-    return first + [contribution(comm, SECOND, unit, moments.second, part) for unit, moments, part in units]
+def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
+    """The slices of the optimizer's states, views: one state after the other."""
+    return [
+        replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
+        for state, unit, names in optimizer.kept_states()
+        for values, part in [(optimizer.states[unit.name][state], optimizer.state_part(unit))]
+    ]
 
 
 def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:

@@ -1,7 +1,7 @@
 """A training state as files, at any number of ranks: what they say, and how they are read.
 
 `model.gguf` holds the model and nothing else, so llama.cpp opens it as it is; so does `ema.gguf`, where a run
-keeps a moving average. `optimizer.gguf` holds the moments of each tensor in full shape and where the run
+keeps a moving average. `optimizer.gguf` holds the states of each tensor in full shape and where the run
 stood. How the files answer for each other: `checkpoint.sound`.
 """
 
@@ -19,7 +19,6 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.best import Best, read_best
 from zero_mpi.checkpoint.checksum import as_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.shards import FIRST, SECOND
 from zero_mpi.checkpoint.sound import (
     DIGESTS,
     FORMAT_VERSION,
@@ -34,9 +33,8 @@ from zero_mpi.checkpoint.sound import (
 )
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
+from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.sharded_state import fill
-from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
@@ -100,7 +98,10 @@ STATE = "optimizer"  # the role of optimizer.gguf among the files
 
 
 def stamp(
-    progress: TrainingProgress, description: Description, digests: Mapping[str, Mapping[str, str]]
+    progress: TrainingProgress,
+    description: Description,
+    digests: Mapping[str, Mapping[str, str]],
+    optimizer: str = "adamw",
 ) -> dict[str, dict[str, Any]]:
     """The keys of each file by its role, from the digests of its tensors; `optimizer` is the last."""
     shared = {
@@ -116,7 +117,7 @@ def stamp(
         f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
         for name in ("settings", "machine", "plan")
     }
-    head = {"optimizer.type": "adamw", "optimizer.file_version": np.uint32(FORMAT_VERSION)}
+    head = {"optimizer.type": optimizer, "optimizer.file_version": np.uint32(FORMAT_VERSION)}
     lines = {TENSOR_DIGESTS: as_lines(digests[STATE])}
     lines |= {key: as_lines(digests[role]) for role, key in DIGESTS.items() if role in digests}
     files[STATE] = {**head, **counts, **progress.best.keys(), **shared, **texts, **lines}
@@ -124,18 +125,24 @@ def stamp(
     return {role: {**keys, ID: name} for role, keys in files.items()}
 
 
-def model_tensors(optimizer: ShardedAdamW, description: Description) -> list[tuple[str, tuple[int, ...]]]:
+def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of the tensors of the file of weights in the file's order."""
     module, all_of = optimizer.module, not description.is_adapter
     kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
-def moment_tensors(optimizer: ShardedAdamW) -> list[tuple[str, tuple[int, ...]]]:
+def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of the tensors of optimizer.gguf in the file's order."""
-    module = optimizer.module
-    names = [name for name in module.params if module.is_trainable(name)]
-    return [(prefix + name, module.params[name].shape) for prefix in (FIRST, SECOND) for name in names]
+    params, having = optimizer.module.params, dict[str, set[str]]()
+    for state, _, names in optimizer.kept_states():
+        having.setdefault(state, set()).update(names)
+    return [
+        (f"optimizer.{state}.{name}", param.shape)
+        for state, names in having.items()
+        for name, param in params.items()
+        if name in names
+    ]
 
 
 # ----------------------------------------------------------------------------------------------- reading
@@ -161,14 +168,14 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     return value
 
 
-def check_tensors(files: CheckpointFiles, optimizer: ShardedAdamW) -> None:
-    """Raise UsageError unless there are both moments of each trained parameter, and nothing else, and of each
+def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
+    """Raise UsageError unless there are the states of each trained parameter, and nothing else, and of each
     its average if the optimizer keeps one."""
     state, average, module = files.state, files.average, optimizer.module
     if (average is None) != (optimizer.average is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
         raise UsageError(f"{state.path.parent}: found {found}: give ema as it was")
-    expected = dict(moment_tensors(optimizer))
+    expected = dict(state_tensors(optimizer))
     trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
     wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
     wanted += [(average, *each) for each in trained] if average is not None else []
@@ -197,7 +204,7 @@ def finite(read: Read, path: Path) -> Read:
     return checked
 
 
-def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
+def load_checkpoint(folder: Path, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Returns where the run stood.
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
@@ -205,21 +212,24 @@ def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
     return load_state(open_checkpoint(folder), optimizer)
 
 
-def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgress:
+def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """`load_checkpoint` from files whose indices were read already."""
     check_tensors(files, optimizer)
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
     module.load_slices(finite(model.read, model.path), names)
+    stored = finite(state.read, state.path)
+    for kept, unit, having in optimizer.kept_states():
+        target, part = optimizer.states[unit.name][kept], optimizer.state_part(unit)
+        fill(unit, target, part, lambda name, *at, kept=kept: stored(f"optimizer.{kept}.{name}", *at), having)
     for unit in optimizer.units:
-        load_moments(unit, optimizer.moments[unit.name], state)
         if optimizer.average is not None and files.average is not None:
             read = finite(files.average.read, files.average.path)
             fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
     return take_up(read_progress(state), optimizer)
 
 
-def take_up(progress: TrainingProgress, optimizer: ShardedAdamW) -> TrainingProgress:
+def take_up(progress: TrainingProgress, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Let an optimizer count on from where a run stood. Returns that."""
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     scale = optimizer.module.loss_scale
@@ -234,10 +244,3 @@ def read_count(state: GGUFFile, key: str) -> int:
     if value is None:
         raise UsageError(f"{state.path}: the key {key} is missing or no count")
     return value
-
-
-def load_moments(unit: ShardedUnit, moments: Moments, state: GGUFFile) -> None:
-    """Fill one unit's moments from the file."""
-    read = finite(state.read, state.path)
-    for prefix, target in ((FIRST, moments.first), (SECOND, moments.second)):
-        fill(unit, target, unit.updated[2], lambda name, *part, prefix=prefix: read(prefix + name, *part))

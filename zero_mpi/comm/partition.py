@@ -14,14 +14,15 @@ from zero_mpi.arguments import whole
 class Partition:
     """A flat buffer of `length` elements dealt out to `parts` ranks in contiguous slices.
 
-    Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first. A rank
-    may own nothing, and `idle` ranks after the others do.
+    Boundaries lie on multiples of `quantum`; lengths are as even as that allows, longer ones first, unless
+    `ends` says where each slice ends. A rank may own nothing, and `idle` ranks after the others do.
     """
 
     length: int
     parts: int
     quantum: int = 1
     idle: int = 0
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("length", 0), ("parts", 1), ("quantum", 1), ("idle", 0)):
@@ -30,6 +31,8 @@ class Partition:
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """parts + idle + 1 offsets: rank r owns [bounds[r], bounds[r + 1])."""
+        if self.ends:
+            return (0, *self.ends) + self.ends[-1:] * self.idle
         share, longer = divmod(-(-self.length // self.quantum), self.parts)
         offsets = (rank * share + min(rank, longer) for rank in range(self.parts + 1))
         bounds = tuple(min(offset * self.quantum, self.length) for offset in offsets)

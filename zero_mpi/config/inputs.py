@@ -99,7 +99,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         model.lora.check(model.layers())
     names = model.params()
     try:
-        check_patterns(config.frozen, names)
+        check_patterns("frozen", config.frozen, names)
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
     if not any(is_trainable(name, config.frozen) for name in names):

@@ -156,6 +156,14 @@ class Config:
     lr_scale: list[str] = flag(
         None, list, "optimizer", "learning rate times X where names match; the last match wins"
     )
+    optimizer: str = flag(
+        "adamw",
+        str,
+        "optimizer",
+        "adamw; or muon: for the matrices of blocks, adamw for the rest; --lr and --weight-decay serve both",
+        choices=("adamw", "muon"),
+        fixed=True,
+    )
     weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")

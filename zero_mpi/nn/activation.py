@@ -56,8 +56,9 @@ class JointSwiGLU(SwiGLU):
     """silu(gate(x)) * up(x), with one matrix `PREFIX.ffn_up` (2 F, C), whose first rows are the gate's."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        self.linears = [Linear(f"{prefix}.ffn_up", inputs, 2 * outputs, bias=bias)]
-        self.gate, self.up = rows_of(self.linears[0], (outputs, outputs))
+        both = (outputs, outputs)
+        self.linears = [Linear(f"{prefix}.ffn_up", inputs, 2 * outputs, bias=bias, fused=both)]
+        self.gate, self.up = rows_of(self.linears[0], both)
 
 
 class GeGLU(SwiGLU):

@@ -84,7 +84,7 @@ class JointQKV(ProjectQKV):
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
-        self.whole = [Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias)]
+        self.whole = [Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)]
         self.linears = rows_of(self.whole[0], heads.widths)
 
 
@@ -93,7 +93,7 @@ class FusedQKV(Composite):
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
-        self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias)
+        self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)
 
     def parts(self) -> Sequence[Layer]:
         return [self.linear]

@@ -18,12 +18,21 @@ ALL = slice(None)
 class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    With an adapter (`low_rank`) its product is added; as a head a layer has none.
+    With an adapter (`low_rank`) its product is added; as a head a layer has none. `fused`: the rows of each
+    matrix, where W is several on top of each other.
     """
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        std: float = 0.02,
+        fused: tuple[int, ...] = (),
     ) -> None:
+        self.fused = fused
         self.weight, self.bias = f"{name}.weight", f"{name}.bias" if bias else None
         self._params = {self.weight: Param((outputs, inputs), std=std)}
         if self.bias:

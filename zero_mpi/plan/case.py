@@ -8,25 +8,27 @@ from typing import Any
 
 from zero_mpi.comm import Partition, SerialComm, kinds
 from zero_mpi.comm.kinds import Transport
+from zero_mpi.config.optimizer import ADAMW, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.optim.adamw import AdamW
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
+from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
 from zero_mpi.sharding.module_arguments import check_reduction
-from zero_mpi.sharding.offload import MOMENTS, NONE, OF_MOMENTS, OF_STATE, STATE
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
 SAME = (  # called alike in a case and among the flags of a run
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "ema", "checkpoint_io", "writers_per_node",
+    "offload", "optimizer", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 OF_LAYOUT = (  # what a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
-    "precision_name", "reduce_dtype",
+    "precision_name", "reduce_dtype", "optimizer",
 )  # fmt: skip
 
 
@@ -64,6 +66,7 @@ class Case:
     reduce_dtype: str | None = None
     device: str = "cpu"
     offload: str = NONE
+    optimizer: str = ADAMW
     ema: float | None = None
     checkpoint_io: str = "gather"
     writers_per_node: int | None = None
@@ -90,7 +93,7 @@ class Case:
     @property
     def offloaded(self) -> int:
         """How many arrays of what is updated lie in the host's memory."""
-        return {NONE: 0, MOMENTS: OF_MOMENTS, STATE: OF_STATE}[self.offload]
+        return 0 if self.offload == NONE else len(AdamW.states) + (self.offload == STATE)
 
     @property
     def strategy(self) -> Strategy:
@@ -159,12 +162,13 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """What a module is told beside its stages and its strategy, and lays out its units by."""
         names = ("prefetch", "bucket_mb", "frozen", "precision")
-        return {name: getattr(self, name) for name in names} | {"stored": self.model.stored}
+        whole = whole_matrices(self.optimizer, self.model)
+        return {name: getattr(self, name) for name in names} | {"stored": self.model.stored, "whole": whole}
 
     @cached_property
     def layout(self) -> Layout:
-        """Units and schedule, which no number of ranks changes."""
-        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT}))
+        """Units and schedule."""
+        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).dealt(self.owners)
 
     @cached_property
     def partitions(self) -> list[Partition]:

@@ -15,9 +15,11 @@ from typing import Any
 from zero_mpi.comm.scratch import Reductions
 from zero_mpi.comm.shared.gradient_pool import padded, window_bytes
 from zero_mpi.comm.shared.words import RANK_BYTES
+from zero_mpi.config.optimizer import state_count
+from zero_mpi.optim.offload import ROOMS, piece_of
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import KERNELS, simulate
-from zero_mpi.sharding.offload import NONE, ROOMS, STATE, piece_of
+from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
@@ -104,6 +106,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     """What is kept of a unit between rounds and steps, wherever it lies; of what ranks share, slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     updated, averages = case.updated(unit, own), case.ema is not None
+    states = state_count(unit) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
@@ -114,7 +117,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
         "masters": BYTES * updated * (case.precision.is_low and not unit.room_unpacked(kind)),
         "gradients": BYTES * summed * trained,
-        "moments": BYTES * updated * (2 + averages) * trained,
+        "moments": BYTES * (states + averages * updated) * trained,
         "tables": NUMBER * numbers * trained,
         "snapshot": saved_bytes(case, unit, own) * case.async_save,
     }
@@ -123,7 +126,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     """What goes into a checkpoint of `own` elements of a unit: parameters, moments, averages."""
     trained, averages = unit.trainable, case.ema is not None
-    return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + 2 * trained)
+    return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + state_count(unit) * trained)
 
 
 def keeps_slices(case: Case) -> bool:

@@ -16,7 +16,7 @@ from zero_mpi.plan.plan import Plan
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, keeps_slices, titles
 from zero_mpi.plan.resident import Resident
 from zero_mpi.plan.scaling import Point
-from zero_mpi.sharding.offload import STATE
+from zero_mpi.sharding.host_masters import STATE
 
 TITLE, COLUMN = 34, 16  # widths
 Column = TypeVar("Column")

@@ -25,7 +25,7 @@ from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.fake_array import FakeMemory, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.offload import NONE
+from zero_mpi.sharding.host_masters import NONE
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"

@@ -77,7 +77,8 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_wholes:
-                gradients += BYTES * gathered  # each rank updates all of it, from sums: float32 always
+                gradients += BYTES * gathered * (1 + unit.whole)  # directions of Muon follow them
+                # each rank updates all of it, from sums: float32 always
             gradients += reduced * reductions(case, reducing, partition)
     losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)  # over all ranks
     vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices

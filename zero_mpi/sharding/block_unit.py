@@ -7,7 +7,7 @@ of their own: each tensor is a run of words, and runs begin at multiples of 64 b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ Stored = Mapping[str, BlockKind]
 class BlockUnit(Unit):
     """A frozen unit whose parameters are kept and gathered as blocks, and unpacked where layers read them."""
 
-    kinds: Stored
+    kinds: Stored = field(default_factory=dict)
 
     @cached_property
     def words(self) -> Unit:
@@ -67,7 +67,7 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
         placed.update(names)
         members.setdefault(stage.scope, {}).update({name: params[name] for name in names})
     return [
-        BlockUnit(f"{scope} (stored)", named, QUANTUM, False, {name: stored[name] for name in named})
+        BlockUnit(f"{scope} (stored)", named, QUANTUM, False, kinds={name: stored[name] for name in named})
         for scope, named in members.items()
         if named
     ]

@@ -53,6 +53,10 @@ class Gradients:
         """Start to bring all of the sum to every rank, where it is wanted."""
         return DONE
 
+    def start_publish(self) -> Handle:
+        """Start to bring what the owners wrote into their slices of the sum to who keeps the whole."""
+        return self.start_gather()
+
     def reset(self) -> None:
         """Forget the sum; the next round starts from zero."""
         self.wait_reduce()
@@ -157,6 +161,9 @@ class AllreducedGradients(ReplicatedGradients):
     def start_gather(self) -> Handle:
         return DONE
 
+    def start_publish(self) -> Handle:
+        return self.context.comm.allgather(None, self.whole, self.partition, self._label)
+
     def scale(self, factor: float) -> None:
         self.whole *= factor
 
@@ -164,10 +171,23 @@ class AllreducedGradients(ReplicatedGradients):
 class SharedGradients(SlicedGradients):
     """The whole sum lies once for all ranks of a node; it is complete when the reduction is."""
 
+    def start_publish(self) -> Handle:
+        self.context.comm.signal_written()
+        return Written(self.context.comm)
+
     def scale(self, factor: float) -> None:
         super().scale(factor)
-        self.context.comm.signal_written()
-        self.context.comm.wait_written()
+        self.start_publish().wait()
+
+
+class Written(Handle):
+    """What all ranks have written into shared memory."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def wait(self) -> None:
+        self._comm.wait_written()
 
 
 def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 
 from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Stage, stage_params
@@ -17,7 +18,7 @@ from zero_mpi.sharding.buffers import buffer_lengths
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Indices, Schedule, make_schedule
 from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.unit import Unit, units_by_bytes, units_by_scope
+from zero_mpi.sharding.unit import FROZEN, TRAINED, WHOLE, Unit, dealt_whole, units_by_bytes, units_by_scope
 
 NOTHING: Stored = {}
 BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to start early
@@ -43,9 +44,20 @@ class Layout:
 
         Nothing of a replicated unit that is frozen: it has no gradient.
         """
+        units = self.dealt(ranks).units
         if strategy.shards_moments:
-            return [unit.in_room(ranks, self.precision.compute) for unit in self.units]
-        return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in self.units]
+            return [unit.in_room(ranks, self.precision.compute) for unit in units]
+        return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in units]
+
+    def dealt(self, ranks: int) -> Layout:
+        """The same for so many ranks: each parameter that is whole has an owner."""
+        return replace(self, units=dealt_whole(self.units, ranks, products_of))
+
+
+def products_of(shape: tuple[int, ...]) -> int:
+    """Operations of five steps that make a matrix orthogonal, 20 m^2 n + 10 m^3: what owners share evenly."""
+    m, n = sorted(shape[-2:])
+    return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
@@ -63,19 +75,21 @@ def lay_out(
     by_rows: bool = False,
     precision: Precision = FP32,
     stored: Stored = NOTHING,
+    whole: Sequence[str] = (),
 ) -> Layout:
     """The layout of a ShardedModule with the same arguments."""
     params = stage_params(list(stages))
 
     loose = {name: param for name, param in params.items() if name not in stored}
 
-    def trainable(name: str) -> bool:
-        return is_trainable(name, frozen)
+    def kind_of(name: str) -> str:
+        trained = WHOLE if any(fnmatchcase(name, pattern) for pattern in whole) else TRAINED
+        return trained if is_trainable(name, frozen) else FROZEN
 
     if strategy.buckets:
-        units = units_by_bytes(loose, trainable, int(bucket_mb * 2**20))
+        units = units_by_bytes(loose, kind_of, int(bucket_mb * 2**20))
     else:
-        units = units_by_scope(stages, loose, trainable, by_rows)
+        units = units_by_scope(stages, loose, kind_of, by_rows)
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]

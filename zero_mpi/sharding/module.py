@@ -51,6 +51,7 @@ class ShardedModule(ShardedState):
                 needs offload="state" then
     stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
                 filled by `load_stored`, gathered as bytes and unpacked where layers read them
+    whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
 
     It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
     has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
@@ -73,10 +74,12 @@ class ShardedModule(ShardedState):
         precision: Precision = FP32,
         offload_masters: bool = False,
         stored: Stored | None = None,
+        whole: Sequence[str] = (),
     ) -> None:
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
         options |= {"precision": precision, "offload_masters": offload_masters, "stored": stored}
+        options["whole"] = whole
         given = agreed(
             comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
@@ -89,9 +92,8 @@ class ShardedModule(ShardedState):
         context = Context(
             owners, strategy, memory.gathers, memory.buffers, precision, given.masters, self.unpacked_pool
         )
-        units = [
-            ShardedUnit(unit, context, room) for unit, room in zip(layout.units, memory.wholes, strict=True)
-        ]
+        dealt = layout.dealt(owners.size).units
+        units = [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
         self.precision, self.by_rows = precision, bool(by_rows)
         self._forward: Pass | None = None  # whose backward is to come
@@ -283,6 +285,13 @@ class ShardedModule(ShardedState):
         for unit in self.units:
             if unit.unit.trainable:
                 yield unit.name, unit.gradient.sum
+
+    def named_gradients(self) -> Iterator[tuple[str, Array]]:
+        """(name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
+        for unit in self.units:
+            if unit.unit.trainable:
+                for segment in unit.unit.segments(unit.parameters.elements):
+                    yield segment.name, unit.gradient.sum[segment.where]
 
     @property
     def module(self) -> list[Stage]:

@@ -12,15 +12,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.arguments import came, instance, number, whole
+from zero_mpi.arguments import came, instance, number
+from zero_mpi.arguments import whole as whole_number
 from zero_mpi.comm import Comm
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.block_unit import Stored
+from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.layout import Layout, is_trainable, lay_out
-from zero_mpi.sharding.offload import masters_on_host
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
@@ -49,12 +50,13 @@ def check_arguments(
     precision: Any,
     offload_masters: Any,
     stored: Any,
+    whole: Any,
 ) -> tuple[ModuleArguments, dict[str, object]]:
     """What was given, and the facts that ranks must share; raises ValueError for what cannot be."""
     instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
     instance("ShardedModule: precision", precision, Precision, "a Precision such as FP32")
     settings: dict[str, Any] = {
-        "prefetch": whole("ShardedModule: prefetch", prefetch, least=0),
+        "prefetch": whole_number("ShardedModule: prefetch", prefetch, least=0),
         "bucket_mb": number("ShardedModule: bucket_mb", bucket_mb, above=0),
         "by_rows": bool(by_rows),
     }
@@ -62,8 +64,10 @@ def check_arguments(
     params = stage_params(stages)
     if not params:
         raise ValueError("ShardedModule: expected a model with parameters, got stages that have none")
-    patterns = list_of_patterns(frozen)
-    check_patterns(patterns, params)
+    patterns = list_of_patterns("frozen", frozen, params)
+    settings["whole"] = list_of_patterns("whole", whole, params)
+    if settings["whole"] and settings["by_rows"]:
+        raise ValueError("ShardedModule: whole: by_rows cuts parameters between rows; give one of both")
     check_reduction(comm, precision)
     masters = masters_on_host(precision) if offload_masters else None
     kinds = check_stored(stored, params, patterns, settings["by_rows"])
@@ -97,13 +101,15 @@ def list_of_stages(stages: Any) -> list[Stage]:
     return found
 
 
-def list_of_patterns(frozen: Any) -> tuple[str, ...]:
-    """Name patterns as they were given; raises ValueError for anything else."""
-    if isinstance(frozen, str) or not isinstance(frozen, Sequence | set | frozenset):
-        raise ValueError(f"ShardedModule: frozen: expected a list of name patterns, got {came(frozen)}")
-    for pattern in frozen:
-        instance("ShardedModule: frozen", pattern, str, "name patterns")
-    return tuple(frozen) if isinstance(frozen, Sequence) else tuple(sorted(frozen))
+def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
+    """Name patterns as they were given; raises ValueError for others, and for one that names nothing."""
+    if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
+        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
+    for pattern in given:
+        instance(f"ShardedModule: {what}", pattern, str, "name patterns")
+    found = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
+    check_patterns(what, found, params)
+    return found
 
 
 def check_stored(stored: Any, params: Mapping[str, Param], frozen: Sequence[str], by_rows: bool) -> Stored:
@@ -131,11 +137,11 @@ def check_reduction(comm: Comm, precision: Precision) -> None:
         )
 
 
-def check_patterns(patterns: Sequence[str], params: Mapping[str, Param]) -> None:
+def check_patterns(what: str, patterns: Sequence[str], params: Mapping[str, Param]) -> None:
     """Raise ValueError for a pattern that matches nothing: most likely a slip of the pen."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in params):
             raise ValueError(
-                f"frozen pattern {pattern!r} matches no parameter; names are like "
+                f"{what} pattern {pattern!r} matches no parameter; names are like "
                 f"{', '.join(list(params)[:3])}"
             )

@@ -7,8 +7,8 @@ are zeros and stay zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from zero_mpi.nn.layer import Param, Stage
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
+TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # what parameters of one unit have in common
 BYTES = 4  # of an element
 
 
@@ -51,12 +52,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Unit:
-    """Names and shapes of the parameters of a flat buffer, and where each starts."""
+    """Names and shapes of the parameters of a flat buffer, and where each starts.
+
+    whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
+    """
 
     name: str
     params: Mapping[str, Param]
     quantum: int
     trainable: bool
+    whole: bool = False
+    ends: tuple[int, ...] = ()
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -84,7 +90,11 @@ class Unit:
     def partition(self, ranks: int) -> Partition:
         """Who owns what of the buffer."""
         length, quantum = self.dealt
-        return dealt_out(length, ranks, quantum)
+        return (
+            Partition(length, ranks, quantum, ends=self.ends)
+            if self.ends
+            else dealt_out(length, ranks, quantum)
+        )
 
     def room(self, compute: Any) -> int:
         """Float32 elements that the parameters take where they are gathered, for this type of computing."""
@@ -96,7 +106,9 @@ class Unit:
 
     def in_room(self, ranks: int, compute: Any) -> Partition:
         """Who owns what of `room`."""
-        return dealt_out(self.room(compute), ranks, floats(self.quantum, compute))
+        room, quantum = self.room(compute), floats(self.quantum, compute)
+        ends = tuple(floats(end, compute) for end in self.ends)
+        return Partition(room, ranks, quantum, ends=ends) if ends else dealt_out(room, ranks, quantum)
 
     def kept_bytes(self, compute: Any) -> int:
         """Bytes of an element of what ranks have slices of."""
@@ -121,10 +133,18 @@ class Unit:
         return found
 
 
+Kind = tuple[str, bool, bool]  # how the name of a unit ends, whether it is trainable, whether it is whole
+KINDS: dict[str, Kind] = {
+    TRAINED: ("", True, False),
+    WHOLE: (" (whole)", True, True),
+    FROZEN: (" (frozen)", False, False),
+}
+
+
 def units_by_scope(
-    stages: Iterable[Stage], params: Mapping[str, Param], trainable: Callable[[str], bool], by_rows: bool
+    stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str], by_rows: bool
 ) -> list[Unit]:
-    """One unit a scope, in the model's order; what is frozen in a scope is a unit of its own.
+    """One unit a scope, in the model's order; what is frozen or whole in a scope is a unit of its own.
 
     Of `params` alone. `by_rows`: one unit a parameter, cut between its rows (dimension 0).
     """
@@ -136,12 +156,12 @@ def units_by_scope(
         members.setdefault(stage.scope, []).extend(names)
     for scope, names in members.items():
         if by_rows:
-            units += [row_unit(name, params[name], trainable(name)) for name in names]
+            units += [row_unit(name, params[name], kind_of(name) == TRAINED) for name in names]
             continue
-        for wanted in (True, False):
-            chosen = {name: params[name] for name in names if trainable(name) == wanted}
+        for kind, (end, trainable, whole) in KINDS.items():
+            chosen = {name: params[name] for name in names if kind_of(name) == kind}
             if chosen:
-                units.append(Unit(scope if wanted else f"{scope} (frozen)", chosen, QUANTUM, wanted))
+                units.append(Unit(scope + end, chosen, QUANTUM, trainable, whole))
     return units
 
 
@@ -151,24 +171,51 @@ def row_unit(name: str, param: Param, trainable: bool) -> Unit:
 
 
 def units_by_bytes(
-    params: Mapping[str, Param], trainable: Callable[[str], bool], bucket_bytes: int
+    params: Mapping[str, Param], kind_of: Callable[[str], str], bucket_bytes: int
 ) -> list[Unit]:
     """Buckets of up to `bucket_bytes`, filled from the last parameter backwards, as their gradients come.
 
-    A parameter larger than a bucket is one of its own. What is frozen is one unit: it never travels.
+    A parameter larger than a bucket is one of its own, and so are buckets of what is whole. What is frozen is
+    one unit: it never travels.
     """
-    units = []
-    bucket: dict[str, Param] = {}
-    for name in reversed([name for name in params if trainable(name)]):
+    full: list[tuple[str, dict[str, Param]]] = []
+    open_buckets: dict[str, dict[str, Param]] = {}
+    for name in reversed([name for name in params if kind_of(name) != FROZEN]):
+        bucket = open_buckets.setdefault(kind_of(name), {})
         if bucket and sum(p.size for p in bucket.values()) * BYTES + params[name].size * BYTES > bucket_bytes:
-            units.append(bucket)
-            bucket = {}
+            full.append((kind_of(name), bucket))
+            bucket = open_buckets[kind_of(name)] = {}
         bucket[name] = params[name]
-    if bucket:
-        units.append(bucket)
-    named = [Unit(f"bucket {number}", members, QUANTUM, True) for number, members in enumerate(units)]
-    frozen = {name: param for name, param in params.items() if not trainable(name)}
+    full += [(kind, bucket) for kind, bucket in open_buckets.items() if bucket]
+    named = [
+        Unit(f"bucket {number}", members, QUANTUM, True, kind == WHOLE)
+        for number, (kind, members) in enumerate(full)
+    ]
+    frozen = {name: param for name, param in params.items() if kind_of(name) == FROZEN}
     return [*named, Unit("frozen", frozen, QUANTUM, False)] if frozen else named
+
+
+def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
+    """The units for so many ranks: those that are whole with an owner for each parameter, and in its order.
+
+    The largest `cost` first, each to the rank that has least so far, over all units together.
+    """
+    costs = {name: cost(p.shape) for unit in units if unit.whole for name, p in unit.params.items()}
+    load, owner = [0] * ranks, dict[str, int]()
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += costs[name]
+    found = []
+    for unit in units:
+        if unit.whole:
+            names = sorted(unit.params, key=owner.__getitem__)
+            ends, end = [], 0
+            for rank in range(ranks):
+                end += sum(unit.chunks(name) for name in names if owner[name] == rank) * unit.quantum
+                ends.append(end)
+            unit = replace(unit, params={name: unit.params[name] for name in names}, ends=tuple(ends))
+        found.append(unit)
+    return found
 
 
 def shard_infos(unit: Unit, part: slice) -> Iterator[tuple[str, ShardInfo]]:

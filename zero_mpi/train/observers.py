@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from zero_mpi.comm.meter import Meter
 from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.optim.optimizer import StepResult
 from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.optimizer import StepResult
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.train.divergence import Divergence

@@ -66,9 +66,9 @@ from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_dige
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
+from zero_mpi.optim.rates import check_scales
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
-from zero_mpi.sharding.rates import check_scales
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, of_text, what_was_read

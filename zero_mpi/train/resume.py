@@ -21,6 +21,7 @@ from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
 from zero_mpi.config.inputs import fingerprint, kinds_of_data
 from zero_mpi.config.model_sizes import SIZES
+from zero_mpi.config.optimizer import ADAMW
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
@@ -41,7 +42,7 @@ from zero_mpi.train.same_bits import changes
 CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
 JUMP = 1.2  # times the rate that was planned
 # Settings that older checkpoints lack, as they were.
-SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER}
+SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER, "optimizer": ADAMW}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from zero_mpi import device
 from zero_mpi.checkpoint.blocks import finite_blocks
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -15,15 +17,16 @@ from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm
 from zero_mpi.comm.guarded import NumberedComm
 from zero_mpi.config.bounds import rate_scales
+from zero_mpi.config.optimizer import rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding import ShardedModule, strategy_named
-from zero_mpi.sharding.offload import STATE
-from zero_mpi.sharding.optimizer import ShardedAdamW
-from zero_mpi.sharding.precision import precision_named
+from zero_mpi.sharding.host_masters import STATE
+from zero_mpi.sharding.precision import BFLOAT16, precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import RunSpec, make_loaders
 from zero_mpi.train.shared_corpus import share_corpus
@@ -46,7 +49,7 @@ class Session:
     corpus: Corpus
     model: ModelConfig
     module: ShardedModule
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
     loader: StepLoader
     held_out: HeldOut
     description: Description
@@ -73,7 +76,7 @@ def build(world: World, spec: RunSpec) -> Session:
     loader, held_out = make_loaders(config, corpus)
     phase("text to all ranks")
     module = make_module(config, spec.model, comm)
-    optimizer = make_optimizer(config, module)
+    optimizer = make_optimizer(config, module, spec.model)
     phase("module and optimizer")
     progress = fill_parameters(world, optimizer, spec)
     phase("parameters")
@@ -98,8 +101,8 @@ def build(world: World, spec: RunSpec) -> Session:
     )
 
 
-def fill_parameters(world: World, optimizer: ShardedAdamW, spec: RunSpec) -> TrainingProgress:
-    """Parameters, and with a checkpoint the moments and how far it is. Collective; raises UsageError."""
+def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
+    """Parameters, and with a checkpoint the states and how far it is. Collective; raises UsageError."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
@@ -130,16 +133,18 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         precision=precision_named(config.precision, config.reduce_dtype),
         offload_masters=config.offload == STATE,
         stored=model.stored,
+        whole=whole_matrices(config.optimizer, model),
     )
 
 
-def make_optimizer(config: Config, module: ShardedModule) -> ShardedAdamW:
-    """The optimizer of the flags; raises UsageError where moments cannot be offloaded."""
-    return ShardedAdamW(
+def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
+    """Return the optimizer of the flags; raises UsageError where states cannot be offloaded."""
+    betas = (config.beta1, config.beta2)
+    products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
+    return ShardedOptimizer(
         module,
+        rules_of(config.optimizer, model, betas, config.eps, products),
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),
         offload=config.offload,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zero_mpi import device
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
+from zero_mpi.config.optimizer import whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -77,6 +78,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),
         stored=model.stored,
+        whole=whole_matrices(config.optimizer, model),
     )
 
     def on_nodes_of(ranks: int) -> Needs:

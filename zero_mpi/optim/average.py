@@ -13,7 +13,7 @@ from zero_mpi import device, ops
 from zero_mpi.arguments import number
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.sharding.offload import NONE
+from zero_mpi.sharding.host_masters import NONE
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 

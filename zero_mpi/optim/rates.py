@@ -7,7 +7,7 @@ rate. An element's update does not depend on such cuts, and without factors ther
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -18,6 +18,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.arguments import instance, number
 from zero_mpi.device.types import Array
+from zero_mpi.optim.rule import Rule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 
@@ -25,26 +26,35 @@ from zero_mpi.sharding.sharded_unit import ShardedUnit
 class UnitRates:
     """Of what an optimizer updates of one unit.
 
-    decays      1 for each chunk that decays, else 0: (chunks,) float64, where the update reads it
-    stretches   (elements, factor of the rate), one after the other
+    decays      for each chunk what multiplies its decay, 0 where none does: (chunks,) float64, on the device
+    stretches   (elements, factor of the rate, rule), one after the other
     """
 
     decays: Array
-    stretches: tuple[tuple[slice, float], ...]
+    stretches: tuple[tuple[slice, float, Rule], ...]
 
-    def within(self, part: slice) -> Iterator[tuple[slice, float]]:
+    def within(self, part: slice) -> Iterator[tuple[slice, float, Rule]]:
         """The stretches of a part, cut to it."""
-        for run, factor in self.stretches:
+        for run, factor, rule in self.stretches:
             start, stop = max(run.start, part.start), min(run.stop, part.stop)
             if start < stop:
-                yield slice(start, stop), factor
+                yield slice(start, stop), factor, rule
 
 
 class ParameterRates:
-    """Of all units, by their names. `scales`: pattern -> factor of the learning rate, the last match wins."""
+    """Of all units, by their names.
 
-    def __init__(self, units: Iterable[ShardedUnit], scales: Mapping[str, float]) -> None:
-        self.scales = scales
+    scales, decays: pattern -> factor of the learning rate, or of the decay; the last match wins.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[ShardedUnit],
+        scales: Mapping[str, float],
+        decays: Mapping[str, float],
+        rule_of: Callable[[str], Rule],
+    ) -> None:
+        self.scales, self._decays, self._rule_of = scales, decays, rule_of
         self._units = {unit.name: self._of(unit) for unit in units}
 
     def __getitem__(self, unit: str) -> UnitRates:
@@ -52,26 +62,38 @@ class ParameterRates:
 
     def factor(self, name: str) -> float:
         """What multiplies the learning rate of a parameter."""
-        found = [factor for pattern, factor in self.scales.items() if fnmatchcase(name, pattern)]
-        return found[-1] if found else 1.0
+        return matched(self.scales, name, 1.0)
 
     def _of(self, unit: ShardedUnit) -> UnitRates:
         part, whole = unit.updated[2], unit.unit
         here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
         chunks = [(whole.chunks(name), name, param) for name, param in whole.params.items()]
-        decays = np.concatenate([np.full(count, param.decays, np.float64) for count, _, param in chunks])
-        factors = np.concatenate([np.full(count, self.factor(name)) for count, name, _ in chunks])[here]
+        decays = np.concatenate(
+            [
+                np.full(count, matched(self._decays, name, float(param.decays)), np.float64)
+                for count, name, param in chunks
+            ]
+        )
+        updates = [
+            (self.factor(name), self._rule_of(name)) for count, name, _ in chunks for _ in range(count)
+        ]
         return UnitRates(
-            device.in_use().from_host(decays[here]), tuple(stretches(factors.tolist(), whole.quantum))
+            device.in_use().from_host(decays[here]), tuple(stretches(updates[here], whole.quantum))
         )
 
 
-def stretches(factors: Iterable[float], quantum: int) -> Iterator[tuple[slice, float]]:
-    """Neighbouring chunks of one factor as runs of elements."""
+def matched(factors: Mapping[str, float], name: str, otherwise: float) -> float:
+    """The factor of the last pattern that matches a name."""
+    found = [factor for pattern, factor in factors.items() if fnmatchcase(name, pattern)]
+    return found[-1] if found else otherwise
+
+
+def stretches(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
+    """Neighbouring chunks of one factor and rule as runs of elements."""
     start = 0
-    for factor, same in groupby(factors):
+    for (factor, rule), same in groupby(updates):
         stop = start + quantum * sum(1 for _ in same)
-        yield slice(start, stop), factor
+        yield slice(start, stop), factor, rule
         start = stop
 
 

@@ -1,0 +1,126 @@
+"""Muon: the momentum of each matrix, made orthogonal, is the direction of its update.
+
+Keller Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024. A few steps of an odd
+polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is whole on one rank, so the
+products have the same shapes, and the update the same bits, at any number of ranks. By default an update
+has the size that AdamW's has (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate
+and one weight decay serve both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.device.types import Array
+from zero_mpi.optim.rule import MatrixRule, Part
+from zero_mpi.sharding.unit import QUANTUM
+
+# Coefficients (a, b, c) of the polynomial a s + b s^3 + c s^5, a step each.
+KELLER = ((3.4445, -4.7750, 2.0315),) * 5
+JIACHENG = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+SCALES = {  # how large an update of (rows, columns) is
+    "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
+}
+EPS = 1e-7  # added to the norm by which a matrix is divided
+
+
+@dataclass(frozen=True)
+class Muon(MatrixRule):
+    """Muon for matrices; of more than two dimensions the last two are a matrix.
+
+    momentum       share of the old momentum that stays
+    nesterov       whether the gradient is added to the momentum once more
+    scale          "adamw", "keller" or "spectral": the size of updates
+    coefficients   (a, b, c) of each step: KELLER, JIACHENG or others
+    parts          name pattern -> rows of each matrix that lies fused in a parameter
+    kind           dtype of the products: float32, or bfloat16
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    scale: str = "adamw"
+    coefficients: tuple[tuple[float, float, float], ...] = KELLER
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kind: Any = np.float32
+    type: ClassVar[str] = "muon"
+    states: ClassVar[tuple[str, ...]] = ("muon.momentum",)
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"Muon: scale: expected one of {', '.join(SCALES)}, got {self.scale!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Muon: momentum: expected a number from 0 to below 1, got {self.momentum}")
+
+    def direct(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        gradient: Array,
+        states: Mapping[str, Array],
+        lr: float,
+        grad_scale: float,
+    ) -> None:
+        momentum = states[self.states[0]]
+        gradient *= np.float32((1 - self.momentum) * grad_scale)
+        momentum *= np.float32(self.momentum)
+        momentum += gradient
+        if self.nesterov:
+            gradient += momentum * np.float32(self.momentum)
+        else:
+            gradient[...] = momentum
+        stack = gradient[: math.prod(shape)].reshape(-1, *shape[-2:])
+        rows = next(
+            (rows for pattern, rows in self.parts.items() if fnmatchcase(name, pattern)), shape[-2:-1]
+        )
+        for whole in stack:
+            for part, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
+                matrix = whole[end - part : end]
+                matrix[...] = self.orthogonal(matrix)
+                matrix *= np.float32(lr * SCALES[self.scale](*matrix.shape))
+
+    def orthogonal(self, matrix: Array) -> Array:
+        """Return (rows, columns) with the singular vectors of `matrix` and singular values near 1."""
+        tall = matrix.shape[0] > matrix.shape[1]
+        x = (matrix.T if tall else matrix).copy()
+        x *= np.float32(1.0 / (norm(x) + EPS))
+        x = x.astype(self.kind, copy=False)
+        for a, b, c in self.coefficients:
+            square = ops.linear(x, x)
+            factor = ops.linear(square, square)
+            factor *= x.dtype.type(c)
+            factor += square * x.dtype.type(b)
+            x = ops.linear_backward_x(factor, x, x * x.dtype.type(a))
+        return x.T if tall else x
+
+    def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
+        by_chunks = part.parameters.reshape(len(part.decay), -1)
+        by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
+        parameters = part.parameters
+        parameters -= part.gradients  # which `direct` has multiplied by the rate
+        if part.low is not None:
+            device.in_use().copy(part.low, part.parameters)
+
+
+def norm(x: Array) -> float:
+    """The Euclidean norm of a matrix, its squares summed in float64 in one fixed order."""
+    flat = x.reshape(-1)
+    whole = flat.size // QUANTUM * QUANTUM
+    sums = [ops.chunk_squares(flat[:whole], QUANTUM)] if whole else []
+    if flat.size > whole:
+        sums.append(ops.chunk_squares(flat[whole:], flat.size - whole))
+    return math.sqrt(sum(float(device.in_use().to_host(each).sum()) for each in sums))

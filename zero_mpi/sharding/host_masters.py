@@ -1,0 +1,62 @@
+"""Float32 parameters in pinned memory of the host, which the GPU copies from and to by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.device import Cuda
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+from zero_mpi.sharding.precision import Precision
+
+NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # of --offload
+FLOAT = np.dtype(np.float32)
+
+
+def pinned(where: Cuda, size: int) -> Array:
+    """A flat float32 array that the GPU copies from and to by itself; raises UsageError if there is no room.
+
+    Not by `cupyx.empty_pinned`, whose pool takes the next power of two.
+    """
+    cuda = where.cupy.cuda
+    try:
+        memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)
+    except cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(
+            f"--offload: the host gives no {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
+            f"({str(error).splitlines()[0]}); use more ranks, or leave --offload out"
+        ) from error
+    return np.ndarray((size,), FLOAT, cuda.PinnedMemoryPointer(memory, 0))
+
+
+def gpu_to_spare(name: str) -> Cuda:
+    """The GPU in use; raises UsageError where there is none."""
+    where = device.in_use()
+    if not isinstance(where, Cuda):
+        raise UsageError(
+            f"--offload {name}: expected a GPU, whose memory it spares; got the CPU, leave it out"
+        )
+    return where
+
+
+def masters_on_host(precision: Precision) -> Callable[[int], Array]:
+    """size -> zeros in pinned memory, for parameters in float32.
+
+    Raises UsageError without a GPU, and where layers read the very parameters that are updated.
+    """
+    where = gpu_to_spare(STATE)
+    if not precision.is_low:
+        raise UsageError(
+            f"--offload {STATE}: with --precision {precision.name} the parameters are what layers read; use "
+            f"--offload {MOMENTS}, or bf16"
+        )
+
+    def zeros(size: int) -> Array:
+        array = pinned(where, size)
+        array.fill(0)
+        return array
+
+    return zeros
