@@ -8,6 +8,7 @@ count. The run is saved in the middle and goes on from there again, to the same 
 
 import tempfile
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Lion(zero_mpi.Rule):
             part.low[...] = p
 
 
-def read(step, i):
+def read(step: int, i: int | None) -> tuple[Any, Any]:
     if i is None:
         return None, None
     text = (np.random.default_rng((step, i)).integers(V, size=(B, 1)) + np.arange(T + 1)) % V
