@@ -41,8 +41,8 @@ TABLES = "conversations in it take a column such as messages, and pip install 'z
 MODEL = "a model is named by --init"
 BEGINNINGS = (
     Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
-    Beginning(b"ARROW1\0", "an Arrow file", EXTRACT),
-    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", EXTRACT),
+    Beginning(b"ARROW1\0", "an Arrow file", f"{EXTRACT}; {TABLES}"),
+    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"{EXTRACT}; {TABLES}"),
     Beginning(b"\x89HDF\r\n\x1a\n", "an HDF5 file", EXTRACT),
     Beginning(b"ORC", "an ORC file", EXTRACT),
     Beginning(b"Obj\x01", "an Avro file", EXTRACT),
