@@ -97,8 +97,9 @@ LINES_REMEDY = (
     "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
     "in each line"
 )
-ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # the beginning of an array of objects
-ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl"
+# The beginning of an array of objects, or of an object with one of conversations.
+ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
+ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
     "binary data",
     "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
