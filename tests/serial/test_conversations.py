@@ -453,15 +453,16 @@ def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
 
 def test_renderings_of_a_conversation_share_their_time(monkeypatch):
     """Those that try what the template takes too, whoever passes over an error; the next one has its own."""
-    given, ask = [], chat_template.asked
+    given, ask = [], ChatTemplate._asked
 
-    def a_second_each(process, request):
-        given.append(request["seconds"])
+    def a_second_each(self, process, request):
+        given.append(self._left)
         if given[-1] < 1:
             raise chat_template.EndlessTemplate("the time of this conversation is over")
-        return ask(process, request) | {"left": given[-1] - 1}
+        found, self._left = ask(self, process, request), given[-1] - 1
+        return found
 
-    monkeypatch.setattr(chat_template, "asked", a_second_each)
+    monkeypatch.setattr(ChatTemplate, "_asked", a_second_each)
     for seconds in (3, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
         monkeypatch.setattr(chat_template, "SECONDS", seconds)
         given.clear()

@@ -30,25 +30,13 @@ def pyarrow(what: str = "Arrow files") -> Any:
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """An open Parquet file; raises FileError for what goes wrong with it."""
-    with _open_table(path, "Parquet") as (_, file):
-        yield import_module("pyarrow.parquet").ParquetFile(file)
-
-
-@contextmanager
-def open_arrow(path: Path) -> Iterator[tuple[list[str], Iterator[Any]]]:
-    """The columns and the record batches of an Arrow file; raises FileError for what goes wrong with it."""
-    with _open_table(path, "Arrow") as (library, file):
-        yield _batches(library, file)
-
-
-@contextmanager
-def _open_table(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    library = pyarrow(f"{kind} files")
+def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
+    """An open Parquet file, or columns and batches of an Arrow file; raises FileError for what goes wrong."""
+    library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
-            yield library, library.PythonFile(raw, mode="r")
+            file = library.PythonFile(raw, mode="r")
+            yield parquet.ParquetFile(file) if kind == "Parquet" else _batches(library, file)
         except UsageError:
             raise
         except (OSError, ValueError, library.lib.ArrowException) as error:

@@ -20,8 +20,7 @@ from zero_mpi.data.token_file import TokenLayout, look_at
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import open_file
 
-# What lies beside the files of `zero-mpi tokenize`.
-_BESIDE = frozenset({MANIFEST, TOKENIZER})
+_BESIDE = frozenset({MANIFEST, TOKENIZER})  # the files of `zero-mpi tokenize`
 
 
 class TokenFormat(NamedTuple):

@@ -274,12 +274,6 @@ class ShardedAdamW:
         average = 0 if self.average is None else self.average.nbytes
         return average + sum(moments.nbytes for moments in [*self.moments.values(), *plain])
 
-    def offloaded_bytes(self) -> tuple[int, int]:
-        """(host, device): bytes of moments in pinned memory, and of the rooms that they pass through."""
-        if self._offload is None:
-            return 0, 0
-        return sum(moments.nbytes for moments in self.moments.values()), self._offload.nbytes
-
 
 def keyed(what: str, arrays: Any) -> dict[Key, Array]:
     """Arrays by name, or by place in a list; raises ValueError for anything but arrays of float numbers."""

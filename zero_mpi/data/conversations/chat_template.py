@@ -156,11 +156,25 @@ class ChatTemplate:
         return process
 
     def _asked(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of a template's process.
+
+        Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.
+        """
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            found = asked(process, request | {"seconds": self._left})
-        except EndlessTemplate:
-            self._left = 0.0
-            raise
+            data = marshal.dumps(request | {"seconds": self._left})
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+            size = int.from_bytes(process.stdout.read(8), "little")
+            found: dict[str, Any] = marshal.loads(process.stdout.read(size))
+        except BaseException as error:
+            status, self._left = ended(process), 0.0  # or its next answer would be that of this request
+            if not isinstance(error, BrokenPipeError | EOFError):
+                raise
+            late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
+            why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
+            raise EndlessTemplate(f"the chat template: {why}") from None
         self._left = found["left"]
         if "error" in found:
             raise ValueError(f"the chat template: {shown(found['error'])}")
@@ -170,26 +184,6 @@ class ChatTemplate:
 def parts_of(*texts: str) -> list[Message]:
     """Return texts as parts of a content."""
     return [{"type": "text", "text": text} for text in texts]
-
-
-def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a template's process; raises EndlessTemplate for one that had to be ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        data = marshal.dumps(request)
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
-        process.stdin.flush()
-        size = int.from_bytes(process.stdout.read(8), "little")
-        found: dict[str, Any] = marshal.loads(process.stdout.read(size))
-    except BaseException as error:
-        status = ended(process)  # or its next answer would be that of this request
-        if not isinstance(error, BrokenPipeError | EOFError):
-            raise
-        late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
-        why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
-        raise EndlessTemplate(f"the chat template: {why}") from None
-    return found
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:
