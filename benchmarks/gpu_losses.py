@@ -118,7 +118,7 @@ class Runs:
             self.comm = chosen.comm
             self.notes += [f"transport: {chosen.text}"] if chosen.text else []
         module = make_module(config, model, self.comm)
-        optimizer = make_optimizer(config, module)
+        optimizer = make_optimizer(config, module, model)
         module.initialize(seed=0)
         steps = list(train(module, optimizer, workload, self.options))
         found = {"run": name, "ranks": self.world.size, "device": device.in_use().about, "notes": self.notes}

@@ -57,7 +57,7 @@ class Stepper:
         model = ARCHITECTURES[workload.arch].from_flags(self.workload.flags)
         self.parameters = sum(param.size for param in model.params().values())
         self.module = make_module(config, model, SerialComm())
-        self.optimizer = make_optimizer(config, self.module)
+        self.optimizer = make_optimizer(config, self.module, model)
         self.module.initialize(seed=0)
         self.accumulator = GradAccum(self.module, 1)
         data = [micro_batch(self.workload, 0, number) for number in range(BATCHES)]

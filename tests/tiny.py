@@ -8,6 +8,8 @@ import architectures
 import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy, device
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -86,3 +88,19 @@ def digest(state):
     for name, array in state.items():
         total.update(name.encode() + device.in_use().to_host(array).tobytes())
     return total.hexdigest()
+
+
+def save_checkpoint(out, optimizer, progress, description, keep=0):
+    """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder."""
+    saver = Saver(out, optimizer, description, keep=keep)
+    saver.save(progress)
+    saver.close()
+    return folders.step_folder(out, progress.step)
+
+
+def offloaded_bytes(optimizer):
+    """(host, device): bytes of states in pinned memory, and of the rooms that they pass through."""
+    if optimizer._offload is None:
+        return 0, 0
+    host = sum(state.nbytes for states in optimizer.states.values() for state in states.values())
+    return host, optimizer._offload.nbytes

@@ -22,7 +22,6 @@ import wild
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.sound import ID, signature
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.data import ByteTokenizer
@@ -49,7 +48,7 @@ def trained() -> dict[str, tuple[Keys, list[tuple[str, np.ndarray]], bytes]]:
     about = Description("llama", keys, settings, {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9})
     place = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-"))
     try:
-        folder = save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), about)
+        folder = tiny.save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), about)
         return {name: parts(folder / name) for name in NAMES}
     finally:
         shutil.rmtree(place)

@@ -97,10 +97,11 @@ def damaged(random: Random, folder: Path) -> list[str]:
     return samples(folder, bytes(raw[: random.randint(1, len(raw))]), TEMPLATES["chatml"], "--json")
 
 
-def table(random: Random, rows: list[dict[str, Any]]) -> bytes:
-    """Rows as Parquet, a column of texts in the place of one at times."""
+def table(random: Random, rows: list[dict[str, Any]], kind: str) -> bytes:
+    """Rows as Parquet or Arrow, a column of texts in the place of one at times."""
     try:
         import pyarrow
+        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
         return b"PAR1"
@@ -108,8 +109,13 @@ def table(random: Random, rows: list[dict[str, Any]]) -> bytes:
     columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in keys}
     if random.random() < 0.3:
         columns[random.choice([*columns])] = [random.choice(["", "x", "[]"]) for _ in rows]
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=2)
+    sink, rows_at_once = io.BytesIO(), 2
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=rows_at_once)
+    else:
+        make = random.choice([pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
+        with make(sink, pyarrow.table(columns).schema) as writer:
+            writer.write_table(pyarrow.table(columns), max_chunksize=rows_at_once)
     return sink.getvalue()
 
 
@@ -125,7 +131,8 @@ def packed(random: Random, folder: Path) -> list[str]:
         "chat.ndjson.zst": lambda: zstd(text),
         "chat.json": lambda: json.dumps(rows).encode(),
         "chat.json.gz": lambda: gzip.compress(json.dumps(rows).encode()),
-        "chat.parquet": lambda: table(random, [form] * 9),
+        "chat.parquet": lambda: table(random, [form] * 9, "parquet"),
+        "chat.arrow": lambda: table(random, [form] * 9, "arrow"),
     }
     name = random.choice([*kinds])
     raw = bytearray(kinds[name]())

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
-from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
@@ -132,7 +131,7 @@ def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
     assert held[1:] == held[1:2] * 3
     elements = sum(unit.updated[0].size for unit in optimizer.units)
     assert optimizer.memory_bytes() == 8 * elements
-    assert optimizer.offloaded_bytes() == (8 * elements, offload.ROOMS * 8 * 2048)
+    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.ROOMS * 8 * 2048)
     for held in optimizer.states.values():
         assert isinstance(held[FIRST], np.ndarray)
         assert held[FIRST].flags.c_contiguous
@@ -141,7 +140,7 @@ def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
 def test_without_offload_nothing_is_on_the_host(gpu):
     module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
     optimizer = ShardedAdamW(module)
-    assert optimizer.offloaded_bytes() == (0, 0)
+    assert tiny.offloaded_bytes(optimizer) == (0, 0)
     assert optimizer.memory_bytes() == 8 * 1024
 
 
@@ -149,7 +148,7 @@ def test_parameters_are_of_the_host_as_well(gpu, pieces):
     _, optimizer = optimizers(how="state", precision=BF16)
     step(optimizer, 0)
     elements = sum(unit.updated[0].size for unit in optimizer.units)
-    assert optimizer.offloaded_bytes() == (8 * elements, offload.ROOMS * 12 * 2048)
+    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.ROOMS * 12 * 2048)
     for unit in optimizer.module.units:
         assert isinstance(unit.parameters.shard, np.ndarray)
         np.testing.assert_array_equal(
@@ -167,7 +166,7 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
     for optimizer in (kept, offloaded):
         step(optimizer, 0), step(optimizer, 1)
         folder = tmp_path / f"run{len(folders)}"
-        folders.append(save_checkpoint(folder, optimizer, progress, DESCRIPTION))
+        folders.append(tiny.save_checkpoint(folder, optimizer, progress, DESCRIPTION))
     for name in ("model.gguf", "optimizer.gguf"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     others = optimizers(how=how, precision=precision)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.device import arrays
@@ -122,7 +123,7 @@ def test_what_is_offloaded(gpu, own_attention, how):
     options = {"precision": case.precision, "offload_masters": how == "state"}
     module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, **options)
     optimizer = ShardedAdamW(module, offload=how)
-    moments, rooms = optimizer.offloaded_bytes()
+    moments, rooms = tiny.offloaded_bytes(optimizer)
     masters = sum(shard.nbytes for shard in module.parameters())
     assert memory.rooms == rooms
     assert memory.host == moments + masters * (how == "state")

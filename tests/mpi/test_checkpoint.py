@@ -15,7 +15,7 @@ from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm,
 from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.checksum import digest
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.saver import Saver, save_checkpoint
+from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import JobError, UsageError
@@ -48,9 +48,9 @@ def digests(folder):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_the_files_of_one_process(exact, strategy, ranks_folder):
     optimizer, progress = trained(exact, strategy)
-    folder = save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
+    folder = tiny.save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
     mine = ranks_folder / f"alone{exact.rank}"
-    alone = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    alone = tiny.save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     assert digests(folder) == digests(alone)
     assert (ranks_folder / "all" / "latest").resolve() == folder.resolve()
 
@@ -58,7 +58,7 @@ def test_the_files_of_one_process(exact, strategy, ranks_folder):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
     mine = ranks_folder / f"alone{exact.rank}"
-    folder = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    folder = tiny.save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     module = tiny.make(exact, CONFIG, strategy, seed=7)
     optimizer = ShardedAdamW(module, lr=1e-2)
     assert load_checkpoint(folder, optimizer) == TrainingProgress(2, 100, 0, 2)
@@ -70,7 +70,7 @@ def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_ranks_that_write_their_own_ranges_write_the_same_files(exact, strategy, ranks_folder):
     optimizer, progress = trained(exact, strategy)
-    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     Saver(ranks_folder / "own", optimizer, DESCRIPTION, parallel=True).save(progress)
     assert digests(ranks_folder / "own" / "latest") == digests(gathered)
 
@@ -83,7 +83,9 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
     saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
     expected = []
     for step in (2, 3):
-        now = save_checkpoint(ranks_folder / f"now{step}", optimizer, TrainingProgress(step), DESCRIPTION)
+        now = tiny.save_checkpoint(
+            ranks_folder / f"now{step}", optimizer, TrainingProgress(step), DESCRIPTION
+        )
         saver.save(TrainingProgress(step))
         go_on(optimizer, [step])
         expected.append(digests(now))
@@ -110,7 +112,7 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_fol
 def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):
     """The last rank that writes at all cannot write the second file."""
     optimizer, progress = trained(exact, FULL_SHARD)
-    first = save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
+    first = tiny.save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
         monkeypatch.setattr(parallel_write.Output, "put", refuse_moments)
@@ -127,7 +129,7 @@ def refuse_moments(self, offset, *data):
 
 
 def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_folder):
-    folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
+    folder = tiny.save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
     files = open_checkpoint(folder)
     model, state = files.model, files.state
     check_digests(files, exact.rank, exact.size)
@@ -144,7 +146,7 @@ def test_row_sharding_writes_the_same_files(exact, ranks_folder):
     for by_rows in (False, True):
         optimizer = ShardedAdamW(tiny.make(exact, CONFIG, by_rows=by_rows))
         folders.append(
-            save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
+            tiny.save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
         )
     exact.barrier()
     assert digests(folders[0]) == digests(folders[1])
@@ -157,7 +159,7 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     module = tiny.make(exact, GPT2.from_flags(flags))
     optimizer = ShardedAdamW(module)
     unit = 4 * max(unit.unit.length for unit in module.units)
-    save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # what is imported on the way
+    tiny.save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # imports
     tracemalloc.start()
     Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(TrainingProgress(2))
     peak = tracemalloc.get_traced_memory()[1]
@@ -173,7 +175,7 @@ def test_only_rank_0_is_sent_anything(exact, ranks_folder):
     comm = RecordingComm(exact)
     optimizer, progress = trained(comm, FULL_SHARD)
     comm.log.clear()
-    save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
+    tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert {event.kind for event in comm.log} <= {"gather"}
     slices = [unit.parameters.shard.nbytes for unit in optimizer.module.units]
     assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))
@@ -181,7 +183,7 @@ def test_only_rank_0_is_sent_anything(exact, ranks_folder):
 
 def test_the_file_holds_the_parameters(exact, ranks_folder):
     optimizer, progress = trained(exact, FULL_SHARD)
-    folder = save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
+    folder = tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     file, state = GGUFFile.open(folder / "model.gguf"), optimizer.module.state_dict()
     assert list(file.tensors) == list(state)
     assert all(np.array_equal(file.tensor(name), array) for name, array in state.items())
@@ -191,13 +193,13 @@ def test_only_rank_0_brings_a_unit_together(exact, ranks_folder):
     """Others hold no more than their slices while a checkpoint is written."""
     optimizer, progress = trained(exact, FULL_SHARD)
     before = optimizer.module.parameter_pool.nbytes
-    save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
+    tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert optimizer.module.parameter_pool.nbytes == before
     assert optimizer.module.parameter_pool.lent == 0
 
 
 def test_a_checkpoint_of_another_shape_is_refused(exact, ranks_folder):
-    folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
+    folder = tiny.save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
     other = ShardedAdamW(tiny.make(exact, tiny.MODELS["llama"]))
     with pytest.raises(UsageError, match=r"first_moments.* is (missing|of shape)"):
         load_checkpoint(folder, other)

@@ -11,6 +11,7 @@ from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
 
 MODELS = {
+    "llama, head": replace(tiny.MODELS["llama"], lora=LoRA(3, 6.0, ("output.weight", "blk.0.attn_q.weight"))),
     "llama": replace(tiny.MODELS["llama"], lora=LoRA(3, 6.0)),
     "gpt2 tied": replace(
         tiny.MODELS["gpt2 tied"], lora=LoRA(2, 1.0, ("blk.*.attn_qkv.weight", "blk.1.ffn*"))

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import UsageError
@@ -72,8 +71,8 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, trained = folder, make(2)
-        saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
-        other = save_checkpoint(folder / "other", make(1, seed=1), TrainingProgress(1), DESCRIPTION)
+        saved = tiny.save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
+        other = tiny.save_checkpoint(folder / "other", make(1, seed=1), TrainingProgress(1), DESCRIPTION)
         self.pair, self.other = (
             {name: (place / name).read_bytes() for name in FILES} for place in (saved, other)
         )

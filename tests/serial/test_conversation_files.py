@@ -33,9 +33,25 @@ def parquet(rows):
     from pyarrow import parquet as library
 
     sink = pa.BufferOutputStream()
+    library.write_table(table(rows), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
+
+
+def table(rows):
+    """Rows as a table of Arrow, with a column that is no conversation's."""
+    pa = pytest.importorskip("pyarrow")
     keys = dict.fromkeys(key for row in rows for key in row)
-    table = pa.table({key: [row.get(key) for row in rows] for key in keys} | {"extra": [b"\xff"] * len(rows)})
-    library.write_table(table, sink, row_group_size=2)
+    return pa.table({key: [row.get(key) for row in rows] for key in keys} | {"extra": [b"\xff"] * len(rows)})
+
+
+def arrow(rows, make="new_stream", **more):
+    """Rows as an Arrow stream, as the package datasets writes it, or as a file, in batches of two."""
+    pa = pytest.importorskip("pyarrow")
+    given, sink = table(rows), pa.BufferOutputStream()
+    for name, column in more.items():
+        given = given.append_column(name, [column])
+    with getattr(pa.ipc, make)(sink, given.schema) as writer:
+        writer.write_table(given, max_chunksize=2)
     return sink.getvalue().to_pybytes()
 
 
@@ -58,6 +74,8 @@ LATE = {"id": "x" * 70_000, "messages": AB}
 MADE = {
     "t.parquet": parquet,
     "T.PARQUET": parquet,
+    "t.arrow": arrow,
+    "T.ARROW": lambda rows: arrow(rows, "new_file"),
     "t.jsonl.gz": lambda rows: gzip.compress("\r\n".join(map(json.dumps, rows)).encode()),
     "t.ndjson.zst": lambda rows: zstd("\n".join(map(json.dumps, rows)).encode()),
     "t.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
@@ -119,10 +137,28 @@ def test_a_damaged_table_is_none_of_conversations(tmp_path):
         load_corpus([str(path)], tokenizer=chat_tokenizer(CHATML), **OPTIONS)
 
 
+def test_a_folder_of_the_package_datasets_is_one_of_conversations(tmp_path):
+    """Its notes are passed over; a table with ids is a token file; damage is an error in one line."""
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE))
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    tokenizer = chat_tokenizer(CHATML)
+    assert load_corpus([str(tmp_path)], tokenizer=tokenizer, **OPTIONS).documents == len(TABLE)
+    raw = arrow(TABLE)
+    for data, found in ((raw[:-200], "cannot be read"), (raw.replace(b"assistant", b"\xff" * 9), "UTF8")):
+        (tmp_path / "data-00000-of-00001.arrow").write_bytes(data)
+        with pytest.raises(UsageError, match=rf"^--data .*\.arrow.*{found}") as caught:
+            load_corpus([str(tmp_path)], tokenizer=tokenizer, **OPTIONS)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(arrow(TABLE, input_ids=[[1, 2, 3]] * len(TABLE)))
+    found = load_corpus([str(tmp_path)], tokenizer=None, **OPTIONS)
+    assert found.tokens[0] == 3 * len(TABLE)
+
+
 def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
     """Peak memory is far below what the files hold."""
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
-    for name in ("t.jsonl.gz", "t.parquet"):
+    for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))
         list(read_conversations("x", tmp_path / name, lambda one: None))  # modules are loaded
         tracemalloc.start()

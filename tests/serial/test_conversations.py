@@ -451,6 +451,31 @@ def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
     assert process.returncode is not None
 
 
+def test_renderings_of_a_conversation_share_their_time(monkeypatch):
+    """Those that try what the template takes too, whoever passes over an error; the next one has its own."""
+    given, ask = [], ChatTemplate._asked
+
+    def a_second_each(self, process, request):
+        given.append(self._left)
+        if given[-1] < 1:
+            raise chat_template.EndlessTemplate("the time of this conversation is over")
+        found, self._left = ask(self, process, request), given[-1] - 1
+        return found
+
+    monkeypatch.setattr(ChatTemplate, "_asked", a_second_each)
+    for seconds in (3, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
+        monkeypatch.setattr(chat_template, "SECONDS", seconds)
+        given.clear()
+        reader, conversation = ConversationReader(chat_tokenizer(CHATML)), Conversation("a:1", tuple(AB))
+        if seconds == 3:
+            with pytest.raises(ValueError, match="is over"):
+                reader.render(conversation)
+            assert given == [3, 2, 1, 0], "the time that compiling takes is the first conversation's"
+        else:
+            assert [reader.render(conversation).text for _ in range(2)][1].endswith("b<|im_end|>\n")
+            assert given == [9, 8, 7, 6, 9, 8]
+
+
 def test_a_text_may_be_long_where_its_conversation_is():
     template = ChatTemplate("{{ messages[0].content * 2 }}", {})
     assert len(template.render(said("a" * (3 << 20))).text) == 6 << 20

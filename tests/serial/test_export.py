@@ -273,6 +273,31 @@ def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path: Pat
     assert run("hf", "x.gguf", cwd=tmp_path)[::2] == (0, "")
 
 
+def test_named_templates_of_a_folder_go_along(tmp_path: Path) -> None:
+    """Transformers takes of the copy what it takes of the folder; a GGUF between them keeps the names."""
+    transformers = pytest.importorskip("transformers")
+    config = hf_models.CONFIGS["llama"] | {"vocab_size": 320}
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    bpe_files.write_json(tmp_path / "hf", bpe_files.trained_json("gpt-2", tokens=300))
+    (tmp_path / "hf/tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "OLD"})
+    )
+    more = tmp_path / "hf/additional_chat_templates"
+    more.mkdir()
+    for path, text in (
+        (tmp_path / "hf/chat_template.jinja", "NEW"),
+        (more / "tool_use.jinja", "T"),
+        (more / "rag.jinja", "R"),
+    ):
+        path.write_text(text)
+    export(tmp_path / "hf", tmp_path / "copy")
+    export(tmp_path / "hf", tmp_path / "m.gguf")
+    export(tmp_path / "m.gguf", tmp_path / "back")
+    for name in ("hf", "copy", "back"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.chat_template == {"default": "NEW", "tool_use": "T", "rag": "R"}, name
+
+
 @pytest.mark.parametrize("rows", [308, 320, 300])
 def test_a_folder_may_have_more_rows_than_tokens_and_not_less(tmp_path: Path, rows: int) -> None:
     """llama.cpp opens what comes of it; text never becomes the tokens of those rows."""

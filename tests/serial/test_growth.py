@@ -102,7 +102,7 @@ def test_answers_of_a_long_conversation_take_a_few_texts_of_it(name, system, mon
         if count <= MOST_TURNS:
             messages = conversation.messages
             places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-            whole = reader._finder._template.render(messages)
+            whole = reader._finder.template.render(messages)
             assert spans == [*reader._finder.by_renders(whole, messages, places).values()]
     assert len({calls for calls, _ in found}) == 1
 

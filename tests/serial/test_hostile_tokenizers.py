@@ -10,6 +10,7 @@ import sentencepiece_files as files
 from zero_mpi.data import tokenizer_from_json, tokenizer_from_metadata, tokenizer_json
 from zero_mpi.data.tokenizers import bpe, pair_table, segmentation, spellings
 from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.huggingface_rules import FlaggedSpellings
 from zero_mpi.data.tokenizers.pair_table import FREE, find
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import FileError
@@ -122,30 +123,43 @@ def test_pairs_that_a_file_has_chosen_lie_apart(factors):
     assert [find(*table, *pair) for pair in chosen] == list(range(len(chosen)))
 
 
+HAN = list(map(chr, range(0x4E00, 0x6E00)))
+NUMBERED = [f"<|s_{number}|>" for number in range(9000)]
+WITHIN = ["a" * size for size in range(1, 100)]
 MANY = {
-    "of two letters": [
-        a + b for a in map(chr, range(0x4E00, 0x4E60)) for b in map(chr, range(0x4E00, 0x4E60))
-    ],
-    "numbered": [f"<|s_{number}|>" for number in range(9000)],
-    "of one letter": list(map(chr, range(0x4E00, 0x6E00))),
-    "one within the other": ["a" * size for size in range(1, 100)],
+    "of two letters": ([a + b for a in HAN[:96] for b in HAN[:96]], ""),
+    "numbered": (NUMBERED, "".join(NUMBERED[:2000])),
+    "of one letter": (HAN, "".join(HAN)),
+    "one within the other": (WITHIN, "".join(WITHIN)),
+    "long": (["a" * 64], "a" * 9_999),
+    "long, and of another end": (["a" * 200, "a" * 199 + "b", "b" + "a" * 99], "a" * 9_999 + "b" + "a" * 500),
 }
 
 
-@pytest.mark.parametrize("name", MANY)
-def test_many_added_tokens_are_looked_for_once(name, monkeypatch):
-    """Not once for each of them."""
-    tokens, looked, longest = MANY[name], [], Spellings._longest
+class CountedTrie(dict):
+    """Nodes that count how often they are looked at."""
 
-    def counted(self, text, start, stop):
-        looked.append(start)
-        return longest(self, text, start, stop)
+    count = 0
 
-    monkeypatch.setattr(spellings.Spellings, "_longest", counted)
-    text = "".join(tokens[::-1][:2000]) + "<" * 1000
-    found = Spellings({token: number for number, token in enumerate(tokens)}).cut(text)
-    assert "".join(part if isinstance(part, str) else tokens[part] for part in found) == text
-    assert len(looked) <= 2 * len(text)
+    def get(self, *given):
+        self.count += 1
+        return super().get(*given)
+
+
+@pytest.mark.parametrize(("tokens", "text"), MANY.values(), ids=MANY)
+@pytest.mark.parametrize("kind", [Spellings, lambda ids: FlaggedSpellings(ids, dict.fromkeys(ids, ()))])
+def test_many_or_long_added_tokens_are_looked_for_once(tokens, text, kind, monkeypatch):
+    """Not once for each of them, nor for each of their letters."""
+    found = kind({token: number for number, token in enumerate(tokens)})
+    monkeypatch.setattr(
+        spellings, "trie", lambda given: tuple(map(CountedTrie, pair_table.trie(given))), raising=True
+    )
+    found.cut("")
+    nodes, *_ = found._automaton
+    nodes.count, text = 0, text + "<" * 1000
+    parts = found.cut(text)
+    assert "".join(part if isinstance(part, str) else tokens[part] for part in parts) == text
+    assert nodes.count <= 2 * len(text)
 
 
 def test_added_tokens_are_written_at_once(monkeypatch, tmp_path):

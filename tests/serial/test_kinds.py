@@ -151,7 +151,12 @@ def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
     data = json.dumps({"text": "x" * 2 * HEAD}).encode()[:HEAD]
     assert kind_of(data, "a.jsonl").name == kind_of(data, "a.ndjson").name == "JSON Lines"
     assert kind_of(data, "a.json") is None
-    assert kind_of(b' [\n {"text": "a"}]', "a.json").name == "an array of JSON objects"
+    for head in (
+        b' [\n {"text": "a"}]',
+        b'{"data": [{"messages": []}]}',
+        b'{\n "messages":\n [{"role": "user"}]}',
+    ):
+        assert kind_of(head, "a.json").name == "an array of JSON objects"
     assert kind_of(b"[1, 2]", "a.json") is None
 
 

@@ -171,6 +171,7 @@ CASES = [
     whole("llama, biases, recompute", BIASED, recompute=True),
     whole("llama, factors", replace(LLAMA, rope_factors=(1.0, 3.5))),
     whole("llama, adapters", with_adapters(BIASED)),
+    whole("llama, adapter of the head", with_adapters(BIASED, "output.weight", "blk.1.attn_q.weight")),
     whole("qwen2, tied, adapters, recompute", with_adapters(replace(QWEN2, tied=True)), recompute=True),
     *(
         whole(f"{arch}, adapters", with_adapters(config))

@@ -1,6 +1,7 @@
 """Training of adapters by the command: the same files at any number of ranks and after a resume."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text,
         (["--lora", "2"], "--lora 2: of what: give --init BASE.gguf"),
         (["--lora", "0", "--init", "BASE"], "--lora 0: expected at least 1"),
         (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: of no adapter: give --lora RANK"),
-        (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "names no projection of a block"),
+        (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "names no projection"),
         (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
         (
             ["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"],
@@ -174,8 +175,47 @@ def test_patterns_choose_projections():
     stages = LoRA(2, 2.0, ("blk.0.*", "blk.*.ffn_down.weight")).adapt(model.layers())
     adapted = [name for stage in stages for name in stage.layer.params() if name.endswith(".lora_a")]
     assert len(adapted) == 8
-    with pytest.raises(UsageError, match=r"--lora-targets output\*: names no projection of a block"):
-        LoRA(2, 2.0, ("blk.*", "output*")).check(model.layers())
+    with pytest.raises(UsageError, match=r"--lora-targets token_embd\*: .*, output\.weight$"):
+        LoRA(2, 2.0, ("blk.*", "token_embd*")).check(model.layers())
+    every = replace(model, lora=LoRA(2, 2.0, ("*",))).params()
+    assert not any(name.startswith("output.weight.") for name in every), "it has to be named"
+    for target in ("output.weight", "token_embd.weight"):
+        with pytest.raises(UsageError, match=rf"--lora-targets {target}: .*llama\.cpp"):
+            LoRA(2, 2.0, (target,)).check(replace(model, tied=True).layers())
+
+
+def test_an_adapter_of_the_head(base, text, tmp_path):
+    """The same files at any number of ranks and after a resume; plan counts it, and it is merged."""
+    flags = [
+        "--init",
+        str(base),
+        "--lora",
+        "2",
+        "--context",
+        "16",
+        "--lora-targets",
+        "output.weight",
+        "blk.1.*",
+    ]
+    train(1, tmp_path / "one", *DATA, *text, *flags, "--steps", "3")
+    train(3, tmp_path / "three", *DATA, *text, *flags, "--steps", "2")
+    train(2, tmp_path / "three", *DATA, *text, *flags, "--steps", "3")
+    assert files(tmp_path / "one") == files(tmp_path / "three")
+    adapter = GGUFFile.open(tmp_path / "one" / "latest" / "adapter.gguf")
+    width, vocabulary = 48, GGUFFile.open(base).tensors["output.weight"].shape[0]
+    shapes = [adapter.tensors[f"output.weight.lora_{end}"].shape for end in "ab"]
+    assert shapes == [(2, width), (vocabulary, 2)]
+    merge = [str(base), str(tmp_path / "m.gguf"), "--merge", str(adapter.path)]
+    assert command(World(0, 1), merge) == 0
+    a, b = (adapter.tensor(f"output.weight.lora_{end}") for end in "ab")
+    assert b.any()
+    change = GGUFFile.open(tmp_path / "m.gguf").tensor("output.weight") - GGUFFile.open(base).tensor(
+        "output.weight"
+    )
+    np.testing.assert_allclose(change, 2 * b @ a, rtol=0, atol=1e-6)  # alpha is twice the rank
+    assert command(World(0, 1), [str(adapter.path), str(tmp_path / "peft"), "--base", str(base)]) == 0
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "lm_head" in settings["target_modules"]
 
 
 @pytest.mark.parametrize("targets", [["blk.1.ffn_down.weight"], ["blk.0.attn_q.weight", "blk.1.*"]])

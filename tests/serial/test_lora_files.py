@@ -40,6 +40,7 @@ ALL, SOME = LoRA(3, 4.5), LoRA(2, 8.0, ("blk.1.ffn_*.weight", "blk.0.attn_output
 CASES = {
     "llama": (LLAMA, ALL, 1e-4),
     "llama, tied, biases": (replace(LLAMA, tied=True, biases=BIASES), SOME, 1e-4),
+    "llama, head": (LLAMA, LoRA(2, 8.0, ("output.weight", "blk.0.attn_q.weight")), 1e-4),
     "qwen2": (QWEN2, ALL, 1e-4),
     "qwen3": (QWEN3, SOME, 1e-4),
     "gpt2": (GPT, ALL, 2e-3),  # llama.cpp takes GELU from a table of 16-bit floats

@@ -141,6 +141,9 @@ def test_logits_come_in_chunks(monkeypatch):
     seen = simulate(case)
     assert seen.recycled == recycled_bytes(case, monkeypatch)
     assert seen.logits == 192 * 70_000 * 4 <= 64 << 20 < 4 * seen.logits
+    head = replace(model, lora=LoRA(3, 6.0, ("output.weight",)))
+    adapted = replace(case, model=head, frozen=FROZEN)
+    assert simulate(adapted).recycled == recycled_bytes(adapted, monkeypatch) < 3 * seen.recycled
 
 
 # -------------------------------------------------------------------------------------------------- numbers

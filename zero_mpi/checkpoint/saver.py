@@ -219,20 +219,3 @@ def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str 
         except OSError as error:
             problem = explain(error)
     agree_on(comm, problem)
-
-
-def save_checkpoint(
-    out: Path,
-    optimizer: ShardedOptimizer,
-    progress: TrainingProgress,
-    description: Description,
-    keep: int = 0,
-) -> Path:
-    """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder.
-
-    Raises JobError on all ranks where writing fails; what was there before stays.
-    """
-    saver = Saver(out, optimizer, description, keep=keep)
-    saver.save(progress)
-    saver.close()
-    return folders.step_folder(out, progress.step)

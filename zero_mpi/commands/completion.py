@@ -50,14 +50,9 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the script. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    shtab = import_shtab()
+    shtab = import_optional("completion", "completion", "shtab")
     write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
     return 0
-
-
-def import_shtab() -> Any:
-    """The library that writes the scripts. Raises UsageError where it is not installed."""
-    return import_optional("completion", "completion", "shtab")
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:

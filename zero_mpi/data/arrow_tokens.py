@@ -1,6 +1,6 @@
-"""Ids of an Arrow file as the package datasets writes it: a list of them for each document, uncompressed.
+"""Tables of Parquet and Arrow, and ids of an Arrow file of the package datasets: a list for each document.
 
-pyarrow tells where the buffers lie; the ids themselves are read as those of any other token file.
+pyarrow tells where the buffers lie, uncompressed; the ids are read as those of any other token file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ def pyarrow(what: str = "Arrow files") -> Any:
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """An open Parquet file; raises FileError for what goes wrong with it."""
-    library, parquet = pyarrow("Parquet files"), import_module("pyarrow.parquet")
-    with open_file(path, "a Parquet file") as raw:
+def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
+    """An open Parquet file, or columns and batches of an Arrow file; raises FileError for what goes wrong."""
+    library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
+    with open_file(path, f"a file of {kind}") as raw:
         try:
-            yield parquet.ParquetFile(library.PythonFile(raw, mode="r"))
+            file = library.PythonFile(raw, mode="r")
+            yield parquet.ParquetFile(file) if kind == "Parquet" else _batches(library, file)
         except UsageError:
             raise
         except (OSError, ValueError, library.lib.ArrowException) as error:
-            raise FileError(
-                f"{shown(path)}: cannot be read as Parquet: {shown(reason(error), 120)}"
-            ) from None
+            raise FileError(f"{shown(path)}: cannot be read as {kind}: {shown(reason(error), 120)}") from None
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
@@ -49,20 +48,20 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
     library = pyarrow()
     try:
         with library.memory_map(str(path)) as mapped:
-            batches = list(_batches(library, mapped))
+            batches = list(_batches(library, mapped)[1])
             return _layout(library, mapped, batches)
     except library.lib.ArrowException as error:
         raise ValueError(shown(str(error), 200)) from None
 
 
-def _batches(library: Any, mapped: Any) -> Iterator[Any]:
-    """The record batches of a file or a stream; datasets writes streams."""
-    if mapped.read(6) == b"ARROW1":
-        found = library.ipc.open_file(mapped)
-        yield from (found.get_batch(number) for number in range(found.num_record_batches))
-    else:
-        mapped.seek(0)
-        yield from library.ipc.open_stream(mapped)
+def _batches(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
+    """The columns and the record batches of a file or a stream; datasets writes streams."""
+    if file.read(6) == b"ARROW1":
+        found = library.ipc.open_file(file)
+        return found.schema.names, map(found.get_batch, range(found.num_record_batches))
+    file.seek(0)
+    stream = library.ipc.open_stream(file)
+    return stream.schema.names, iter(stream)
 
 
 def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:

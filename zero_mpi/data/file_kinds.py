@@ -41,8 +41,8 @@ TABLES = "conversations in it take a column such as messages, and pip install 'z
 MODEL = "a model is named by --init"
 BEGINNINGS = (
     Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
-    Beginning(b"ARROW1\0", "an Arrow file", EXTRACT),
-    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", EXTRACT),
+    Beginning(b"ARROW1\0", "an Arrow file", f"{EXTRACT}; {TABLES}"),
+    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"{EXTRACT}; {TABLES}"),
     Beginning(b"\x89HDF\r\n\x1a\n", "an HDF5 file", EXTRACT),
     Beginning(b"ORC", "an ORC file", EXTRACT),
     Beginning(b"Obj\x01", "an Avro file", EXTRACT),
@@ -97,8 +97,9 @@ LINES_REMEDY = (
     "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
     "in each line"
 )
-ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # the beginning of an array of objects
-ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl"
+# The beginning of an array of objects, or of an object with one of conversations.
+ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
+ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
     "binary data",
     "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "

@@ -15,6 +15,7 @@ from zero_mpi.files.open import exists, is_file, is_folder
 _NAME = 40  # letters of a path that are shown where there is little room
 NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # of a folder that `zero-mpi tokenize` has made
+NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # of the package datasets
 # Distributions ship these or not as they like, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -49,7 +50,8 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     The name is relative to the given folder, with forward slashes; of a file given by itself, its last part;
     with `NANOGPT` before it where the path has that.
     Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
-    once, or its text could be trained on and held out too. Raises UsageError, which names the `flag` that the
+    once, or its text could be trained on and held out too. What the package datasets notes beside its files
+    is left out. Raises UsageError, which names the `flag` that the
     paths are from, for a path that is not there.
     """
     found: dict[str, tuple[str, Path]] = {}
@@ -59,7 +61,8 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
             files = _files_of(Path(given.removeprefix(mark)), flag)
         for name, path in files:
             found.setdefault(os.path.realpath(path), (mark + name, path))
-    return list(found.values())
+    is_dataset = any(path.suffix == ".arrow" for _, path in found.values())
+    return [file for file in found.values() if not (is_dataset and file[1].name in NOTES)]
 
 
 def _files_of(given: Path, flag: str) -> list[tuple[str, Path]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from zero_mpi.data.arrow_tokens import arrow_layout
 from zero_mpi.data.bin_tokens import is_llm_c, is_megatron, llm_c_layout, megatron_layout, nanogpt_layout
+from zero_mpi.data.conversations.formats import holds_conversations
 from zero_mpi.data.documents import Document
 from zero_mpi.data.npy_tokens import npy_layout
 from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
@@ -19,8 +20,7 @@ from zero_mpi.data.token_file import TokenLayout, look_at
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import open_file
 
-# What the package datasets notes beside its files, and what lies beside those of `zero-mpi tokenize`.
-_BESIDE = frozenset({"dataset_info.json", "state.json", "dataset_dict.json", MANIFEST, TOKENIZER})
+_BESIDE = frozenset({MANIFEST, TOKENIZER})  # the files of `zero-mpi tokenize`
 
 
 class TokenFormat(NamedTuple):
@@ -35,12 +35,16 @@ class TokenFormat(NamedTuple):
     layout: Callable[[Path, FileIO], TokenLayout]
 
 
+def _is_arrow(name: str, path: Path) -> bool:
+    return path.suffix == ".arrow" and not holds_conversations(path)
+
+
 FORMATS = (
     TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
     TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
     TokenFormat("Megatron", lambda name, path: path.suffix == ".bin" and is_megatron(path), megatron_layout),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat("Arrow", lambda name, path: path.suffix == ".arrow", arrow_layout),
+    TokenFormat("Arrow", _is_arrow, arrow_layout),
 )
 
 

@@ -73,17 +73,12 @@ def kind_of(path: Path) -> str:
         fields, _, rest = line.partition(" - ")
         if len(fields.split()) < 5 or not rest.split():
             continue
-        point = Path(unescaped(fields.split()[4]))
+        point = Path(OCTAL.sub(lambda found: chr(int(found[1], 8)), fields.split()[4]))  # blanks are numbers
         if len(point.parts) >= best and (
             point == place or point in place.parents
         ):  # the last one hides others
             best, kind = len(point.parts), rest.split()[0]
     return kind
-
-
-def unescaped(text: str) -> str:
-    """The name of a mount's place: the kernel writes blanks in it as numbers."""
-    return OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
 
 
 # --------------------------------------------------------------------------------------------- stripes

@@ -12,6 +12,7 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
 
+HEAD = "output.weight"  # has one only where it is named: PEFT's all-linear leaves it out too
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
 FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
 
@@ -31,7 +32,7 @@ class LoRA:
     def adapt(self, stages: list[Stage]) -> list[Stage]:
         """The stages, their projections with adapters where a pattern names them."""
         for name, linear in projections(stages).items():
-            if any(fnmatchcase(name, pattern) for pattern in self.targets):
+            if any(is_meant(name, pattern) for pattern in self.targets):
                 linear.adapt(self.rank, self.alpha / self.rank)
         return stages
 
@@ -39,11 +40,21 @@ class LoRA:
         """Raise UsageError for a pattern that names no projection of a model."""
         found = projections(stages)
         for pattern in self.targets:
-            if not any(fnmatchcase(name, pattern) for name in found):
-                raise UsageError(
-                    f"--lora-targets {pattern}: names no projection of a block; they are called "
-                    f"{', '.join(list(found)[:3])}, ..."
+            if not any(is_meant(name, pattern) for name in found):
+                tied = (
+                    ""
+                    if HEAD in found
+                    else "; llama.cpp knows no adapter of a head that is the embedding: leave it out"
                 )
+                raise UsageError(
+                    f"--lora-targets {pattern}: names no projection; they are called "
+                    f"{', '.join(list(found)[:3])}, ..., {list(found)[-1]}{tied}"
+                )
+
+
+def is_meant(name: str, pattern: str) -> bool:
+    """Return if a pattern names a projection; the head, only if it begins like that."""
+    return fnmatchcase(name, pattern) and (name != HEAD or pattern.startswith("output"))
 
 
 def is_adapter(name: str) -> bool:
@@ -52,8 +63,8 @@ def is_adapter(name: str) -> bool:
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
-    """The linear layers between embedding and head, by their weights."""
-    blocks = (stage for stage in stages if stage.scope.startswith("blk."))
+    """The linear layers behind the embedding, by their weights; a head, unless it is the embedding."""
+    blocks = (stage for stage in stages if stage.scope.startswith(("blk.", "output")))
     return {linear.weight: linear for stage in blocks for linear in linears(stage.layer)}
 
 

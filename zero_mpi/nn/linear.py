@@ -11,6 +11,7 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.nn.low_rank import LowRank
+from zero_mpi.ops.reference import chunk_rows
 
 ALL = slice(None)
 
@@ -18,7 +19,7 @@ ALL = slice(None)
 class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    With an adapter (`low_rank`) its product is added; as a head a layer has none. `fused`: the rows of each
+    With an adapter (`low_rank`) its product is added. `fused`: the rows of each
     matrix, where W is several on top of each other.
     """
 
@@ -75,14 +76,32 @@ class Linear(AddsInForward):
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """As `fusions.Head.loss`: logits in pieces."""
+        if self._adapter is not None:
+            return self._adapted_loss(p, x, targets, scale, g)
         dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
         loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
         return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         """As `fusions.Head.evaluate`."""
+        if self._adapter is not None:
+            return self._adapted_loss(p, x, targets, scale, None)[0]
         weight, bias = p[self.weight], self._bias(p)
         return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]
+
+    def _adapted_loss(
+        self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None
+    ) -> tuple[Scalar, Any]:
+        """(loss, dx) with an adapter, which is no part of the one operation; dx is None without `g`."""
+        dx: Any = None if g is None else ops.scale(x, 0.0)
+        loss, flat, ids = 0.0, x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        step = chunk_rows(len(flat), self._params[self.weight].shape[0])
+        for part in (slice(start, start + step) for start in range(0, len(flat), step)):
+            added, dy = ops.cross_entropy(self.rows(p, flat[part], ALL), ids[part], scale)
+            loss = loss + added
+            if g is not None:
+                self.backward(p, flat[part], dy, g, dx.reshape(flat.shape)[part])
+        return loss, dx
 
 
 class Rows:

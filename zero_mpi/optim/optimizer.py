@@ -318,12 +318,6 @@ class ShardedOptimizer:
         average = 0 if self.average is None else self.average.nbytes
         return average + sum(map(bytes_of, [*self.states.values(), *plain]))
 
-    def offloaded_bytes(self) -> tuple[int, int]:
-        """(host, device): bytes of states in pinned memory, and of the rooms that they pass through."""
-        if self._offload is None:
-            return 0, 0
-        return sum(map(bytes_of, self.states.values())), self._offload.nbytes
-
 
 class ShardedAdamW(ShardedOptimizer):
     """AdamW for a ShardedModule: `ShardedOptimizer` with that rule alone.

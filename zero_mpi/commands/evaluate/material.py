@@ -12,7 +12,7 @@ from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
 from zero_mpi.commands.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.commands.evaluate.task import Task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
-from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
+from zero_mpi.data import Corpus, Windows, holds_token_files
 from zero_mpi.data.bos import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
@@ -102,8 +102,9 @@ def about(
     vocabulary = opened.candidates[0].model.vocab_size
     tokens = counted(windows, np.ones(vocabulary, np.int64))
     nbytes = None
-    if opened.tokenizer is not None:
-        nbytes = int(counted(windows, byte_lengths(opened.tokenizer)).sum())
+    if (tokenizer := opened.tokenizer) is not None:
+        lengths = [len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size)]  # none of an end
+        nbytes = int(counted(windows, np.array(lengths, np.int64)).sum())
     stride, rest, bos = None, 0, corpus.parts[0].bos
     if isinstance(cut, Windows):
         first = 1 if bos is None else 0  # token that is predicted
@@ -120,8 +121,3 @@ def about(
         "tokens_after_the_last_window": rest,
         "sha256": corpus.sha256,
     }, tokens
-
-
-def byte_lengths(tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
-    """Bytes of text behind each id (V,); none behind what is no text, such as the end of a document."""
-    return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size)], np.int64)

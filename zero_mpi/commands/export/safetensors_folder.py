@@ -23,7 +23,7 @@ from zero_mpi.files.open import read_file
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-GENERATION = "generation_config.json"
+GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # from one Hugging Face folder to the next
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -86,8 +86,10 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
     """The tokenizer's files, from a folder or from keys; none where there is no tokenizer to write."""
     if isinstance(source, HuggingFaceFolder):
-        for name in COPIED:
+        more = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
+        for name in [*COPIED, *(f"{MORE_TEMPLATES}/{each}" for each in more)]:
             if os.path.isfile(source.path / name):
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
     elif (keys := GGUFKeys(source.metadata, str(source.path))).tokenizer == "gpt2":
         write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))

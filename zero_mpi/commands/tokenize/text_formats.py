@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.data.arrow_tokens import open_parquet
+from zero_mpi.data.arrow_tokens import open_table
 from zero_mpi.data.bin_tokens import MEGATRON_MOST
 from zero_mpi.data.file_kinds import HEAD
 from zero_mpi.data.text_documents import Text
@@ -166,7 +166,7 @@ def _line(path: Path, place: int) -> str:
 
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
-    with open_parquet(file.path) as found:
+    with open_table(file.path) as found:
         names = found.schema_arrow.names
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
@@ -189,7 +189,7 @@ def _weight(group: Any, field: str) -> int:
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    with open_parquet(file.path) as found:
+    with open_table(file.path) as found:
         row = sum(found.metadata.row_group(number).num_rows for number in range(first))
         groups = list(range(first, stop))
         for batch in found.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):

@@ -63,7 +63,8 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     say(world, f"files: sound, the tensors of {plural(len(claim.saved), 'checkpoint')} too")
     bounds = request.first or 0, claim.steps if request.last is None else request.last
     asked = between(claim.stretches, *bounds)
-    exact = [one for one in asked if reduction_of(request, claim, one) == "exact"]
+    runs, usual = claim.runs, request.config.reduction
+    exact = [one for one in asked if runs[one.run].get(SETTINGS, {}).get("reduction", usual) == "exact"]
     chosen = choose(world, request, bounds, exact)
     for _, group in groupby(chosen, key=lambda stretch: stretch.run):
         stretches = list(group)
@@ -71,11 +72,6 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         compute(world, request.run, spec, stretches, watchdog, lambda text: say(world, text))
     inexact = [(one.start, one.last) for one in asked if one not in exact]
     return answer(world, claim, chosen, gaps(asked, *bounds), inexact)
-
-
-def reduction_of(request: Request, claim: Claim, stretch: Stretch) -> object:
-    """Return --reduction of the job that made a stretch."""
-    return claim.runs[stretch.run].get(SETTINGS, {}).get("reduction", request.config.reduction)
 
 
 def choose(

@@ -33,7 +33,7 @@ class AnswerFinder:
     """Finder of answers in the texts of a template. ends: how tokens are spelt that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
-        self._template = template
+        self.template = template
         self._tools: list[Any] | None = None  # of the conversation at hand
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
@@ -45,10 +45,10 @@ class AnswerFinder:
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        whole = self._template.render(messages, tools=self._tools)
+        whole = self.template.render(messages, tools=self._tools)
         if not turns:
             return whole.text, []
-        if self._template.marks:
+        if self.template.marks:
             return whole.text, marks_of(whole, messages, turns)
         spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
@@ -56,7 +56,7 @@ class AnswerFinder:
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
         """Return if the text of a conversation differs from that without its tools."""
         try:
-            return self._template.render(conversation.messages).text != text
+            return self.template.render(conversation.messages).text != text
         except ValueError:  # the template asks for tools
             return True
 
@@ -107,7 +107,7 @@ class AnswerFinder:
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
         """Return the text of a part of a conversation; None where the template takes no such part."""
         try:
-            return self._template.render(messages, generation_prompt, self._tools).text
+            return self.template.render(messages, generation_prompt, self._tools).text
         except ValueError:
             return None
 
@@ -118,7 +118,7 @@ class AnswerFinder:
         calls = ("tool_calls", "function_call")
         plain = [{key: each for key, each in message.items() if key not in calls} for message in messages]
         instead = [plain[n] | other if n in turns else m for n, m in enumerate(messages)]
-        return self._template.render(instead, tools=self._tools)
+        return self.template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
         """Return the end of what is said from `start` on: of the first of its tokens that end turns."""
@@ -149,7 +149,7 @@ class AnswerFinder:
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
-            behind = self._template.render(said).text.partition(answer)[2]
+            behind = self.template.render(said).text.partition(answer)[2]
         except ValueError:
             return ""
         return behind.strip().partition("\n")[0].rstrip()

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 TOOL_USE = f"{TEMPLATE}.tool_use"  # of rows with tools
 DAY = "2024-07-26"  # of `strftime_now` where nothing says another one
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
-SECONDS = 2.0  # CPU time of a rendering; templates of models take milliseconds
+SECONDS = 2.0  # CPU time for a conversation, of all its renderings; templates of models take milliseconds
 MOST_BYTES = 1 << 20  # of a template: those of models have some thousands
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "give one with --chat-template FILE, such as the chat_template.jinja of a model like it"
@@ -60,17 +61,19 @@ class RenderedText(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """A rendering took more time or memory than it may; trying with other values would do so again."""
+    """A template took more time or memory than it may: the conversation is refused."""
 
 
 class ChatTemplate:
     """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
 
-    It runs in a process of its own, which starts again after a rendering that took too long has ended it.
+    It runs in a process of its own, which starts again after a rendering that took too long has ended it. All
+    renderings for a conversation share `SECONDS`, the first one's with those that try what it takes.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
         self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
+        self._left, self._is_shared = SECONDS, False
         self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # what the assistant says
         try:
             self._process = self._started()
@@ -84,10 +87,22 @@ class ChatTemplate:
 
         Raises ValueError, in one line, for whatever goes wrong in the template.
         """
-        try:
+        with self.sharing_time():
             return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
+
+    @contextmanager
+    def sharing_time(self) -> Iterator[None]:
+        """Let all renderings in the body have `SECONDS` together; raises ValueError after them."""
+        if self._is_shared:
+            yield
+            return
+        self._is_shared = True
+        try:
+            yield
         except EndlessTemplate as error:
             raise ValueError(str(error)) from None
+        finally:
+            self._left, self._is_shared = SECONDS, False
 
     def _fitted(self, message: Message) -> Message:
         """Return a message whose content is a text or a list of parts, whichever the template takes."""
@@ -130,45 +145,45 @@ class ChatTemplate:
         variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()
-        found = asked(self._process, variables)
+        found = self._asked(self._process, variables)
         return RenderedText(found["text"].decode(), found["marked"], found["begins"])
 
     def _started(self) -> subprocess.Popen[bytes]:
-        words, pipe = [sys.executable, "-P", PROGRAM, str(SECONDS)], subprocess.PIPE
+        words, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, ended, process)
-        asked(process, {"source": self._source, "day": self._day})
+        self._asked(process, {"source": self._source, "day": self._day})
         return process
+
+    def _asked(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of a template's process.
+
+        Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.
+        """
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            data = marshal.dumps(request | {"seconds": self._left})
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+            size = int.from_bytes(process.stdout.read(8), "little")
+            found: dict[str, Any] = marshal.loads(process.stdout.read(size))
+        except BaseException as error:
+            status, self._left = ended(process), 0.0  # or its next answer would be that of this request
+            if not isinstance(error, BrokenPipeError | EOFError):
+                raise
+            late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
+            why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
+            raise EndlessTemplate(f"the chat template: {why}") from None
+        self._left = found["left"]
+        if "error" in found:
+            raise ValueError(f"the chat template: {shown(found['error'])}")
+        return found
 
 
 def parts_of(*texts: str) -> list[Message]:
     """Return texts as parts of a content."""
     return [{"type": "text", "text": text} for text in texts]
-
-
-def asked(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a template's process.
-
-    Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        data = marshal.dumps(request)
-        process.stdin.write(len(data).to_bytes(8, "little") + data)
-        process.stdin.flush()
-        size = int.from_bytes(process.stdout.read(8), "little")
-        found: dict[str, Any] = marshal.loads(process.stdout.read(size))
-    except BaseException as error:
-        status = ended(process)  # or its next answer would be that of this request
-        if not isinstance(error, BrokenPipeError | EOFError):
-            raise
-        late = f"it takes more than {SECONDS:g} s of CPU time"
-        why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
-        raise EndlessTemplate(f"the chat template: {why}") from None
-    if "error" in found:
-        raise ValueError(f"the chat template: {shown(found['error'])}")
-    return found
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:

@@ -21,7 +21,7 @@ from zero_mpi.data.conversations.row_facts import BadRows
 from zero_mpi.data.conversations.row_sources import (
     DOCUMENT,
     LINES,
-    PARQUET,
+    TABLES,
     beginning,
     columns_of,
     rows_of,
@@ -100,16 +100,16 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 def holds_conversations(path: Path) -> bool:
     """Whether a file is one of conversations, by its name and the keys at its beginning; raises FileError."""
     suffix = suffix_of(path)
-    if suffix not in (*LINES, DOCUMENT, PARQUET):
+    if suffix not in (*LINES, DOCUMENT, *TABLES):
         return False
     try:
-        if suffix == PARQUET:
+        if suffix in TABLES:
             columns = columns_of(path)
             return any(all(key in columns for key in keys) for keys, _ in FORMS)
         with prefixed("--data"):
             head = beginning(path, KEYS.search)
     except UsageError as error:  # no library, or a table that is damaged
-        if suffix != PARQUET and isinstance(error, FileError):
+        if suffix not in TABLES and isinstance(error, FileError):
             raise
         return False
     return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)

@@ -1,4 +1,4 @@
-"""Rows of files of conversations as lines of JSON, whatever keeps them: lines, a JSON document, Parquet.
+"""Rows of files of conversations as lines of JSON, whatever keeps them: lines, a JSON document, a table.
 
 Lines and documents may be packed (.gz, .zst). Memory holds a piece of a file; a document has a bound.
 """
@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.data.arrow_tokens import open_parquet
+from zero_mpi.data.arrow_tokens import COLUMN, open_table
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.json_lines import BOM
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import MOST, TextStream, packing_of
 
-LINES, DOCUMENT, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"  # suffixes
+LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
+TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 BESIDE = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes in which a row must begin that tells what a file holds
-ROWS = 64  # of Parquet, read together
+ROWS = 64  # of a table, read together
 
 
 def suffix_of(path: Path) -> str:
@@ -37,23 +38,28 @@ def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a Parquet file that a conversation may have."""
-    with open_parquet(path) as found:
-        return [name for name in found.schema_arrow.names if name in COLUMNS | BESIDE]
+    """The columns of a table that a conversation may have; none for an Arrow file of tokens."""
+    is_arrow = suffix_of(path) == ARROW
+    with open_table(path, TABLES[suffix_of(path)]) as found:
+        names = found[0] if is_arrow else found.schema_arrow.names
+    return [name for name in names if name in COLUMNS | BESIDE and not (is_arrow and COLUMN in names)]
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
     """What a piece of a file is called, a line or a row, and all pieces; FileError for an unsound file."""
     suffix = suffix_of(path)
-    rows = _table(path) if suffix == PARQUET else _document(path) if suffix == DOCUMENT else None
+    rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
 
 
 def _table(path: Path) -> Iterator[Any]:
-    columns = columns_of(path)
-    with open_parquet(path) as found:
-        for batch in found.iter_batches(batch_size=ROWS, columns=columns):
-            yield from batch.to_pylist()
+    suffix, columns = suffix_of(path), columns_of(path)
+    with open_table(path, TABLES[suffix]) as found:
+        arrow = (each.select(columns) for each in found[1]) if suffix == ARROW else None
+        for batch in arrow or found.iter_batches(ROWS, columns=columns):
+            batch.validate(full=True)  # what is in an Arrow file is not looked at before
+            for start in range(0, batch.num_rows, ROWS):
+                yield from batch.slice(start, ROWS).to_pylist()
 
 
 def _document(path: Path) -> list[Any] | None:

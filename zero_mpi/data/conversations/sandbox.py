@@ -8,7 +8,7 @@ no `random`, and `strftime_now` tells of a given day.
 
 `chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
 `marshal` come in, each behind its length: the template (`source`, `day`), then variables of each rendering.
-Each is answered by one value.
+Each has `seconds` of CPU time and is answered by one value, with those that are `left`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def told(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until there are no more, each in so many seconds of CPU time."""
+    """Answer requests until there are no more, each in its seconds of CPU time."""
     with suppress(ValueError):  # the limit is lower already
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -123,17 +123,17 @@ def main() -> None:
     sandbox, template = Sandbox(), Template("")
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         request = marshal.loads(sys.stdin.buffer.read(size))
-        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # ends the process, whatever it does
+        signal.setitimer(signal.ITIMER_PROF, max(1e-6, request.pop("seconds")))  # ends it, whatever it does
         try:
             if "source" in request:
                 sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime
                 template, found = sandbox.compiled(request["source"]), {}
             else:
                 found = sandbox.rendered(template, request, LETTERS + GROWTH * size)
-            answer = marshal.dumps(found)
         except Exception as error:  # a stranger's program may raise anything
-            answer = marshal.dumps({"error": told(error)})
-        signal.setitimer(signal.ITIMER_PROF, 0)
+            found = {"error": told(error)}
+        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = marshal.dumps(found | {"left": left})
         sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)
         sys.stdout.flush()
 

@@ -129,11 +129,12 @@ class ConversationReader:
         silent = sum(place >= conversation.answers for place in conversation.silent)
         facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
         finder = self._finder if tools is None else self._for_tools
-        text, spans = finder.find(conversation, silent=self._all)
+        with finder.template.sharing_time():
+            text, spans = finder.find(conversation, silent=self._all)
+            if tools is not None:
+                facts["unread"] = int(not finder.reads_tools(conversation, text))
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        if tools is not None:
-            facts["unread"] = int(not finder.reads_tools(conversation, text))
         counted = between(spans, len(text)) if self._all else spans
         return RenderedConversation(conversation.name, text, counted, facts)
 

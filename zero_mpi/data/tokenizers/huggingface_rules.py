@@ -117,10 +117,10 @@ class FlaggedSpellings(Spellings):
     def spans(self, text: str) -> list[Span]:
         found = list[Span]()
         at = before = white = 0  # behind the last match, behind its white space, behind a row of white space
-        for match in self._start.finditer(text):
-            start = match.start()
-            if start < at or (token := self.longest_token(text, start)) is None:
+        for start, rank in reversed([*self.longest(text)]):
+            if start < at:
                 continue
+            token = self.tokens[rank]
             at = stop = start + len(token)
             flags = self._flags[token]
             if "single_word" in flags and (

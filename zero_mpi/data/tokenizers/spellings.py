@@ -5,6 +5,8 @@ longer one is read, wherever it begins, which a regex from left to right would n
 """
 
 import re
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -13,7 +15,6 @@ from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
 _WHITE = frozenset(" \t\n\v\f\r")  # of ASCII
 Span = tuple[int, int, str]  # where a token begins and ends, with white space that is left out
-_PLACE = 40  # bits of a place in a number that sorts by the rank of a token, the longest first, and by place
 
 
 class Spellings:
@@ -24,7 +25,7 @@ class Spellings:
 
     def __init__(self, ids: Mapping[str, int], stripping: Collection[str] = ()) -> None:
         self._ids, self._stripping = ids, frozenset(stripping)
-        self._tokens = sorted(ids, key=lambda token: -len(token.encode()))
+        self.tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
     def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
         """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any.
@@ -43,57 +44,92 @@ class Spellings:
 
     def spans(self, text: str) -> list[Span]:
         """Where tokens are spelt that are cut out, in the order of the text."""
-        starts = (match.start() for match in self._start.finditer(text))
-        ranked = [found for start in starts if (found := self._longest(text, start, len(text))) is not None]
-        return sorted(self._taken(text, ranked)) if ranked else []
+        places = defaultdict[int, list[int]](list)
+        for start, rank in self.longest(text):
+            places[rank].append(start)
+        return sorted(self._taken(text, places)) if places else []
 
-    def longest_token(self, text: str, start: int) -> str | None:
-        """The longest token that begins at a place."""
-        found = self._longest(text, start, len(text))
-        return None if found is None else self._tokens[found >> _PLACE]
+    def longest(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield each place where a token begins and the rank of the longest one, from the end of the text."""
+        nodes, fails, ranks = self._automaton
+        node, at, text = 0, 0, text[::-1]
+        while at < len(text):
+            if not node:  # nothing of a token was read: go on where one may end
+                if (found := self._end.search(text, at)) is None:
+                    return
+                at = found.start()
+            letter = ord(text[at])
+            while (following := nodes.get(node << BITS | letter, 0)) == 0 and node:
+                node = fails[node]
+            node, at = following, at + 1
+            if ranks[node] >= 0:
+                yield len(text) - at, ranks[node]
 
-    def _taken(self, text: str, ranked: list[int]) -> Iterator[Span]:
-        """(start, stop, token) of those that are cut out, with the white space that goes with them."""
-        taken, same = bytearray(len(text)), list[int]()  # letters; where the token of one rank starts
-        heapify(ranked)
-        while ranked:
-            rank, start = divmod(heappop(ranked), 1 << _PLACE)
-            token = self._tokens[rank]
-            covered = taken.find(1, start, start + len(token))
-            if covered < 0:
-                taken[start : start + len(token)] = b"\1" * len(token)
-                same.append(start)
-            elif (shorter := self._longest(text, start, covered)) is not None:
-                heappush(ranked, shorter)
-            if not (ranked and ranked[0] >> _PLACE == rank):
-                for start in same:
-                    stop = start + len(token)
-                    while token in self._stripping and text[stop : stop + 1] in _WHITE and not taken[stop]:
-                        taken[stop] = 1
-                        stop += 1
-                    yield start, stop, token
-                same.clear()
+    def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
+        """(start, stop, token) of those that are cut out, of `places` where those of each rank start."""
+        taken, ranks = bytearray(len(text) + 1), [*places]  # by letters, and one that stays free
+        heapify(ranks)
+        while ranks:
+            rank = heappop(ranks)
+            token, starts, same, at = self.tokens[rank], sorted(places[rank]), list[int](), 0
+            while at < len(starts):
+                start, stop = starts[at], starts[at] + len(token)
+                covered, after = taken.find(1, start, stop), start + 1
+                if covered < 0:
+                    taken[start:stop] = b"\1" * len(token)
+                    same.append(start)
+                    after = stop
+                elif covered == start:
+                    after = taken.find(0, start)
+                else:
+                    shorter = rank
+                    while shorter >= 0 and len(self.tokens[shorter]) > covered - start:
+                        shorter = self._shorter[shorter]
+                    if shorter >= 0 and shorter not in places:
+                        heappush(ranks, shorter)
+                    places[shorter].append(start)
+                at = bisect_left(starts, after, at + 1)
+            for start in same:
+                stop = start + len(token)
+                while token in self._stripping and text[stop : stop + 1] in _WHITE and not taken[stop]:
+                    taken[stop] = 1
+                    stop += 1
+                yield start, stop, token
 
-    def _longest(self, text: str, start: int, stop: int) -> int | None:
-        """Rank and place of the longest token that begins at a place and ends at `stop` or before."""
-        nodes, ends = self._trie
-        node, found = 0, None
-        for at in range(start, stop):
-            node = nodes.get(node << BITS | ord(text[at]), 0)
-            if not node:
-                break
-            if node in ends:
-                found = ends[node] << _PLACE | start
+    @cached_property
+    def _shorter(self) -> list[int]:
+        """The rank of the longest token that each token begins with, not counting itself, or -1."""
+        found, outer = [-1] * len(self.tokens), list[int]()
+        for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
+            while outer and not token.startswith(self.tokens[outer[-1]]):
+                outer.pop()
+            found[rank] = outer[-1] if outer else -1
+            outer.append(rank)
         return found
 
     @cached_property
-    def _trie(self) -> tuple[dict[int, int], dict[int, int]]:
-        return trie({token: rank for rank, token in enumerate(self._tokens)})
+    def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
+        """Aho and Corasick's, of the tokens backwards, so that each letter of a text is read once or twice.
+
+        Nodes of a trie; the node of the longest proper suffix of each; the rank of its longest token, or -1.
+        """
+        nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
+        depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
+        for edge, node in nodes.items():
+            depths[node] = depths[edge >> BITS] + 1
+        for edge, node in sorted(nodes.items(), key=lambda each: depths[each[1]]):
+            parent, letter = divmod(edge, 1 << BITS)
+            fail = parent
+            while fail and not fails[node]:
+                fail = fails[fail]
+                fails[node] = nodes.get(fail << BITS | letter, 0)
+            ranks[node] = ends.get(node, ranks[fails[node]])
+        return nodes, fails, ranks
 
     @cached_property
-    def _start(self) -> re.Pattern[str]:
-        """Matches where a token may begin, by its first two letters."""
+    def _end(self) -> re.Pattern[str]:
+        """Matches where a token may end, in a text backwards, by its last two letters."""
         longer = [token for token in self._ids if len(token) > 1]
-        letters = {t for t in self._ids if len(t) == 1}, {t[0] for t in longer}, {t[1] for t in longer}
+        letters = {t for t in self._ids if len(t) == 1}, {t[-1] for t in longer}, {t[-2] for t in longer}
         alone, first, second = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in letters)
         return re.compile(f"{first}(?={second})|{alone}")
