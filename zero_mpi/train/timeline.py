@@ -19,13 +19,10 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
-from zero_mpi.comm import Comm, Piece
+from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import together
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
@@ -87,22 +84,32 @@ class Timeline:
         """Record no more and write the file. Collective. Returns why it could not be written, or nothing."""
         self.recorder.end_steps()
         spans.stop()
-        ended = time.perf_counter()
+        ended, comm = time.perf_counter(), self.comm
         correct, wrong = self._correction()
         events = [
             event._replace(begun=correct(event.begun), ended=correct(event.ended))
             for event in events_of(self.recorder, ended)
         ]
-        told = self.comm.allgather_object(
-            (min(event.begun for event in events), len(events), wrong, self.recorder.ends_in)
-        )
-        origin, self.count = min(first for first, *_ in told), sum(count for _, count, *_ in told)
-        self.ends_in = min((step for *_, step in told if step is not None), default=None)
-        error = round(1e6 * max(wrong for _, _, wrong, _ in told), 3)
-        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": error}
+        first = min(event.begun for event in events)
+        told = comm.allgather_object((first, wrong, len(events), self.recorder.ends_in))
+        begins, wrongs, counts, ends = zip(*told, strict=True)
+        self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
+        about = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(wrongs), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
-        text = as_json(events, self.comm.rank, platform.node() or "localhost", origin)
-        return self._bring_together(np.frombuffer(text.encode(), np.uint8), head)
+        parts, problem = (
+            self._parts(as_json(events, comm.rank, platform.node() or "localhost", min(begins))),
+            "",
+        )
+        if comm.rank == 0:
+            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
+            try:
+                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
+            except OSError as error:
+                problem = f"the time line {self.path} cannot be written: {reason(error)}"
+        for _ in parts:  # on all other ranks, and where rank 0 could not write
+            pass
+        shared: str = comm.broadcast_object(problem)
+        return shared
 
     def _correction(self) -> tuple[Callable[[float], float], float]:
         """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
@@ -114,32 +121,14 @@ class Timeline:
 
         return correct, max(first.wrong, last.wrong)
 
-    def _bring_together(self, mine: Any, head: str) -> str:
-        """All parts to rank 0, which writes them in order of ranks; what it cannot write comes as well."""
-        parts, problem = self._parts(mine), ""
-        if self.comm.rank == 0:
-            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
-            try:
-                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
-            except OSError as error:
-                problem = f"the time line {self.path} cannot be written: {reason(error)}"
-        for _ in parts:
-            pass
-        shared: str = self.comm.broadcast_object(problem)
-        return shared
-
-    def _parts(self, mine: Any) -> Iterator[bytes]:
+    def _parts(self, text: str) -> Iterator[bytes]:
         """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
-        comm, nothing = self.comm, (0,) * self.comm.size
-        room = np.empty(PIECE if comm.rank == 0 else 0, np.uint8)
-        for rank, size in enumerate(comm.allgather_object(int(mine.size))):
+        for rank, size in enumerate(self.comm.allgather_object(len(text))):
             for start in range(0, size, PIECE):
-                stop = min(start + PIECE, size)
-                part = mine[start:stop] if comm.rank == rank else mine[:0]
-                into = room[: stop - start] if comm.rank == 0 else None
-                counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
-                comm.gather(part, into, Piece(start, stop, counts, nothing), label="time line")
-                yield room[: stop - start].tobytes() + b",\n" * (stop == size and rank + 1 < comm.size)
+                piece = text[start : start + PIECE] if self.comm.rank == rank else ""
+                yield "".join(self.comm.gather_object(piece) or ()).encode()
+            if rank + 1 < self.comm.size:
+                yield b",\n"
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
@@ -192,11 +181,9 @@ class Tracer:
 
     def reach(self, step: int) -> None:
         """Step `step`, from 1, is about to begin."""
-        if self._path is None:
-            return
         if self._timeline is not None and step >= self.stop:
             self._write()
-        if self._timeline is None and self.first <= step < self.stop:
+        if self._path is not None and self._timeline is None and self.first <= step < self.stop:
             self._timeline = Timeline(self._comm, self._path)
         if self._timeline is not None:
             self._timeline.step(step)
