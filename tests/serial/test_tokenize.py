@@ -23,7 +23,7 @@ from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.launch.folder_hold import RunLock
+from zero_mpi.launch.folder_lock import RunLock
 from zero_mpi.launch.stopping import START, signals
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log

@@ -17,6 +17,6 @@ one rank does so at `--timeout`, with status 86. A rank that has written nothing
 thread uses no files, in case the file system hangs.
 
 One job in a folder. Rank 0 makes `OUT/.lock` before the job touches anything there, locks it with flock, and
-renews its record (`folder_lock`, `folder_hold`). flock is used and not fcntl's locks, because those are lost
+renews its record (`folder_lock`). flock is used and not fcntl's locks, because those are lost
 when any handle of the file is closed, and a file must be opened again to see over NFS what others wrote.
 """

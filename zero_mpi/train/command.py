@@ -13,7 +13,7 @@ from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
 from zero_mpi.launch import dev_shm
 from zero_mpi.launch.consistency import check_installation, check_not_alone
-from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import Watchdog

@@ -33,7 +33,7 @@ from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder, open_file
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, STEPS, signals
 from zero_mpi.launch.watchdog import Watchdog
