@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import Comm, Handle, ModuleMemory
-from zero_mpi.comm.clock_sync import Offset
+from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
+
+
+def _heard(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
+    """Make a method that hands a collective on after a word; `about`: what its arguments must have alike."""
+
+    def method(self: NotifyingWrapper, *given: Any, **named: Any) -> Any:
+        self.on_collective(name, "", *about(*given, **named))
+        return getattr(self._inner, name)(*given, **named)
+
+    return method
 
 
 class NotifyingWrapper(CommWrapper):
@@ -61,12 +70,6 @@ class NotifyingWrapper(CommWrapper):
         self.on_collective("allreduce", label, array)
         return self._inner.allreduce(array, label)
 
-    def sum_vector(self, values: Array) -> Array:
-        self.on_collective(
-            "sum_vector", "", f"shape {np.shape(values)}"
-        )  # of any type: it is sent as float64
-        return self._inner.sum_vector(values)
-
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
         self.on_collective("broadcast", label, array, f"root {root}")
         return self._inner.broadcast(array, root, label)
@@ -79,25 +82,20 @@ class NotifyingWrapper(CommWrapper):
 
     # ------------------------------------------------------------------------------------ on anything
 
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        self.on_collective("gather_object", "", f"root {root}")
-        return self._inner.gather_object(value, root)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        self.on_collective("broadcast_object", "", f"root {root}")
-        return self._inner.broadcast_object(value, root)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        self.on_collective("allgather_object")
-        return self._inner.allgather_object(value)
-
-    def barrier(self) -> None:
-        self.on_collective("barrier")
-        self._inner.barrier()
-
-    def clock_offset(self) -> Offset:
-        self.on_collective("clock_offset")
-        return self._inner.clock_offset()
+    sum_vector = _heard("sum_vector", lambda values: (f"shape {np.shape(values)}",))  # sent as float64
+    gather_object = _heard("gather_object", lambda value, root=0: (f"root {root}",))
+    broadcast_object = _heard("broadcast_object", lambda value, root=0: (f"root {root}",))
+    allgather_object, barrier, barrier_readers, clock_offset, nodes, close = map(
+        _heard, ("allgather_object", "barrier", "barrier_readers", "clock_offset", "nodes", "close")
+    )
+    memory = _heard(
+        "memory",
+        lambda wholes, buffers, gathers=(): (
+            f"wholes {[whole.length for whole in wholes]}",
+            f"buffers {list(buffers)}",
+            f"gathers {list(gathers)}",
+        ),
+    )
 
     def background(self) -> Comm:
         self.on_collective("background")
@@ -106,12 +104,6 @@ class NotifyingWrapper(CommWrapper):
     def split(self, group: int) -> Comm:
         self.on_collective("split")
         return self.beside(self._inner.split(group))
-
-    def nodes(self) -> list[int]:
-        self.on_collective("nodes")
-        return self._inner.nodes()
-
-    # ------------------------------------------------------------------------------------------ memory
 
     def shard_group(self) -> Comm:
         self.on_collective("shard_group")
@@ -122,24 +114,8 @@ class NotifyingWrapper(CommWrapper):
             self._owners = owners, self.beside(owners)
         return self._owners[1]
 
-    def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> ModuleMemory:
-        lengths = [whole.length for whole in wholes]
-        asked = f"wholes {lengths}", f"buffers {list(buffers)}", f"gathers {list(gathers)}"
-        self.on_collective("memory", "", *asked)
-        return self._inner.memory(wholes, buffers, gathers)
-
     def signal_written(self) -> None:
         self._inner.signal_written()
 
     def wait_written(self) -> None:
         self._inner.wait_written()
-
-    def barrier_readers(self) -> None:
-        self.on_collective("barrier_readers")
-        self._inner.barrier_readers()
-
-    def close(self) -> None:
-        self.on_collective("close")
-        self._inner.close()

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, short_size
-from zero_mpi.commands.doctor.ranks import Ranks
-from zero_mpi.commands.doctor.verdicts import BAD, Row, assessed
+from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and brought to disk, and in one call
