@@ -16,7 +16,7 @@ from bpe_files import trained_json, write_json
 from zero_mpi import __version__
 from zero_mpi.commands.tokenize import encode_parts, progress
 from zero_mpi.commands.tokenize.command import command
-from zero_mpi.commands.tokenize.parts import cut_parts, dealt
+from zero_mpi.commands.tokenize.encode_parts import cut_parts, dealt
 from zero_mpi.commands.tokenize.text_formats import JSON_LINES, InputFile, Reading
 from zero_mpi.commands.tokenize.work import found_files
 from zero_mpi.config.inputs import choose_tokenizer

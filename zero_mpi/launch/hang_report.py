@@ -18,11 +18,12 @@ import platform
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.comm.base import Comm
 from zero_mpi.comm.guarded import Started
@@ -192,7 +193,7 @@ def different(found: Mapping[int, RankState]) -> Vain | None:
             odd = odd_one(list(texts.values())) if texts else None
             if odd is not None:
                 rank, usual = list(texts)[odd[0]], odd[1]
-                alike = named(other for other in texts if texts[other] == usual)
+                alike = named([other for other in texts if texts[other] == usual])
                 return Vain(
                     f"the ranks start different collectives: number {number} (from 0) is "
                     f"{shown(texts[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
@@ -269,15 +270,3 @@ def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
 def placed(ranks: Sequence[int], places: Sequence[str]) -> str:
     """Ranks by their numbers; one alone with its process and host."""
     return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
-
-
-def named(ranks: Iterable[int]) -> str:
-    """ "rank 1" or "ranks 0, 2-5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {text}"

@@ -1,16 +1,21 @@
-"""A rank's parts: texts are read, encoded as training does it, and written, document by document."""
+"""Inputs cut into parts by their bytes alone, who writes which, and how a rank encodes its own.
+
+Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
+rank that has least so far. Texts are encoded as training does it, and written document by document.
+"""
 
 from __future__ import annotations
 
+import heapq
 from argparse import Namespace
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from zero_mpi.commands.tokenize.parts import WorkPart
 from zero_mpi.commands.tokenize.progress import Amount, Pulse
 from zero_mpi.commands.tokenize.text_formats import FLAG, TEXT_FORMATS, InputFile, Reading, check_unchanged
 from zero_mpi.commands.tokenize.work_folder import PartWriter
@@ -23,7 +28,70 @@ from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import writing
 
-TOLD = 64  # documents, of which the pulse hears together
+FRACTION, LEAST, MOST = 256, 1 << 20, 1 << 28  # of all bytes in a part; bytes
+
+
+class FilePiece(NamedTuple):
+    """Piece of input number `file`, from place `first` to `stop`. weight: bytes of text, or nearly."""
+
+    file: int
+    first: int
+    stop: int
+    weight: int
+
+
+class WorkPart(NamedTuple):
+    """Part that becomes one token file, with the name of that."""
+
+    name: str
+    pieces: tuple[FilePiece, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(piece.weight for piece in self.pieces)
+
+
+def cut_parts(
+    files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int | None
+) -> list[WorkPart]:
+    """Return the parts, of about `size` bytes each, in the order of the inputs.
+
+    A part ends before a piece that would make it larger; a piece that cannot be cut may be larger alone.
+    """
+    if size is None:
+        size = min(max(sum(map(sum, weights)) // FRACTION, LEAST), MOST)
+    parts, held = list[list[FilePiece]](), 0
+    for piece in _pieces(files, weights, size):
+        if not parts or held + piece.weight > size:
+            parts.append([])
+            held = 0
+        parts[-1].append(piece)
+        held += piece.weight
+    width = max(5, len(str(len(parts))))
+    return [WorkPart(f"{number:0{width}d}", tuple(pieces)) for number, pieces in enumerate(parts)]
+
+
+def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int) -> Iterator[FilePiece]:
+    for number, (file, found) in enumerate(zip(files, weights, strict=True)):
+        if TEXT_FORMATS[file.format].divisible:
+            total = sum(found)
+            for first in range(0, total, size):
+                stop = min(first + size, total)
+                yield FilePiece(number, first, stop, stop - first)
+        else:
+            for place, weight in enumerate(found):
+                yield FilePiece(number, place, place + 1, weight)
+
+
+def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
+    """Return the places of weights that each rank gets, in their order."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
+        load, rank = loads[0]
+        shares[rank].append(place)
+        heapq.heapreplace(loads, (load + weight, rank))
+    return [sorted(share) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -55,37 +123,34 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) ->
     encoding = replace(encoding, text=text)
     with closing(reading), writing():
         for part in parts:
-            with closing(_encoded(encoding, part, reading)) as amounts:
-                for amount in amounts:
-                    if not pulse.beat(amount):
-                        return
+            reading.begin(encoding.text_filter())
+            if not _encode(encoding, part, reading, pulse):
+                return
 
 
-def _encoded(encoding: Encoding, part: WorkPart, reading: Reading) -> Generator[Amount]:
-    """Write a part; yields what was done of it, some documents at a time."""
-    reading.begin(encoding.text_filter())
-    reader, weight, nbytes, total, documents, tokens = encoding.text.anew(), 0, 0, 0, 0, 0
+def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) -> bool:
+    """Write a part; returns False where all ranks are to stop, of which it may be the cause."""
+    reader, total = encoding.text.anew(), 0
 
     def texts() -> Iterator[Text]:
-        nonlocal weight, nbytes, total
+        nonlocal total
         for piece in part.pieces:
             file = encoding.files[piece.file]
             for name, data in TEXT_FORMATS[file.format].texts(file, piece.first, piece.stop, reading):
-                nbytes, total = nbytes + len(data), total + len(data)
+                total += len(data)
+                pulse.beat(Amount(text_bytes=len(data)))
                 yield name, data
-            weight += piece.weight
+            pulse.beat(Amount(piece.weight))
 
     with PartWriter(encoding.out, part.name, megatron_dtype(encoding.text.tokenizer.vocab_size)) as writer:
         for document in text_documents(texts(), reader):
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             writer.add(document.name, document.tokens)
-            documents, tokens = documents + (document.tokens.size > 0), tokens + document.tokens.size
-            if documents == TOLD:
-                done = Amount(weight, nbytes, documents, tokens)
-                weight = nbytes = documents = tokens = 0
-                yield done
+            size = document.tokens.size
+            if not pulse.beat(Amount(documents=int(size > 0), tokens=size)):
+                return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
         spelt, odd = dict(reader.spelt), reading.filter.odd
         writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
-    yield Amount(weight, nbytes, documents, tokens)
+    return pulse.beat()
