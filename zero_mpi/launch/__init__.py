@@ -11,7 +11,7 @@ ranks fail at once, later ranks wait a moment and are ended before they repeat t
 
 Hangs. Every wait leaves its name and time in a `Meter`, and each collective a number; one thread watches both
 (`watchdog`). A rank that has waited for 5 seconds writes where it is into a file under `OUT/.ranks`
-(`hang_report`; of a script, under the folder of temporary files) and reads those of others: where ranks have
+(of a script, under the folder of temporary files) and reads those of others: where ranks have
 started different collectives, or one has ended, it prints where all ranks stand and ends the job. Otherwise
 one rank does so at `--timeout`, with status 86. A rank that has written nothing is stopped or lost. A second
 thread uses no files, in case the file system hangs.

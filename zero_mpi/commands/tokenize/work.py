@@ -32,7 +32,6 @@ from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder, open_file
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.folder_lock import take_folder
-from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.stopping import PREPARING, STEPS, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
@@ -50,7 +49,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Tabl
     watchdog.beat("finding the files")
     files = world.from_root(lambda: found_files(options.path, options.out))
     hold = take_folder(world, Path(options.out))
-    watchdog.gather(*reports_in(Path(options.out), world.comm))
+    watchdog.gather(Path(options.out), world.comm)
     signals.enter(PREPARING)
     encoding = Encoding(Path(options.out), files, TextReader(tokenizer, options.control_tokens), options)
     folder: WorkFolder = world.on_root(lambda: WorkFolder(encoding.out, about))
