@@ -31,7 +31,6 @@ class Started(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The collective in words, for messages."""
         detail = f"{self.detail} elements" if isinstance(self.detail, int) else self.detail
         return collective((self.kind, self.label)) + (f" ({detail})" if detail else "")
 

@@ -30,7 +30,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_in_place, reason
 from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import FAILED, end_surely
-from zero_mpi.launch.time_limit import find_job
+from zero_mpi.launch.limits import find_job
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, metrics
 from zero_mpi.telemetry.events import utc
@@ -258,7 +258,6 @@ class RunLock:
         return cls(path, mine, take(path, mine))
 
     def release(self) -> None:
-        """Let the folder go."""
         self._over.set()
         if not self.lost:
             self._thread.join(SLOW)  # the disk may hang
@@ -324,19 +323,18 @@ class RunLock:
 
 
 class Hold:
-    """Run folder of a job, as each rank has it; on rank 0 with its lock."""
+    """Run folder of a job, as each rank has it; on rank 0 with its lock.
+
+    lost: why this rank knows the folder to be ours no more, or nothing; look: the same, at this moment.
+    """
 
     def __init__(self, world: World, lock: RunLock | None) -> None:
         self._world, self._lock = world, lock
+        self.look: Callable[[], str] = lock.look if lock is not None else str
 
     @property
     def lost(self) -> str:
-        """Why this rank knows the folder to be ours no more; empty while it is."""
         return self._lock.lost if self._lock is not None else ""
-
-    def look(self) -> str:
-        """Return the same by a look of this moment."""
-        return self._lock.look() if self._lock is not None else ""
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""

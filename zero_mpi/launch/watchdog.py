@@ -107,11 +107,9 @@ class RankReports:
         self._out, self._signed = os.stat(out), self._file
 
     def is_on(self) -> bool:
-        """Whether some rank has signed."""
         return self._folder.exists()
 
     def sign(self, standing: RankState) -> None:
-        """Say where this rank stands now."""
         if not os.path.samestat(os.stat(self._folder.parent), self._out):
             raise FileNotFoundError(self._folder.parent)  # another folder has taken its place
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -338,7 +336,6 @@ class Watchdog:
             self._reports.clear()  # what a job left that was killed while it stood still
 
     def clear(self) -> None:
-        """Remove the files by which ranks know of each other."""
         if self._reports is not None:
             self._reports.clear()
 
@@ -348,7 +345,6 @@ class Watchdog:
 
     @property
     def _changed(self) -> float:
-        """When anything moved last in this process."""
         return max([self._since, *(meter.changed for meter in meters())])
 
     @property
@@ -361,7 +357,6 @@ class Watchdog:
         return not self.only_waits or (self._waits and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
-        """Where this process stands."""
         by_age = sorted(meters(), key=lambda meter: meter.changed)
         waits = " and ".join(collective(meter.what) for meter in by_age if meter.waits)
         left = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]

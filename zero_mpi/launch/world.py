@@ -28,7 +28,7 @@ from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import dev_shm, interrupts, open_mpi_reprieve
+from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
@@ -211,7 +211,7 @@ def run(
         helping = not HELP.isdisjoint(arguments)
         if environment.under_launcher() or not (alone or helping):
             world = find_world()
-            interrupts.handle_again()
+            stopping.handle_again()
         if alone and world.size > 1 and not helping:
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
@@ -219,10 +219,10 @@ def run(
     except Stopped as stopped:
         status, problem = stopped.status, str(stopped)
         if world.rank == 0:
-            interrupts.report(stopped_early(stopped), is_error=status == FAILED)
+            stopping.report(stopped_early(stopped), is_error=status == FAILED)
     except KeyboardInterrupt:
-        interrupts.say_interrupted()
-        status, problem = interrupts.INTERRUPTED, "interrupted"
+        stopping.say_interrupted()
+        status, problem = stopping.INTERRUPTED, "interrupted"
         if world.size > 1:  # rank 0 has said so, another one only if it alone was interrupted
             await_turn(world.rank)
             text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
@@ -294,4 +294,4 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
                 end_surely(world.kill, status)
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
-    interrupts.leave(status)
+    stopping.leave(status)

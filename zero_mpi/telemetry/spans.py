@@ -58,7 +58,6 @@ class SpanRecorder:
     # ------------------------------------------------------------------------------ of the main thread
 
     def restart(self) -> None:
-        """Begin the next lap now."""
         self._lap = self._stamp()
 
     def lap(self, track: str, name: str, label: str = "") -> None:
@@ -101,13 +100,11 @@ class SpanRecorder:
         return found
 
     def end(self, begun: Open) -> None:
-        """Note that a span ends."""
         now = self._stamp_of(begun[0])
         self.open.remove(begun)
         self.spans.append((*begun, now, self.step, self.micro_batch))
 
     def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
-        """Note a wait that is over."""
         track = WAITS if threading.get_ident() == self._main else BACKGROUND_WAITS
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 

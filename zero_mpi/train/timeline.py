@@ -180,7 +180,6 @@ class Tracer:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
-        """Step `step`, from 1, is about to begin."""
         if self._timeline is not None and step >= self.stop:
             self._write()
         if self._path is not None and self._timeline is None and self.first <= step < self.stop:
@@ -190,7 +189,6 @@ class Tracer:
             self._recorded = self._recorded[0] or step, step
 
     def end(self, step: int) -> None:
-        """The run ends after `step`."""
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:

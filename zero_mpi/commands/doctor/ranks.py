@@ -76,7 +76,6 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """The number of this rank's node."""
         return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property

@@ -54,7 +54,6 @@ class Share:
 
     @property
     def step(self) -> float:
-        """The mean step."""
         return sum(self.steps.values()) / len(self.steps)
 
 
