@@ -17,16 +17,14 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, writ
 from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm, device
-from zero_mpi.commands.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares
-from zero_mpi.commands.trace.command import command
+from zero_mpi.commands.trace.command import CLAIMS, COLUMNS, command, exposed_by_unit, shares
 from zero_mpi.commands.trace.read import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
-from zero_mpi.train.timeline import Timeline, Tracer
-from zero_mpi.train.trace_events import TraceEvent, as_json, events_of, lanes
+from zero_mpi.train.timeline import Timeline, TraceEvent, Tracer, as_json, events_of, lanes
 
 STEP = event(0, "steps", "step", 0, 100)
 

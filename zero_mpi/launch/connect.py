@@ -26,7 +26,7 @@ from zero_mpi import ops
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
-from zero_mpi.comm.guarded import GuardedComm, records
+from zero_mpi.comm.guarded import CheckedComm, GuardedComm, records
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
@@ -69,8 +69,6 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     comm: Comm = MPIComm()
     script.limit(agreed(comm, "connect", lambda: settings(timeout, check)))
     if check:
-        from zero_mpi.comm.checked import CheckedComm
-
         comm = CheckedComm(comm)
     return GuardedComm(comm)
 

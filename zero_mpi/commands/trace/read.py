@@ -19,7 +19,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
-from zero_mpi.train.trace_events import FIRST
+from zero_mpi.train.timeline import FIRST
 
 MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
 MOST_RANKS, MOST = 1 << 20, 1 << 62
