@@ -11,8 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.text import elapsed, plural, short_size
-from zero_mpi.commands.tokenize.encode_parts import Encoding, WorkPart, cut_parts, dealt, encode_parts
-from zero_mpi.commands.tokenize.progress import Amount, Pulse
+from zero_mpi.commands.tokenize.encode_parts import (
+    Amount,
+    Encoding,
+    Pulse,
+    WorkPart,
+    cut_parts,
+    dealt,
+    encode_parts,
+)  # fmt: skip
 from zero_mpi.commands.tokenize.text_formats import (
     FLAG,
     TEXT_FORMATS,
