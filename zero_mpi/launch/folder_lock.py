@@ -180,7 +180,11 @@ def take(path: Path, mine: Record) -> int:
             quiet = now - since
             if lives or (locked is False and quiet > SETTLE):
                 if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
-                    raise held(path, holder)
+                    who = holder or "its file does not say who"
+                    raise UsageError(
+                        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its end "
+                        f"or use another --out; if it is dead, remove {path} and start again"
+                    )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, mine)
             elif locked is not False and not is_told and (holder or quiet > 0):  # it is not only being made
@@ -224,15 +228,6 @@ def put_aside(path: Path, raw: bytes, mine: Record) -> None:
             with contextlib.suppress(OSError):  # without links: it makes a new one
                 os.link(aside, path)
         os.unlink(aside)
-
-
-def held(path: Path, holder: Record | None) -> UsageError:
-    """Return the error that says who has the folder."""
-    who = holder or "its file does not say who"
-    return UsageError(
-        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its end or use another "
-        f"--out; if it is dead, remove {path} and start again"
-    )
 
 
 # ------------------------------------------------------------------------------------------------ to keep it

@@ -107,37 +107,26 @@ class BatchJob:
 
 def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """The batch job whose variables are in `environ`, if there are any."""
-    if environ.get("SLURM_JOB_ID"):
-        return slurm_job(environ)
-    if environ.get("PBS_JOBID"):
-        return pbs_job(environ)
+    if number := environ.get("SLURM_JOB_ID"):
+        if environ.get("SLURM_ARRAY_JOB_ID") and environ.get(
+            "SLURM_ARRAY_TASK_ID"
+        ):  # one task has the id of all
+            number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+        end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
+        left = None if end is None else end - time.time()
+        question = ("squeue", "--noheader", "--jobs", number, "--format=%L")
+        return BatchJob(f"Slurm job {number}", question, slurm_left, left)
+    if number := environ.get("PBS_JOBID"):
+        limit = clock_seconds(environ.get("PBS_WALLTIME", ""))  # of Torque
+        left = None if limit is None else limit - process_age()
+        return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, left)
     return None
-
-
-def slurm_job(environ: Mapping[str, str]) -> BatchJob:
-    """A Slurm job; a task of an array goes by its number, for one of them has the id that stands for all."""
-    number = environ["SLURM_JOB_ID"]
-    if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
-        number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
-    left = None if end is None else end - time.time()
-    return BatchJob(
-        f"Slurm job {number}", ("squeue", "--noheader", "--jobs", number, "--format=%L"), slurm_left, left
-    )
 
 
 def slurm_left(answer: str) -> float | None:
     """The seconds in squeue's %L, such as 1-02:03:04 or UNLIMITED."""
     text = answer.strip()
     return math.inf if text == "UNLIMITED" else clock_seconds(text)
-
-
-def pbs_job(environ: Mapping[str, str]) -> BatchJob:
-    """A PBS job; PBS_WALLTIME (Torque) is its limit in seconds."""
-    number = environ["PBS_JOBID"]
-    limit = clock_seconds(environ.get("PBS_WALLTIME", ""))
-    left = None if limit is None else limit - process_age()
-    return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, left)
 
 
 def pbs_left(answer: str) -> float | None:

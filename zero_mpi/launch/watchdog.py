@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import odd_one
@@ -145,7 +145,7 @@ class RankReports:
             paths = {rank: paths[rank] for rank in others if rank in kept or rank not in waiting}
         found, now = dict[int, RankState](), 0.0
         for rank, path in sorted(paths.items()):
-            with contextlib.suppress(OSError, ValueError):  # one that left just now
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # one that left just now
                 now = now or self._signed.stat().st_mtime
                 standing = standing_of(parse_json(read_file(path, MOST)))
                 behind = max(0.0, now - path.stat().st_mtime)
@@ -161,18 +161,15 @@ class RankReports:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def standing_of(said: object) -> RankState:
-    """Return what a rank has signed; ValueError for what none would sign."""
-    with contextlib.suppress(TypeError, KeyError, AttributeError):
-        started = [[Started(*start) for start in of_comm] for of_comm in said["started"]]  # type: ignore[index]
-        found = RankState(**said | {"started": started})  # type: ignore[operator]
-        starts = [start for of_comm in started for start in of_comm]
-        numbers = [found.ended or 0, *(start.number for start in starts)]
-        texts = [found.doing, found.waits, found.last, found.stacks]
-        texts += [text for start in starts for text in (start.kind, start.label)]
-        if {*map(type, texts)} == {str} and {*map(type, numbers)} == {int}:
-            return replace(found, seconds=min(max(float(found.seconds), 0.0), 1e9))
-    raise ValueError("nothing that a rank signs")
+def standing_of(said: Any) -> RankState:
+    """Return what a rank has signed; an error for what none would sign."""
+    started = [
+        [Started(int(number), str(kind), str(label), detail) for number, kind, label, detail in of_comm]
+        for of_comm in said["started"]
+    ]
+    doing, waits, last, stacks = (str(said[name]) for name in ("doing", "waits", "last", "stacks"))
+    seconds, ended = min(max(float(said["seconds"]), 0.0), 1e9), said["ended"]
+    return RankState(doing, waits, last, seconds, stacks, started, None if ended is None else int(ended))
 
 
 # ------------------------------------------------------------------------------------- waits in vain
