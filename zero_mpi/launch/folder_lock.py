@@ -182,8 +182,8 @@ def take(path: Path, mine: Record) -> int:
                 if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
                     who = holder or "its file does not say who"
                     raise UsageError(
-                        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its end "
-                        f"or use another --out; if it is dead, remove {path} and start again"
+                        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its "
+                        f"end or use another --out; if it is dead, remove {path} and start again"
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, mine)
