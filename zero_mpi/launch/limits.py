@@ -108,10 +108,9 @@ class BatchJob:
 def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """The batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
-        if environ.get("SLURM_ARRAY_JOB_ID") and environ.get(
-            "SLURM_ARRAY_TASK_ID"
-        ):  # one task has the id of all
-            number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        if array and task:  # by its number, for one task of an array has the id that stands for all
+            number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
         left = None if end is None else end - time.time()
         question = ("squeue", "--noheader", "--jobs", number, "--format=%L")
