@@ -26,7 +26,7 @@ pytestmark = [
 WAITING = """
 import os, platform, time
 from pathlib import Path
-from zero_mpi.launch import folder_hold as hold, folder_lock as lock
+from zero_mpi.launch import folder_lock as lock
 from zero_mpi.train import command as train_command, trainer as train
 
 if {none}:

@@ -13,7 +13,7 @@ from transports import ON_ONE_NODE
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
 from zero_mpi.comm import Comm, Partition
-from zero_mpi.comm.checked import CheckedComm
+from zero_mpi.comm.guarded import CheckedComm
 from zero_mpi.errors import JobError
 
 RANKS = MPI.COMM_WORLD.Get_size()

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.commands.doctor import links, output_folder, shared_memory
-from zero_mpi.commands.doctor.ranks import find_ranks
-from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK
+from zero_mpi.commands.doctor import output_folder, speed, system_limits
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, find_ranks
 from zero_mpi.launch.world import find_world
 
 
@@ -30,12 +29,12 @@ def test_ranks_and_hosts(monkeypatch, mpi):
 def test_links_inside_and_between(monkeypatch, mpi):
     where = found_with(monkeypatch, 2, max_mb=0.03, quick=True)
     where.figures["memory_bytes_per_rank"] = 1 << 30
-    told = [row.what for row in links.section(where)]
+    told = [row.what for row in speed.links(where)]
     assert told == ["link in a node", "network"][: 1 + (mpi.size > 2)]
     link = where.figures["links"]
     assert (link["between"] is None) == (mpi.size == 2)
     assert all(found["alpha_seconds"] > 0 for found in filter(None, link.values()))
-    rings = where.gather(links.between(where))
+    rings = where.gather(speed.between(where))
     for rank, ring in enumerate(rings):
         assert ring.after is None or rings[ring.after].before == rank
     assert sum(ring.after is not None for ring in rings) == rings[0].sharing * len(where.nodes)
@@ -43,7 +42,7 @@ def test_links_inside_and_between(monkeypatch, mpi):
 
 def test_a_shared_window_works(monkeypatch, mpi):
     where = found_with(monkeypatch, 2)
-    assert shared_memory.try_window(where) == ""
+    assert system_limits.try_window(where) == ""
 
 
 @pytest.mark.world(2, 3, 4)
@@ -53,7 +52,7 @@ def test_no_room_for_a_window_is_told_by_all_ranks_of_the_host(monkeypatch, mpi)
     where = found_with(monkeypatch, 2)
     if where.node == 0:
         monkeypatch.setattr(window, "room_problem", lambda nbytes: "there is none")
-    told = {row.what: row for row in shared_memory.section(where)}["shared window"]
+    told = {row.what: row for row in system_limits.shared_memory(where)}["shared window"]
     assert (told.verdict, told.value.startswith(f"{where.names[0]}: there is none")) == (NOTE, True)
 
 

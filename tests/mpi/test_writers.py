@@ -137,7 +137,7 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder, monkeypatch):
     """Over a transport that compares what ranks start, as --check-collectives has it."""
-    from zero_mpi.comm.checked import CheckedComm
+    from zero_mpi.comm.guarded import CheckedComm
 
     optimizer, progress = trained(CheckedComm(mpi), strategy)
     gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)

@@ -20,9 +20,8 @@ from test_command_bits import assert_same_run, fields, needs_mpiexec, train, wri
 from test_resume import SMALL, wait_for_lines
 
 from zero_mpi.config import settings
-from zero_mpi.launch import time_limit
-from zero_mpi.launch.limits import process_age
-from zero_mpi.launch.time_limit import (
+from zero_mpi.launch import limits as time_limit
+from zero_mpi.launch.limits import (
     NOTICE,
     BatchJob,
     TimeLimit,
@@ -30,6 +29,7 @@ from zero_mpi.launch.time_limit import (
     clock_seconds,
     find_job,
     pbs_left,
+    process_age,
     slurm_left,
 )
 

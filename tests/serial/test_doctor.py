@@ -20,20 +20,9 @@ import zero_mpi
 from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm.gpu import probe, run_probe
-from zero_mpi.commands.doctor import (
-    binding,
-    compute,
-    gpu,
-    links,
-    output_folder,
-    shared_memory,
-    software,
-    system_limits,
-    verdicts,
-)
 from zero_mpi.commands.doctor import command as doctor
-from zero_mpi.commands.doctor.ranks import Ranks, told_apart
-from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK, Row
+from zero_mpi.commands.doctor import gpu, output_folder, ranks, software, speed, system_limits
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row, told_apart
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.files.file_systems import KINDS, file_system
 from zero_mpi.launch.consistency import is_first
@@ -58,7 +47,7 @@ def only(found):
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
-    told = list(verdicts.lines(Row("disk", long, NOTE, f"do {long}")))
+    told = list(ranks.lines(Row("disk", long, NOTE, f"do {long}")))
     assert told[0].startswith("note  disk")
     assert max(map(len, told)) <= cli_text.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
@@ -69,15 +58,15 @@ def test_a_row_shows_its_remedy_below_and_fits_the_width():
 
 
 def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
-    return binding.Seat(tuple(cores), threads, chosen, yields, quota)
+    return software.Seat(tuple(cores), threads, chosen, yields, quota)
 
 
 def node(*seats, name="a", first=0):
-    return binding.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
+    return software.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
 
 
 def dealt(*ranks):
-    return [binding.NodeSeats("ab"[n], of, tuple(seat() for _ in of)) for n, of in enumerate(ranks)]
+    return [software.NodeSeats("ab"[n], of, tuple(seat() for _ in of)) for n, of in enumerate(ranks)]
 
 
 def quota(ranks, threads, cores):
@@ -126,30 +115,30 @@ ROWS = [
     (lambda: software.launcher(1, {}), OK, "none, 1 rank"),
     (lambda: software.progress([[], ["I_MPI_ASYNC_PROGRESS"]]), NOTE, "unset I_MPI_ASYNC_PROGRESS"),
     (lambda: software.progress([[], []]), OK, ""),
-    (lambda: software.threads(level("SERIALIZED")), NOTE, "serialized"),
-    (lambda: software.threads(level("MULTIPLE")), OK, "multiple"),
-    (lambda: software.threads(None), NOTE, "zero-mpi[mpich]"),
-    (lambda: binding.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
-    (lambda: binding.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
-    (lambda: binding.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
-    (lambda: binding.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 a host"),
-    (lambda: binding.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
-    (lambda: binding.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 a host"),
-    (lambda: binding.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
-    (lambda: binding.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
-    (lambda: binding.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
-    (lambda: binding.threads([node(*[seat(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
-    (lambda: binding.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
-    (lambda: binding.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
-    (lambda: binding.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
-    (lambda: binding.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
-    (lambda: binding.order(dealt((0, 1), (2, 3))), OK, ""),
-    (lambda: binding.order(dealt((0, 1), (2,))), NOTE, "1 to 2 ranks"),
-    (lambda: binding.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
-    (lambda: binding.binding([node(*map(seat, ([0], [1])))]), OK, ""),
-    (lambda: list(compute.rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
-    (lambda: list(compute.rows([1e11, 9e10], TWO))[1], OK, "90 %"),
-    (lambda: next(compute.rows([1e11, 6e10], TWO)), OK, "160 in all"),
+    (lambda: software.thread_level(level("SERIALIZED")), NOTE, "serialized"),
+    (lambda: software.thread_level(level("MULTIPLE")), OK, "multiple"),
+    (lambda: software.thread_level(None), NOTE, "zero-mpi[mpich]"),
+    (lambda: software.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
+    (lambda: software.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
+    (lambda: software.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
+    (lambda: software.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 a host"),
+    (lambda: software.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
+    (lambda: software.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 a host"),
+    (lambda: software.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
+    (lambda: software.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
+    (lambda: software.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
+    (lambda: software.threads([node(*[seat(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
+    (lambda: software.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
+    (lambda: software.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
+    (lambda: software.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
+    (lambda: software.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
+    (lambda: software.order(dealt((0, 1), (2, 3))), OK, ""),
+    (lambda: software.order(dealt((0, 1), (2,))), NOTE, "1 to 2 ranks"),
+    (lambda: software.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
+    (lambda: software.binding([node(*map(seat, ([0], [1])))]), OK, ""),
+    (lambda: list(speed.rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
+    (lambda: list(speed.rows([1e11, 9e10], TWO))[1], OK, "90 %"),
+    (lambda: next(speed.rows([1e11, 6e10], TWO)), OK, "160 in all"),
     (lambda: limit(group_cores=1.5), NOTE, "1.5 of 8 cores on a"),
     (lambda: limit(group_memory=1 << 30, group_room=1 << 29), NOTE, "128 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
@@ -160,19 +149,19 @@ ROWS = [
     (lambda: folder(free=1 << 29), NOTE, "--keep"),
     (lambda: folder(system=KINDS["tmpfs"]), NOTE, "on a disk"),
     (lambda: folder("b"), BAD, "not on b"),
-    (lambda: compute.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
-    (lambda: compute.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
-    (lambda: compute.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
-    (lambda: links.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 0}), OK, ""),
-    (lambda: links.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 9e-9}), NOTE, "btl_tcp"),
-    (lambda: links.network({"alpha_seconds": 2e-3, "beta_seconds_per_byte": 1e-9}), NOTE, "btl_tcp"),
+    (lambda: speed.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
+    (lambda: speed.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
+    (lambda: speed.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
+    (lambda: speed.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 0}), OK, ""),
+    (lambda: speed.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 9e-9}), NOTE, "btl_tcp"),
+    (lambda: speed.network({"alpha_seconds": 2e-3, "beta_seconds_per_byte": 1e-9}), NOTE, "btl_tcp"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "verdict", "text"), ROWS)
 def test_verdicts(row, verdict, text, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "8")
-    for name in binding.environment.THREADS[1:]:
+    for name in software.environment.THREADS[1:]:
         monkeypatch.delenv(name, raising=False)
     found = row()
     assert (found.verdict, text in found.value + found.remedy) == (verdict, True), found
@@ -181,7 +170,7 @@ def test_verdicts(row, verdict, text, monkeypatch):
 def test_names_of_ranks_and_hosts():
     assert is_first(OPEN_MPI)
     assert not is_first(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"})
-    told = list(binding.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
+    told = list(software.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
     assert (len(told), "22 more" in told[-1].value) == (cli_text.FEW + 1, True)
     assert told_apart(["a", "b", "a"]) == ("a", "b", "a (2)")
 
@@ -190,21 +179,21 @@ def test_a_rank_yields_by_the_settings_that_its_library_reads():
     both = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
     off = both | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}
     found = [("MPICH 5.0", both), ("MPICH 5.0", off), ("Open MPI v5", both)]
-    assert [binding.look(*each).yields for each in found] == [True, False, False]
+    assert [software.look(*each).yields for each in found] == [True, False, False]
 
 
 def test_bits_that_are_not_portable_though_they_should_be(monkeypatch):
-    assert compute.pins_fault() == ""
+    assert speed.pins_fault() == ""
     monkeypatch.setenv("ZERO_MPI_BITS", "portable")
-    assert "NumPy" in compute.pins_fault()
-    assert "compiled for haswell" in compute.bits_row(["0a"], "blas", "").value
+    assert "NumPy" in speed.pins_fault()
+    assert "compiled for haswell" in speed.bits_row(["0a"], "blas", "").value
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
-    monkeypatch.setattr(links, "seconds_of", lambda where, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9)
+    monkeypatch.setattr(speed, "seconds_of", lambda where, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9)
     where = place((0, 1), (2, 3), max_mb=1, quick=True)
     where.figures["memory_bytes_per_rank"] = 1 << 30
-    assert [row.what for row in links.section(where)] == ["link in a node", "network"]
+    assert [row.what for row in speed.links(where)] == ["link in a node", "network"]
     node, between = where.figures["links"]["node"], where.figures["links"]["between"]
     assert node["alpha_seconds"] == between["alpha_seconds"] == 1e-5
     assert node["beta_seconds_per_byte"] == pytest.approx(1e-9)
@@ -236,11 +225,11 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"x" * 5000)
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
-    monkeypatch.setattr(shared_memory, "PLACE", tmp_path)
+    monkeypatch.setattr(system_limits, "PLACE", tmp_path)
     with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        found = shared_memory.look()
+        found = system_limits.look_at_shared()
     assert found.left == (str(tmp_path / "mpich_shm_old"),)
-    row = only(shared_memory.leftovers([found], ("a",)))
+    row = system_limits.left(found, "a")
     assert (row.verdict, "4.9 KiB on a, in 1 file" in row.value) == (NOTE, True)
     assert f"rm {tmp_path}/mpich_shm_old" in row.remedy
     assert len(list(tmp_path.iterdir())) == 4
@@ -248,9 +237,9 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    room = shared_memory.look()
+    room = system_limits.look_at_shared()
     assert room.free == 64 << 20  # as containers have it
-    first, second = shared_memory.rows([room], ["/dev/shm is full"], place((0, 1)))[:2]
+    first, second = system_limits.shared_rows([room], ["/dev/shm is full"], place((0, 1)))[:2]
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
 
@@ -349,11 +338,11 @@ def test_bad_flags_are_one_line(flags):
     assert "\n" not in str(error.value)
 
 
-def examine(ranks, tmp_path, *flags, env=None):
+def examine(count, tmp_path, *flags, env=None):
     """(exit status, rows by name, figures, what was said) of a quick examination."""
     figures = tmp_path / "figures.json"
     args = ["--quick", "--json", str(figures), *(flags or ["--out", str(tmp_path / "run")])]
-    status, said, errors = run_job(ranks, ["-m", "zero_mpi", "doctor", *args], timeout=50, env=env)
+    status, said, errors = run_job(count, ["-m", "zero_mpi", "doctor", *args], timeout=50, env=env)
     assert figures.exists(), said + errors
     found = json.loads(figures.read_text())
     return status, {row["what"]: row for row in found["rows"]}, found, said + errors
@@ -412,12 +401,12 @@ def test_processes_that_are_no_job_say_so_once(tmp_path):
 
 STANDING = """
 import signal, os
-from zero_mpi.commands.doctor import compute
+from zero_mpi.commands.doctor import speed
 from zero_mpi.commands.doctor.command import main
 from zero_mpi.environment import launch_rank
 
 if launch_rank() == 1:
-    compute.rate = lambda *given: signal.pause()
+    speed.rate = lambda *given: signal.pause()
 main()
 """
 

@@ -17,7 +17,7 @@ from zero_mpi.commands.tokenize.work_folder import WorkFolder
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.open import open_in_place
-from zero_mpi.launch.folder_hold import take
+from zero_mpi.launch.folder_lock import make_and_take as take
 from zero_mpi.telemetry.events import append_line
 from zero_mpi.telemetry.proof import JobStart, Proof
 from zero_mpi.telemetry.status import overwrite

@@ -27,11 +27,11 @@ PATIENCE = 2.0
 CHILD = f"""
 import os, subprocess, sys, time
 from pathlib import Path
-from zero_mpi.launch import folder_hold as hold, folder_lock as lock
+from zero_mpi.launch import folder_lock as lock
 from zero_mpi.errors import UsageError
 
 kind, name = sys.argv[1:]
-hold.EVERY, lock.LOOK, lock.PATIENCE, lock.SETTLE = 0.05, 0.01, {PATIENCE}, 1.0
+lock.EVERY, lock.LOOK, lock.PATIENCE, lock.SETTLE = 0.05, 0.01, {PATIENCE}, 1.0
 if kind != "locks":
     lock.lock = {{"none": lambda handle: None, "apart": lambda handle: True}}[kind]
     lock.BOOT, lock.platform.node = Path("/nowhere"), lambda: name
@@ -41,7 +41,7 @@ for line in sys.stdin:
     if word == "take":
         time.sleep(float(more[1]))
         try:
-            held = hold.RunLock.take(Path(more[0]), f"Slurm job {{name}}")
+            held = lock.RunLock.take(Path(more[0]), f"Slurm job {{name}}")
             answer = "took"
         except UsageError as error:
             answer = str(error)

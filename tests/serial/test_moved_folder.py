@@ -17,7 +17,7 @@ from test_command_bits import needs_mpiexec, write_text
 from test_kills import MODEL, ranks_of
 
 from zero_mpi.errors import JobError
-from zero_mpi.launch.folder_hold import take_folder
+from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.train.outcome import Outcome
@@ -124,7 +124,7 @@ def test_tokenize_ends_as_well(way, tmp_path):
 SLOW = """
 import os, threading, time
 from zero_mpi.checkpoint.output_file import OutputFile
-from zero_mpi.launch import folder_hold as hold, interrupts
+from zero_mpi.launch import folder_lock as hold, stopping
 from zero_mpi.train import command as train_command, trainer as train
 
 hold.EVERY = 0.05
@@ -144,7 +144,7 @@ def step_on(self):
             time.sleep(0.01)
     return step(self)
 
-leave, interrupts.leave = interrupts.leave, lambda status: (time.sleep(3), leave(status))
+leave, stopping.leave = stopping.leave, lambda status: (time.sleep(3), leave(status))
 OutputFile.write_at, train.Trainer.step = write_slowly, step_on
 train_command.main()
 """

@@ -25,10 +25,14 @@ LEFT = """
 import os, time
 from zero_mpi.launch import open_mpi_reprieve as reprieve
 reprieve.hold()
-begun, states = time.monotonic(), []
-while not states or (states[-1] == "T" and time.monotonic() - begun < 20):
+def state():
+    return open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0]
+
+begun, states = time.monotonic(), [state()]
+open("held", "w").close()
+while states[-1] == "T" and time.monotonic() - begun < 20:
     time.sleep(0.05)
-    states.append(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0])
+    states.append(state())
 print("launcher", states[0], states[-1], flush=True)
 """
 
@@ -38,6 +42,7 @@ def under_launcher(tmp_path, command, **environ):
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
     told = subprocess.run(
         [shell, "-c", f"{command}; echo went on"],
+        cwd=tmp_path,
         env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ},
         capture_output=True,
         text=True,
@@ -53,7 +58,9 @@ def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
 
 
 def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
-    told = under_launcher(tmp_path, f"sleep 2 & {sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends when the launcher is held
+    job = f"({other}) & {sys.executable} -c '{LEFT}'"
+    told = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert told == ["launcher T S", "went on"]
 
 

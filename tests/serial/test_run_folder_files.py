@@ -13,7 +13,7 @@ from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
-from zero_mpi.launch.hang_report import RankReports, RankState
+from zero_mpi.launch.watchdog import RankReports, RankState
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events

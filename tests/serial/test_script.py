@@ -18,8 +18,7 @@ from jobs import run_command, run_job
 from zero_mpi import SerialComm
 from zero_mpi.comm.guarded import GuardedComm, Started, ThreadError
 from zero_mpi.launch.connect import time_limit
-from zero_mpi.launch.hang_report import RankReports, RankState, Vain, in_vain
-from zero_mpi.launch.watchdog import STATUS
+from zero_mpi.launch.watchdog import STATUS, RankReports, RankState, Vain, in_vain
 
 CONNECT = """
 import os, sys, threading, time

@@ -14,16 +14,16 @@ import pytest
 from bpe_files import trained_json, write_json
 
 from zero_mpi import __version__
-from zero_mpi.commands.tokenize import encode_parts, progress
+from zero_mpi.commands.tokenize import encode_parts
 from zero_mpi.commands.tokenize.command import command
-from zero_mpi.commands.tokenize.parts import cut_parts, dealt
+from zero_mpi.commands.tokenize.encode_parts import cut_parts, dealt
 from zero_mpi.commands.tokenize.text_formats import JSON_LINES, InputFile, Reading
 from zero_mpi.commands.tokenize.work import found_files
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
 from zero_mpi.errors import JobError, UsageError
-from zero_mpi.launch.folder_hold import RunLock
+from zero_mpi.launch.folder_lock import RunLock
 from zero_mpi.launch.stopping import START, signals
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
@@ -38,7 +38,7 @@ def fresh(monkeypatch, tmp_path):
     """A process that has not been told anything, in a folder of its own."""
     monkeypatch.setattr(signals, "caught", "")
     monkeypatch.setattr(signals, "phase", START)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(encode_parts, "EVERY", 0.0)
     monkeypatch.chdir(tmp_path)
     yield
     log.remove()
@@ -492,8 +492,8 @@ def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_pat
 
 @pytest.mark.parametrize("watches", [False, True])
 def test_lines_tell_how_far_the_work_is(watches, long, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "watched", lambda: watches)
-    monkeypatch.setattr(progress, "WATCHED" if watches else "LOGGED", 0.0)
+    monkeypatch.setattr(encode_parts, "watched", lambda: watches)
+    monkeypatch.setattr(encode_parts, "WATCHED" if watches else "LOGGED", 0.0)
     assert tokenize(long, *SMALL) == 0
     said = capsys.readouterr().out
     assert re.search(r"(?m)^100 %  .*  60 documents  3.46k tokens  .* MB/s  00:00 left$", said)

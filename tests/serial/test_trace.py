@@ -17,16 +17,14 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, writ
 from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm, device
-from zero_mpi.commands.trace.breakdown import CLAIMS, COLUMNS, exposed_by_unit, shares
-from zero_mpi.commands.trace.command import command
+from zero_mpi.commands.trace.command import CLAIMS, COLUMNS, command, exposed_by_unit, shares
 from zero_mpi.commands.trace.read import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
-from zero_mpi.train.timeline import Timeline, Tracer
-from zero_mpi.train.trace_events import TraceEvent, as_json, events_of, lanes
+from zero_mpi.train.timeline import Timeline, TraceEvent, Tracer, as_json, events_of, lanes
 
 STEP = event(0, "steps", "step", 0, 100)
 
@@ -62,7 +60,7 @@ def test_each_moment_is_in_one_column(tmp_path):
     }  # fmt: skip
     assert share.step == 100
     assert share.hidden == 34 - 10, "the transfer was under way for 34, and waited for in 10 of them"
-    assert share.sent["gathers"] == 1000
+    assert share.sent == 1000
     assert share.exposed == {"allgather": 10, "allreduce": 10}
 
 
@@ -153,16 +151,6 @@ def test_only_steps_that_are_whole_on_all_ranks_count(tmp_path):
 # ----------------------------------------------------------------------------------------------- the file
 
 
-def broken(path, data):
-    """What reading a file of these bytes says."""
-    file = path / "trace.json"
-    file.write_bytes(data)
-    with pytest.raises(UsageError) as raised:
-        read(file)
-    assert "\n" not in str(raised.value)
-    return str(raised.value).removeprefix(str(file))
-
-
 HEAD = b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":[\n'
 
 
@@ -172,36 +160,40 @@ def lines(*events):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    "data",
     [
-        (b"GGUF\x03\x00", ": not a trace: "),
-        (b"\xff\xfe", ": not a trace: "),
-        (b"", ": not a trace: "),
-        (b"[]", ": not a trace: "),
-        (b"[" * 100_000, ": not a trace"),
-        (b'{"loss": 1}\n', ": not a trace: "),
-        (b'{"otherData": {},\n"traceEvents":[\n]}\n', ": not a trace: "),
-        (b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n', ": not a trace: "),
-        (HEAD + b"]}\n", ": has no step that is whole"),
-        (lines(STEP)[:-3], ": broken: it ends"),
-        (lines(STEP)[:-9], ": not a trace: "),
-        (lines(7), ": broken: an event lacks"),
-        (lines(STEP | {"ts": "x"}), ": broken: "),
-        (lines(STEP | {"dur": -1}), ": broken: "),
-        (lines(STEP | {"args": {}}), ": broken: "),
-        (lines(STEP | {"pid": 10**4000}), ": broken: "),
-        (lines(STEP | {"ts": 10**400}), ": broken: "),
-        (HEAD + b"9" * 100_000, ": not a trace: "),
-        (b"\0" * 100, ": not a trace: "),
-        (b" " * (3 << 20) + b"{}", ": not a trace: "),
-        (lines(STEP | {"name": "x" * (3 << 20)}), ": not a trace: "),
-        (gzip.compress(lines(*[STEP] * 100_000)), ": broken, it unpacks to more than"),
-        (gzip.compress(lines(STEP))[:-40], ": broken, it cannot be unpacked"),
-        (gzip.compress(HEAD)[:9] + b"\0" * 30, ": broken, it cannot be unpacked"),
+        b"GGUF\x03\x00",
+        b"\xff\xfe",
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b'{"loss": 1}\n',
+        b'{"otherData": {},\n"traceEvents":[\n]}\n',
+        b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n',
+        HEAD + b"]}\n",
+        lines(STEP)[:-3],
+        lines(STEP)[:-9],
+        lines(7),
+        lines(STEP | {"ts": "x"}),
+        lines(STEP | {"dur": -1}),
+        lines(STEP | {"args": {}}),
+        lines(STEP | {"pid": 10**4000}),
+        lines(STEP | {"ts": 10**400}),
+        HEAD + b"9" * 100_000,
+        b"\0" * 100,
+        b" " * (3 << 20) + b"{}",
+        lines(STEP | {"name": "x" * (3 << 20)}),
+        gzip.compress(lines(*[STEP] * 100_000)),
+        gzip.compress(lines(STEP))[:-40],
+        gzip.compress(HEAD)[:9] + b"\0" * 30,
     ],
 )
-def test_what_is_no_time_line_is_refused(tmp_path, data, said):
-    assert broken(tmp_path, data).startswith(said)
+def test_what_is_no_time_line_is_refused(tmp_path, data):
+    (tmp_path / "trace.json").write_bytes(data)
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path / "trace.json")
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a whole time line of --trace: ")
 
 
 def test_memory_does_not_grow_with_a_file_that_is_no_time_line(tmp_path):
@@ -213,7 +205,7 @@ def test_memory_does_not_grow_with_a_file_that_is_no_time_line(tmp_path):
     tracemalloc.start()
     try:
         for name in ("trace.json.gz", "trace.json"):
-            with pytest.raises(UsageError, match="not a trace"):
+            with pytest.raises(UsageError, match="not a whole time line"):
                 read(tmp_path / name)
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:

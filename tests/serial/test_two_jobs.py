@@ -25,7 +25,7 @@ SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0
 # Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
 WAITING = """
 import os, time
-from zero_mpi.launch import folder_hold as hold
+from zero_mpi.launch import folder_lock as hold
 from zero_mpi.train import command as train_command, trainer as train
 
 hold.EVERY = 0.2

@@ -12,9 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jobs import run_command
 
+from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.meter import Meter, collective, meters
-from zero_mpi.launch.hang_report import FOLDER, RankReports, RankState, named, report, shown_stacks, verdict
-from zero_mpi.launch.watchdog import STATUS, Watchdog
+from zero_mpi.launch.watchdog import (
+    FOLDER,
+    STATUS,
+    RankReports,
+    RankState,
+    Watchdog,
+    report,
+    shown_stacks,
+    verdict,
+)
 
 PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
 

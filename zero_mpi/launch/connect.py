@@ -26,12 +26,11 @@ from zero_mpi import ops
 from zero_mpi.arguments import instance, number
 from zero_mpi.comm.agree import agreed
 from zero_mpi.comm.base import Comm
-from zero_mpi.comm.guarded import GuardedComm, records
+from zero_mpi.comm.guarded import CheckedComm, GuardedComm, records
 from zero_mpi.comm.serial import SerialComm
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
-from zero_mpi.launch.hang_report import reports_in
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
@@ -70,8 +69,6 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     comm: Comm = MPIComm()
     script.limit(agreed(comm, "connect", lambda: settings(timeout, check)))
     if check:
-        from zero_mpi.comm.checked import CheckedComm
-
         comm = CheckedComm(comm)
     return GuardedComm(comm)
 
@@ -108,10 +105,9 @@ class WatchedScript:
         self._process, self._status = os.getpid(), 0
         self._watchdog = Watchdog(world.rank, 0, self._kill, only_waits=True)
         self._watchdog.beat("the script")
-        self._reports, folder = None, meeting_place(world)
+        folder = meeting_place(world)
         if folder is not None:
-            self._reports, places = reports_in(folder.parent, world.comm, folder.name)
-            self._watchdog.gather(self._reports, places)
+            self._watchdog.gather(folder.parent, world.comm, folder.name)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
         sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
         atexit.register(self._ended)
@@ -145,8 +141,7 @@ class WatchedScript:
 
     def _kill(self, status: int) -> NoReturn:
         """End all ranks at once; as the last thing, or another one would make the folder anew."""
-        if self._reports is not None:
-            self._reports.clear()
+        self._watchdog.clear()
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:

@@ -19,14 +19,14 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from zero_mpi import __version__, device, environment, ops
+from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
 from zero_mpi.comm.base import Comm
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.ending import BAD_USAGE
-from zero_mpi.launch.hang_report import named
-from zero_mpi.launch.world import World, first_line
+from zero_mpi.launch.world import World
 
 T = TypeVar("T")
 SAME_FILES = "give all hosts the same files, or a file system that they share"
@@ -146,4 +146,4 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
 
 def mpi_library(world: World) -> str:
     """Name and version of the MPI library."""
-    return first_line(ValueError(world.mpi.Get_library_version().replace("\t", " ")))
+    return str(world.mpi.Get_library_version()).replace("\t", " ").partition("\n")[0]

@@ -46,7 +46,6 @@ SETTLED = 2.0  # seconds after which a library has mapped what it made
 # Bytes of a rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # bytes of a node beside that
-UCX = {"UCX_TLS": "^posix"}
 REMEDY = "give it more room (containers: --shm-size=1g or --ipc=host), or start fewer ranks a node"
 
 removed: list[int] = []  # bytes of the files that this process has removed at its start
@@ -68,9 +67,7 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
     free, ranks = free_bytes(), environment.local_ranks(environ)
     if free is None or free >= ranks * WITH_UCX + SPARE:
         return ""
-    for name, value in UCX.items():
-        environ.setdefault(name, value)
-    spares = all(environ[name] == value for name, value in UCX.items())
+    spares = environ.setdefault("UCX_TLS", "^posix") == "^posix"
     needed = ranks * (WITHOUT_UCX if spares else WITH_UCX) + SPARE
     if free >= needed:
         return ""

@@ -1,11 +1,12 @@
 """`OUT/.lock`: a run folder belongs to one job at a time, and to nobody once that job is dead.
 
-The file says who holds the folder; whoever makes it, which one process can, has it. The holder keeps a flock
-on it, which dies with the process, and renews it every few seconds. A lock that is refused is believed. One
-that is granted is believed only of a holder on this machine: between machines locks may be unknown (NFS,
-Lustre, by how they are mounted) or count on each by itself. There a holder is dead when its record stands
-still, by the clock of the one who watches. Its file is then renamed, which one process can, and a new one is
-made. A holder that was only stopped sees that, and ends.
+The file says who holds the folder; whoever makes it, which one process can, has it. The holder, rank 0, keeps
+a flock on it, which dies with the process, and renews it every few seconds. A lock that is refused is
+believed. One that is granted is believed only of a holder on this machine: between machines locks may be
+unknown (NFS, Lustre, by how they are mounted) or count on each by itself. There a holder is dead when its
+record stands still, by the clock of the one who watches. Its file is then renamed, which one process can, and
+a new one is made. A holder that was only stopped sees that, or that the folder was moved or removed. Then its
+job writes no more there, and ends: after its step, or a little later wherever it is.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ import fcntl
 import json
 import os
 import platform
+import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from zero_mpi.errors import UsageError, naming
+from zero_mpi.errors import JobError, UsageError, naming
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import open_in_place
+from zero_mpi.files.open import open_in_place, reason
 from zero_mpi.files.parse import parse_json
-from zero_mpi.telemetry import log
+from zero_mpi.launch.ending import FAILED, end_surely
+from zero_mpi.launch.limits import find_job
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry import log, metrics
+from zero_mpi.telemetry.events import utc
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
@@ -35,12 +42,15 @@ SLOW = 2.0  # seconds for a look: the file system hangs, and a holder that stand
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
 SETTLE = 5.0  # seconds without one after which a refused lock is called held all the same
 LEAVE = 60.0  # seconds that a holder of the same batch job, requeued or the step before, has to end
+GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 ROOM = 1024  # bytes of a record: always as many, so that a renewal needs no room on a full disk
+ANY = 1 << 62  # hard links of our own file: a backup may have made them
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
 
 
 def machine() -> str:
-    """What only processes under one kernel have in common; containers on one host do."""
+    """Return a text that only processes under one kernel have in common; containers on one host do."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -49,7 +59,7 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Who holds a folder: for people host, process, batch job (or nothing) and time of start.
+    """Holder of a folder: for people host, process, batch job (or nothing) and time of start.
 
     machine: whose system has the lock; token: no other job's; beat: counts the signs of life.
     """
@@ -67,12 +77,11 @@ class Record:
         return f"process {self.pid} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
 
     def packed(self) -> bytes:
-        """The record as it stands in the file."""
         return json.dumps(asdict(self)).encode().ljust(ROOM - 1) + b"\n"
 
 
 def unpacked(raw: bytes) -> Record | None:
-    """The record in a file; None for anything else."""
+    """Return the record in a file; None for anything else."""
     try:
         said: Any = parse_json(raw)
         record = Record(**said)
@@ -80,10 +89,6 @@ def unpacked(raw: bytes) -> Record | None:
         return None
     kinds = {name: int if name in ("pid", "beat") else str for name in asdict(record)}
     return record if all(type(said[name]) is kind for name, kind in kinds.items() if name in said) else None
-
-
-class HeldError(UsageError):
-    """Another job has the folder."""
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -100,7 +105,7 @@ def find(path: Path, links: int = 1) -> int:
 
 
 def read(handle: int) -> bytes:
-    """What a file says."""
+    """Return what a file says."""
     return os.pread(handle, ROOM, 0)
 
 
@@ -112,7 +117,7 @@ def write(handle: int, record: Record) -> None:
 
 
 def lock(handle: int) -> bool | None:
-    """Whether the system gives this process the lock of a file; None: it has no locks here.
+    """Return True if the system gives this process the lock of a file; None: it has no locks here.
 
     Of the kinds that there are, flock is the one that Linux hands on to NFS and Lustre and that another
     handle's end does not drop; fcntl's goes when any part of the process closes the file.
@@ -125,12 +130,10 @@ def lock(handle: int) -> bool | None:
 
 
 def is_at(handle: int, path: Path) -> bool:
-    """Whether a path still names the file of a handle."""
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(handle))
+    """Tell if a path still names the file of a handle."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
+    return False
 
 
 # ------------------------------------------------------------------------------------------------ to get it
@@ -155,7 +158,7 @@ def create(path: Path, mine: Record) -> int | None:
 
 
 def take(path: Path, mine: Record) -> int:
-    """Return the handle that keeps the lock of a folder. Raises HeldError, or OSError with the file's name.
+    """Return the handle that keeps the lock of a folder. Raises UsageError, or OSError with the file's name.
 
     A file that is there is looked at again and again, until it is free, or its holder is seen to live.
     """
@@ -177,7 +180,11 @@ def take(path: Path, mine: Record) -> int:
             quiet = now - since
             if lives or (locked is False and quiet > SETTLE):
                 if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
-                    raise held(path, holder)
+                    who = holder or "its file does not say who"
+                    raise UsageError(
+                        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its "
+                        f"end or use another --out; if it is dead, remove {path} and start again"
+                    )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, mine)
             elif locked is not False and not is_told and (holder or quiet > 0):  # it is not only being made
@@ -223,10 +230,140 @@ def put_aside(path: Path, raw: bytes, mine: Record) -> None:
         os.unlink(aside)
 
 
-def held(path: Path, holder: Record | None) -> HeldError:
-    """The error that says who has the folder."""
-    who = str(holder) if holder else "its file does not say who"
-    return HeldError(
-        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its "
-        f"end or use another --out; if it is dead, remove {path} and start again"
-    )
+# ------------------------------------------------------------------------------------------------ to keep it
+
+
+class RunLock:
+    """Folder that is ours from `take` to `release`. lost: why not any more; at_loss: called GRACE later."""
+
+    def __init__(self, path: Path, mine: Record, handle: int) -> None:
+        self._path, self._mine, self._handle = path, mine, handle
+        self._kept = os.open(path.parent, os.O_DIRECTORY)  # so that no later folder gets its inode's number
+        self._folder, self.lost = os.fstat(self._kept), ""
+        self.at_loss: Callable[[], object] = lambda: None
+        os.register_at_fork(after_in_child=self._forget)
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._renew, daemon=True)
+        self._thread.name = "zero_mpi lock"
+        self._thread.start()
+
+    @classmethod
+    def take(cls, out: Path, job: str = "") -> RunLock:
+        """The lock of a folder that is there. Raises UsageError if another job has it, or OSError."""
+        path, mine = out / NAME, Record(since=utc(), job=job)
+        return cls(path, mine, take(path, mine))
+
+    def release(self) -> None:
+        self._over.set()
+        if not self.lost:
+            self._thread.join(SLOW)  # the disk may hang
+        with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
+            if record is not None and record.token == self._mine.token:
+                os.unlink(self._path)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Close file and folder; also in a child, which would keep the lock when this process is dead."""
+        handles, self._handle, self._kept = (self._handle, self._kept), -1, -1
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def _record(self) -> Iterator[tuple[int, Record | None]]:
+        """The file, opened anew: what others wrote is seen so over a network, and ours reaches its server."""
+        handle = find(self._path, ANY)
+        try:
+            yield handle, unpacked(read(handle))
+        finally:
+            os.close(handle)
+
+    def _renew(self) -> None:
+        while not self._over.wait(EVERY):
+            with contextlib.suppress(OSError, UsageError):  # what cannot be read tells nothing
+                self._give_sign()
+            if self.lost:
+                if not self._over.wait(GRACE):
+                    self.at_loss()
+                return
+
+    def look(self) -> str:
+        """Return why the folder is not ours any more, by a look of this moment; empty while it is."""
+        for pause in (LOOK, 0.0):  # a network file system may be wrong for a moment
+            try:
+                if os.path.samestat(os.stat(self._path.parent), self._folder):
+                    return self.lost
+            except (FileNotFoundError, NotADirectoryError):
+                self._over.wait(pause)
+            except OSError:  # what cannot be looked at tells nothing
+                return self.lost
+        self.lost = f"the run folder {self._path.parent} was moved or removed while the job was at work in it"
+        return self.lost
+
+    def _give_sign(self) -> None:
+        """Renew the record, if it is ours; make the file again where it is gone and the folder is not."""
+        if self.look():
+            return
+        try:
+            with self._record() as (handle, record):
+                if record is not None and record.token != self._mine.token:
+                    self.lost = f"the run folder {self._path.parent} was taken over by {record}"
+                elif record is not None:
+                    self._mine = replace(self._mine, beat=record.beat + 1)
+                    write(handle, self._mine)
+        except FileNotFoundError:
+            new = create(self._path, self._mine)
+            if new is not None:
+                os.close(self._handle)
+                self._handle = new
+
+
+class Hold:
+    """Run folder of a job, as each rank has it; on rank 0 with its lock.
+
+    lost: why this rank knows the folder to be ours no more, or nothing; look: the same, at this moment.
+    """
+
+    def __init__(self, world: World, lock: RunLock | None) -> None:
+        self._world, self._lock = world, lock
+        self.look: Callable[[], str] = lock.look if lock is not None else str
+
+    @property
+    def lost(self) -> str:
+        return self._lock.lost if self._lock is not None else ""
+
+    def check(self, problem: str = "") -> None:
+        """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
+        said = self._world.comm.broadcast_object(self.look() or problem)
+        if said:
+            raise JobError(said)
+
+
+def take_folder(world: World, out: Path) -> Hold:
+    """Make the run folder and let this job have it until its end. Collective.
+
+    Raises UsageError on all ranks if another job is at work there, or the folder cannot be written to.
+    """
+    lock: RunLock | None = world.on_root(lambda: make_and_take(out))
+    if lock is not None:
+        world.at_end.append(lambda status, reason: lock.release())
+        world.comm.lost = lock.look
+        text = "zero_mpi: {}; ending the job".format
+        lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
+    return Hold(world, lock)
+
+
+def make_and_take(out: Path) -> RunLock:
+    """Do what `take_folder` does on rank 0."""
+    job = find_job()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        next(out.iterdir(), None)  # it can be read as well
+        metrics.check(out)
+        return RunLock.take(out, "" if job is None else job.name)
+    except OSError as error:
+        text = f"--out {shown(out)}: cannot write there: {reason(error)}"
+        raise (JobError if error.errno in THE_MACHINES else UsageError)(text) from error
+    except UsageError:
+        raise
+    except ValueError as error:  # a NUL byte
+        raise UsageError(f"--out {shown(out)}: {error}") from error

@@ -1,13 +1,22 @@
-"""What the system lets a process have: memory, processor time, files, locked memory.
+"""What the system and the batch system let a run have: memory, processor time, files, and time.
 
-`environment.control_groups` has those that containers and batch systems set.
+`environment.control_groups` has the limits that containers and batch systems set. Slurm and PBS end a job at
+its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 knows the
+end beforehand. A job's variables tell it as of the start; squeue and qstat tell what is left now, for limits
+get extended. They are asked in a thread, because a busy batch system takes its time and no step waits for it;
+one that does not answer changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import resource
+import subprocess
+import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +25,10 @@ from zero_mpi.environment.control_groups import group_limits
 
 MEMINFO = Path("/proc/meminfo")
 INFINIBAND = Path("/sys/class/infiniband")
+
+INTERVAL = 240.0  # seconds between two questions
+PATIENCE = 30.0  # seconds for an answer
+NOTICE = 30.0  # seconds of a job's end left to the job script and to what is inexact about the end
 
 _imported = time.monotonic()
 
@@ -36,7 +49,6 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that can be had on this host."""
         return self.available if self.group_room is None else min(self.available, self.group_room)
 
 
@@ -78,3 +90,112 @@ def process_age(process: int | str = "self") -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
         return time.monotonic() - _imported
+
+
+# ------------------------------------------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The batch job around this process."""
+
+    name: str  # for people
+    question: tuple[str, ...]  # a command that says what is left
+    read: Callable[[str], float | None]  # the seconds left in its answer; None: it does not say
+    at_start: float | None  # seconds left as the job's variables tell
+
+
+def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
+    """The batch job whose variables are in `environ`, if there are any."""
+    if number := environ.get("SLURM_JOB_ID"):
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        if array and task:  # by its number, for one task of an array has the id that stands for all
+            number = f"{array}_{task}"
+        end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
+        left = None if end is None else end - time.time()
+        question = ("squeue", "--noheader", "--jobs", number, "--format=%L")
+        return BatchJob(f"Slurm job {number}", question, slurm_left, left)
+    if number := environ.get("PBS_JOBID"):
+        limit = clock_seconds(environ.get("PBS_WALLTIME", ""))  # of Torque
+        left = None if limit is None else limit - process_age()
+        return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, left)
+    return None
+
+
+def slurm_left(answer: str) -> float | None:
+    """The seconds in squeue's %L, such as 1-02:03:04 or UNLIMITED."""
+    text = answer.strip()
+    return math.inf if text == "UNLIMITED" else clock_seconds(text)
+
+
+def pbs_left(answer: str) -> float | None:
+    """Limit minus use, of qstat -f.
+
+    PBS brings the use up to date every few minutes only, and at first there is none; the job is at least as
+    old as this process. Its time of start is no help: text in the server's time zone.
+    """
+    found = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
+    limit = clock_seconds(found.get("Resource_List", ""))
+    if limit is None:
+        return None
+    return limit - max(clock_seconds(found.get("resources_used", "")) or 0.0, process_age())
+
+
+def clock_seconds(text: str) -> float | None:
+    """The seconds of [days-][[hours:]minutes:]seconds; None for any other text."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def ask(job: BatchJob) -> float | None:
+    """The seconds left as the batch system says, or None if it does not.
+
+    To start a process from one in which MPI runs is safe: Python does it by vfork, which copies no pages.
+    """
+    try:
+        answer = subprocess.run(
+            job.question,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PATIENCE,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except (OSError, subprocess.SubprocessError):  # no such command; no answer in time
+        return None
+    return job.read(answer.stdout) if answer.returncode == 0 else None
+
+
+class TimeLimit:
+    """The end of a run: `max_time` seconds after the start of the process or NOTICE before the job's end."""
+
+    def __init__(self, max_time: float | None, job: BatchJob | None, interval: float = INTERVAL) -> None:
+        self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
+        self._job, self._job_end, self._interval = job, math.inf, interval
+        if job is not None:
+            # A limit that is already past was extended, or the job would not run.
+            self._learn(job.at_start if (job.at_start or 0.0) > 0 else None)
+            threading.Thread(target=self._keep_asking, name="zero_mpi batch", daemon=True).start()
+
+    def left(self) -> float:
+        """Seconds until the run should have ended; infinite if nothing ends it."""
+        return min(self._own_end, self._job_end - NOTICE) - time.monotonic()
+
+    @property
+    def name(self) -> str:
+        if self._job is None or self._own_end <= self._job_end - NOTICE:
+            return "--max-time"
+        return f"the end of {self._job.name}"
+
+    def _learn(self, left: float | None) -> None:
+        if left is not None:
+            self._job_end = time.monotonic() + left
+
+    def _keep_asking(self) -> None:
+        assert self._job is not None
+        while True:
+            self._learn(ask(self._job))
+            time.sleep(self._interval)

@@ -8,13 +8,19 @@ one may be inside the MPI library, where no handler of Python's runs. It answers
 run that does not come to an agreement while it is prepared.
 
 A program of this package listens from its first line to its last; in a script the command does that it calls.
+Ctrl-C gives no traceback: `train` saves before it ends, any other command ends at once, with a line and
+status 130, after it has tidied up if it was at work. An import, in a script or a notebook, changes no signal:
+there an interrupt stays Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zero_mpi import environment
-from zero_mpi.launch import interrupts, open_mpi_reprieve
+from zero_mpi.launch import open_mpi_reprieve
 from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -35,7 +41,87 @@ TWICE = 0.4  # seconds within which two are one: a launcher may hand on what the
 GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
 STAGGER = 0.5  # seconds a rank: if all have to end the job, the first says so
 
+INTERRUPTED = 130  # as a shell says it of a program that Ctrl-C has ended
+Handler = Callable[[int, FrameType | None], None]
+
+program = ""  # the command that this process was started for, such as "train"
+_handled: dict[int, Handler] = {}  # the signals that this package has taken
 Word = tuple[str, bool]
+
+
+def handle(number: int, handler: Handler) -> None:
+    """Take a signal, unless whoever started this process wants it not to hear it.
+
+    So nohup does with SIGHUP, and a shell with SIGINT in the background; a launcher hands on what it gets.
+    """
+    ignored = signal.getsignal(number) is signal.SIG_IGN
+    kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
+    if not (ignored and kept):
+        signal.signal(number, handler)
+        _handled[number] = handler
+
+
+def handle_again() -> None:
+    """Take back what a library has taken meanwhile: MPICH's UCX takes SIGHUP when MPI starts."""
+    for number, handler in _handled.items():
+        signal.signal(number, handler)
+
+
+def say_interrupted() -> None:
+    """One line, of rank 0."""
+    if environment.launch_rank() == 0:
+        report("interrupted", is_error=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process; what it has handled finds nothing to end any more."""
+    for number in _handled:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
+
+
+def hide_unraisable(kind: type[BaseException]) -> None:
+    """Say nothing where an exception that a handler raised came up in a finalizer, which swallows it."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, kind):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+class Terminal(io.FileIO):
+    """A terminal that may be closed: what it does not take any more is lost, and no reason to fail."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
+
+
+def outlive_terminal() -> None:
+    """Let stdout and stderr survive the end of the terminal that they are."""
+    for name, handle in (("stdout", 1), ("stderr", 2)):
+        was = getattr(sys, name)
+        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # no notebook's
+            terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
+            new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
+            setattr(sys, name, new)
+
+
+def report(text: str, *, is_error: bool = False) -> None:
+    """One line from whatever thread: through the log if the command has set one up, errors to stderr."""
+    log = sys.modules.get("zero_mpi.telemetry.log")
+    with contextlib.suppress(OSError):
+        if is_error or log is None or not log.installed():
+            name = f"zero_mpi {program}".rstrip()
+            os.write(2 if is_error else 1, f"{name}: {text}\n".encode(errors="backslashreplace"))
+        else:
+            log.info("%s", text)
 
 
 class Stopped(BaseException):
@@ -73,9 +159,9 @@ class StopSignals:
         os.set_blocking(write, False)
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in SIGNALS:
-            interrupts.handle(number, self._note)
-        interrupts.hide_unraisable(Stopped)
-        interrupts.outlive_terminal()
+            handle(number, self._note)
+        hide_unraisable(Stopped)
+        outlive_terminal()
         threading.Thread(target=self._listen, args=(read,), name="zero_mpi signals", daemon=True).start()
 
     @contextlib.contextmanager
@@ -97,7 +183,6 @@ class StopSignals:
                 self._listens = self._gives_up = False
 
     def enter(self, phase: str) -> None:
-        """The next phase begins."""
         self.phase = phase
         self._watch_preparation()
 
@@ -141,7 +226,7 @@ class StopSignals:
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
             stopped = Stopped(self.caught, again=self.again)
-            interrupts.report(stopped_early(stopped), is_error=stopped.status == FAILED)
+            report(stopped_early(stopped), is_error=stopped.status == FAILED)
             self._leave(stopped.status, str(stopped))
 
     # ----------------------------------------------------------------------------- what hears them
@@ -177,12 +262,12 @@ class StopSignals:
         if environment.launch_rank() == 0:
             stopping = f"stopping {WHEN[self.phase]}"
             once_more = f"{stopping}; once more to stop now"
-            interrupts.report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
+            report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
 
     def _end_now(self) -> NoReturn:
         if environment.launch_rank() == 0:
-            interrupts.report("stopped at once; what was saved is complete", is_error=True)
-        self._leave(interrupts.INTERRUPTED, "SIGINT, twice")
+            report("stopped at once; what was saved is complete", is_error=True)
+        self._leave(INTERRUPTED, "SIGINT, twice")
 
     def _leave(self, status: int, reason: str) -> NoReturn:
         """End all ranks, or this one where the MPI library is in the way."""
@@ -193,8 +278,7 @@ def stopped_early(stopped: Stopped) -> str:
     """What a person is told of a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to go on"
-    from zero_mpi.launch.limits import process_age
-    from zero_mpi.launch.time_limit import find_job
+    from zero_mpi.launch.limits import find_job, process_age
 
     job, age = find_job(), process_age()
     left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
@@ -216,14 +300,15 @@ signals = StopSignals()
 
 def start(name: str, module: str) -> None:
     """Run `main` of a module, the command `name`; signals are heard before the import, which is slow."""
-    interrupts.program = name
+    global program
+    program = name
     if name == "train":
         signals.listen()
     else:
-        interrupts.handle(signal.SIGINT, signal.default_int_handler)
-        interrupts.hide_unraisable(KeyboardInterrupt)
+        handle(signal.SIGINT, signal.default_int_handler)
+        hide_unraisable(KeyboardInterrupt)
     try:
         import_module(module).main()
     except KeyboardInterrupt:
-        interrupts.say_interrupted()
-        os._exit(interrupts.INTERRUPTED)
+        say_interrupted()
+        os._exit(INTERRUPTED)

@@ -28,7 +28,7 @@ from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import dev_shm, interrupts, open_mpi_reprieve
+from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
@@ -181,9 +181,10 @@ def find_world() -> World:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
         if environment.under_launcher():
+            why = str(error).partition("\n")[0]
             raise UsageError(
-                f"started by an MPI launcher, but no MPI library can be loaded ({first_line(error)}); "
-                "install one: pip install 'zero-mpi[mpich]'"
+                f"started by an MPI launcher, but no MPI library can be loaded ({why}); install one: "
+                "pip install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
     finally:
@@ -195,11 +196,6 @@ def find_world() -> World:
     dev_shm.unname()  # all ranks have come to Dup, hence hold the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def run(
@@ -215,7 +211,7 @@ def run(
         helping = not HELP.isdisjoint(arguments)
         if environment.under_launcher() or not (alone or helping):
             world = find_world()
-            interrupts.handle_again()
+            stopping.handle_again()
         if alone and world.size > 1 and not helping:
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
@@ -223,12 +219,14 @@ def run(
     except Stopped as stopped:
         status, problem = stopped.status, str(stopped)
         if world.rank == 0:
-            interrupts.report(stopped_early(stopped), is_error=status == FAILED)
+            stopping.report(stopped_early(stopped), is_error=status == FAILED)
     except KeyboardInterrupt:
-        interrupts.say_interrupted()
-        status, problem = interrupts.INTERRUPTED, "interrupted"
-        if world.size > 1:
-            end_interrupted(world)
+        stopping.say_interrupted()
+        status, problem = stopping.INTERRUPTED, "interrupted"
+        if world.size > 1:  # rank 0 has said so, another one only if it alone was interrupted
+            await_turn(world.rank)
+            text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
+            world.end(status, problem, text if world.rank else "")
     except (UsageError, JobError) as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {one_line(str(error))}")
@@ -239,13 +237,6 @@ def run(
     except BaseException as error:
         abort(world, error)
     finish(world, status, problem)
-
-
-def end_interrupted(world: World) -> NoReturn:
-    """End all ranks after a Ctrl-C: rank 0 has said so, another one only if it alone was interrupted."""
-    text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
-    await_turn(world.rank)
-    world.end(interrupts.INTERRUPTED, "interrupted", text if world.rank else "")
 
 
 def abort(world: World, error: BaseException) -> NoReturn:
@@ -294,9 +285,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and fine:  # now that all ranks have come here
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:
-        meet(
-            world, PATIENCE
-        )  # until rank 0 has told it: a launcher that was held back may end all ranks then
+        meet(world, PATIENCE)  # rank 0 has told it then: a launcher that was held back may end all ranks
     open_mpi_reprieve.release()
     for thread in threading.enumerate():
         if thread.name == "zero_mpi saver":  # behind a run that failed; it may be inside the MPI library
@@ -305,4 +294,4 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
                 end_surely(world.kill, status)
     if world.mpi is not None and not world.mpi.Is_finalized():
         world.mpi.Finalize()
-    interrupts.leave(status)
+    stopping.leave(status)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
 
@@ -35,25 +36,16 @@ OpenTransfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), st
 ENDED = 4  # the place of the end in a transfer
 
 
-class Stopwatch(Protocol):
-    """A device's clock: marks now, times later (`device.Host.stopwatch`, `device.Cuda.stopwatch`)."""
-
-    def stamp(self) -> Any:
-        """A mark behind all that the device was asked for so far."""
-
-    def seconds(self, stamp: Any) -> float:
-        """When the device came to a mark, by `time.perf_counter`; the host's times are what they are."""
-
-
 class SpanRecorder:
     """The spans and transfers of this rank.
 
+    watch               the device's clock: marks behind all that it was asked for so far, times later
     step, micro_batch   under way now: they are noted with each span
     ends_in             the step in which recording ended because there were too many spans, or None
     open                spans of `during` that have begun and not ended
     """
 
-    def __init__(self, watch: Stopwatch) -> None:
+    def __init__(self, watch: Any) -> None:
         self.watch, self.spans, self.transfers = watch, list[Span](), list[OpenTransfer]()
         self.step, self._in_step = 1, False
         self.micro_batch: int | None = None
@@ -66,7 +58,6 @@ class SpanRecorder:
     # ------------------------------------------------------------------------------ of the main thread
 
     def restart(self) -> None:
-        """Begin the next lap now."""
         self._lap = self._stamp()
 
     def lap(self, track: str, name: str, label: str = "") -> None:
@@ -79,16 +70,14 @@ class SpanRecorder:
         """A step begins, and the one before it ends."""
         now = self._stamp()
         if self._in_step:
-            self._end_step(now)
+            self.end_steps(now)
         self.step, self._begun, self._in_step = number, now, True
 
-    def end_steps(self) -> None:
+    def end_steps(self, now: Any = None) -> None:
         """The last step ends; where none was named, all of it is one."""
-        self._end_step(self._stamp())
-
-    def _end_step(self, now: Any) -> None:
         if self.ends_in is None:  # else it is not whole
-            self.spans.append((STEPS, "step", str(self.step), self._begun, now, self.step, None))
+            ended = self._stamp() if now is None else now
+            self.spans.append((STEPS, "step", str(self.step), self._begun, ended, self.step, None))
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
@@ -111,13 +100,11 @@ class SpanRecorder:
         return found
 
     def end(self, begun: Open) -> None:
-        """Note that a span ends."""
         now = self._stamp_of(begun[0])
         self.open.remove(begun)
         self.spans.append((*begun, now, self.step, self.micro_batch))
 
     def waited(self, kind: str, label: str, begun: float, ended: float) -> None:
-        """Note a wait that is over."""
         track = WAITS if threading.get_ident() == self._main else BACKGROUND_WAITS
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
@@ -135,7 +122,7 @@ active: SpanRecorder | None = None
 NOTHING = nullcontext()
 
 
-def start(watch: Stopwatch) -> SpanRecorder:
+def start(watch: Any) -> SpanRecorder:
     """Record from now on."""
     global active
     active = SpanRecorder(watch)
@@ -154,42 +141,34 @@ def end(transfer: OpenTransfer | None) -> None:
         transfer[ENDED] = time.perf_counter()
 
 
-class _During:
-    """A span that is open while a `with` block runs."""
-
-    def __init__(self, recorder: SpanRecorder, track: str, name: str, label: str) -> None:
-        self._recorder, self._open = recorder, recorder.begin(track, name, label)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._recorder.end(self._open)
-
-
 def during(track: str, name: str, label: str = "") -> AbstractContextManager[None]:
     """To be entered around what is a span; for what happens a few times in a step."""
     recorder = active
-    return NOTHING if recorder is None else _During(recorder, track, name, label)
+    return NOTHING if recorder is None else _during(recorder, track, name, label)
 
 
-class _Computing:
-    """What is computed, and before it what was done for transfers since the last lap."""
-
-    def __init__(self, recorder: SpanRecorder, name: str, label: str) -> None:
-        self._recorder, self._name, self._label = recorder, name, label
-
-    def __enter__(self) -> None:
-        self._recorder.lap(BETWEEN, "before", self._label)
-
-    def __exit__(self, *error: object) -> None:
-        self._recorder.lap(COMPUTE, self._name, self._label)
+@contextmanager
+def _during(recorder: SpanRecorder, track: str, name: str, label: str) -> Iterator[None]:
+    begun = recorder.begin(track, name, label)
+    try:
+        yield
+    finally:
+        recorder.end(begun)
 
 
 def computing(name: str, label: str) -> AbstractContextManager[None]:
-    """To be entered around what a stage computes."""
+    """To be entered around what a stage computes; before it is what was done for transfers."""
     recorder = active
-    return NOTHING if recorder is None else _Computing(recorder, name, label)
+    return NOTHING if recorder is None else _computing(recorder, name, label)
+
+
+@contextmanager
+def _computing(recorder: SpanRecorder, name: str, label: str) -> Iterator[None]:
+    recorder.lap(BETWEEN, "before", label)
+    try:
+        yield
+    finally:
+        recorder.lap(COMPUTE, name, label)
 
 
 def restart() -> None:

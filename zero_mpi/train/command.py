@@ -13,8 +13,7 @@ from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
 from zero_mpi.launch import dev_shm
 from zero_mpi.launch.consistency import check_installation, check_not_alone
-from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import reports_in
+from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
@@ -61,11 +60,10 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     out = Path(config.out)
     folder = take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
-    reports, places = reports_in(out, world.comm)
     outcome = Outcome(out, world, config.steps or 0, folder)
-    watchdog.gather(reports, places, outcome.end)
+    watchdog.gather(out, world.comm, tell=outcome.end)
     world.closing.append(watchdog.stop)
-    world.at_end.append(lambda status, reason: reports.clear())
+    world.at_end.append(lambda status, reason: watchdog.clear())
     outcome.open()
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)

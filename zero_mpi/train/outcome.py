@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
-from zero_mpi.launch.folder_hold import Hold
+from zero_mpi.launch.folder_lock import Hold
 from zero_mpi.launch.stopping import was_stopped_early
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
+from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.consistency import blas
-from zero_mpi.launch.hang_report import named
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 

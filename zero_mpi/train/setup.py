@@ -14,8 +14,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
-from zero_mpi.comm.checked import CheckedComm
-from zero_mpi.comm.guarded import NumberedComm
+from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import rules_of, whole_matrices
 from zero_mpi.config.settings import Config

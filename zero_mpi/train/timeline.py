@@ -5,6 +5,11 @@ recording starts and when it ends, and times in between are corrected as if they
 changes no bit and no order of collectives; what is collective here happens before the first step that is
 recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
 room for one piece.
+
+The file is in the Trace Event Format, which Perfetto and chrome://tracing read (a document of the Chromium
+project). A rank is a process and a track one of its threads. Everything is a complete event ("X": `ts` and
+`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are dealt out
+to as many lanes of a kind as are needed, each of which is a track.
 """
 
 from __future__ import annotations
@@ -14,18 +19,16 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
-from zero_mpi.comm import Comm, Piece
+from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import together
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
@@ -34,11 +37,17 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target, is_file, open_in_place, reason, refusing
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
-from zero_mpi.train.trace_events import as_json, events_of
+from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
 PIECE = 4 << 20  # bytes of text that travel at once
 AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up
 COUNT = 3  # steps that are recorded unless told
+GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
+KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
+FAMILIES = (GATHERS, REDUCTIONS, OTHERS)
+FIRST = 1  # the process number of rank 0: viewers take 0 for the idle process of Linux and hide it
+LANES = 20  # thread numbers from which on the lanes of a family are
+TRAVELS = ("parameters", "gradients")  # the first word of a label whose rest is a unit
 
 
 @contextmanager
@@ -87,22 +96,32 @@ class Timeline:
         """Record no more and write the file. Collective. Returns why it could not be written, or nothing."""
         self.recorder.end_steps()
         spans.stop()
-        ended = time.perf_counter()
+        ended, comm = time.perf_counter(), self.comm
         correct, wrong = self._correction()
         events = [
             event._replace(begun=correct(event.begun), ended=correct(event.ended))
             for event in events_of(self.recorder, ended)
         ]
-        told = self.comm.allgather_object(
-            (min(event.begun for event in events), len(events), wrong, self.recorder.ends_in)
-        )
-        origin, self.count = min(first for first, *_ in told), sum(count for _, count, *_ in told)
-        self.ends_in = min((step for *_, step in told if step is not None), default=None)
-        error = round(1e6 * max(wrong for _, _, wrong, _ in told), 3)
-        about = {"zero_mpi": __version__, "ranks": self.comm.size, "clock_error_us": error}
+        first = min(event.begun for event in events)
+        told = comm.allgather_object((first, wrong, len(events), self.recorder.ends_in))
+        begins, wrongs, counts, ends = zip(*told, strict=True)
+        self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
+        about = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(wrongs), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
-        text = as_json(events, self.comm.rank, platform.node() or "localhost", origin)
-        return self._bring_together(np.frombuffer(text.encode(), np.uint8), head)
+        parts, problem = (
+            self._parts(as_json(events, comm.rank, platform.node() or "localhost", min(begins))),
+            "",
+        )
+        if comm.rank == 0:
+            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
+            try:
+                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
+            except OSError as error:
+                problem = f"the time line {self.path} cannot be written: {reason(error)}"
+        for _ in parts:  # on all other ranks, and where rank 0 could not write
+            pass
+        shared: str = comm.broadcast_object(problem)
+        return shared
 
     def _correction(self) -> tuple[Callable[[float], float], float]:
         """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
@@ -114,32 +133,14 @@ class Timeline:
 
         return correct, max(first.wrong, last.wrong)
 
-    def _bring_together(self, mine: Any, head: str) -> str:
-        """All parts to rank 0, which writes them in order of ranks; what it cannot write comes as well."""
-        parts, problem = self._parts(mine), ""
-        if self.comm.rank == 0:
-            beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
-            try:
-                self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
-            except OSError as error:
-                problem = f"the time line {self.path} cannot be written: {reason(error)}"
-        for _ in parts:
-            pass
-        shared: str = self.comm.broadcast_object(problem)
-        return shared
-
-    def _parts(self, mine: Any) -> Iterator[bytes]:
+    def _parts(self, text: str) -> Iterator[bytes]:
         """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
-        comm, nothing = self.comm, (0,) * self.comm.size
-        room = np.empty(PIECE if comm.rank == 0 else 0, np.uint8)
-        for rank, size in enumerate(comm.allgather_object(int(mine.size))):
+        for rank, size in enumerate(self.comm.allgather_object(len(text))):
             for start in range(0, size, PIECE):
-                stop = min(start + PIECE, size)
-                part = mine[start:stop] if comm.rank == rank else mine[:0]
-                into = room[: stop - start] if comm.rank == 0 else None
-                counts = (*nothing[:rank], stop - start, *nothing[rank + 1 :])
-                comm.gather(part, into, Piece(start, stop, counts, nothing), label="time line")
-                yield room[: stop - start].tobytes() + b",\n" * (stop == size and rank + 1 < comm.size)
+                piece = text[start : start + PIECE] if self.comm.rank == rank else ""
+                yield "".join(self.comm.gather_object(piece) or ()).encode()
+            if rank + 1 < self.comm.size:
+                yield b",\n"
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
@@ -191,19 +192,15 @@ class Tracer:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
-        """Step `step`, from 1, is about to begin."""
-        if self._path is None:
-            return
         if self._timeline is not None and step >= self.stop:
             self._write()
-        if self._timeline is None and self.first <= step < self.stop:
+        if self._path is not None and self._timeline is None and self.first <= step < self.stop:
             self._timeline = Timeline(self._comm, self._path)
         if self._timeline is not None:
             self._timeline.step(step)
             self._recorded = self._recorded[0] or step, step
 
     def end(self, step: int) -> None:
-        """The run ends after `step`."""
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:
@@ -229,3 +226,94 @@ class Tracer:
     def _say(self, note: str) -> None:
         if self._comm.rank == 0:
             tell(note)
+
+
+# ------------------------------------------------------------------------------------------- the events
+
+
+class TraceEvent(NamedTuple):
+    """Something that took time on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
+
+    family: str
+    name: str
+    begun: float
+    ended: float
+    about: dict[str, Any]
+
+
+def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
+    """What a rank has recorded, until `ended`, by its own clock; what was still under way says so."""
+    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
+    unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
+    for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
+        about = {"kind": name, **({} if track == STEPS else about_label(label)), **place(step, micro_batch)}
+        if end is None:
+            about["unfinished"] = True
+        until = ended if end is None else seconds(end)
+        yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), until, about)
+    for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
+        about = {"kind": kind, **about_label(label), "bytes": nbytes, **place(step, micro_batch)}
+        if end is None or end > ended:
+            about["unfinished"], end = True, ended
+        yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, about)
+
+
+def place(step: int, micro_batch: int | None) -> dict[str, Any]:
+    """Where in the training."""
+    return {"step": step} if micro_batch is None else {"step": step, "micro_batch": micro_batch}
+
+
+def about_label(label: str) -> dict[str, str]:
+    """What travels and of which unit, of a transfer's label; of a stage's its scope."""
+    first, _, rest = label.partition(" ")
+    if first in TRAVELS and rest:
+        return {"what": first, "unit": rest}
+    return {"unit": label} if label else {}
+
+
+def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
+    """(lane, event): each in the first lane that is free when it begins; in order of beginnings."""
+    free_from: list[float] = []
+    for event in sorted(events, key=lambda event: event.begun):
+        lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
+        free_from[lane : lane + 1] = [event.ended]
+        yield lane, event
+
+
+def threads(events: Sequence[TraceEvent]) -> Iterator[tuple[int, str, TraceEvent]]:
+    """(thread number, name of the track, event)."""
+    for number, track in enumerate(TRACKS, 1):
+        yield from ((number, track, event) for event in events if event.family == track)
+    for number, family in enumerate(FAMILIES, 1):
+        for lane, event in lanes(event for event in events if event.family == family):
+            yield LANES * number + lane, f"{family} {lane + 1}", event
+
+
+def micro(seconds: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)
+
+
+def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
+    """A rank's events, and the names of its tracks, as JSON objects with commas between them."""
+    names, lines = dict[int, str](), list[dict[str, Any]]()
+    for thread, track, event in threads(events):
+        names[thread] = track
+        begun, ended = micro(event.begun - origin), micro(max(event.begun, event.ended) - origin)
+        about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
+        lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
+    # Of two that begin at once the longer one is around the other.
+    lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
+    return ",\n".join(
+        json.dumps(line, separators=(",", ":")) for line in (*metadata(rank, place, names), *lines)
+    )
+
+
+def metadata(rank: int, place: str, names: dict[int, str]) -> Iterator[dict[str, Any]]:
+    """What a viewer calls a rank and its tracks, and in which order it shows them."""
+    process = {"ph": "M", "pid": FIRST + rank}
+    yield {"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}
+    yield {"name": "process_sort_index", **process, "args": {"sort_index": rank}}
+    for thread, name in sorted(names.items()):
+        yield {"name": "thread_name", **process, "tid": thread, "args": {"name": name}}
+        yield {"name": "thread_sort_index", **process, "tid": thread, "args": {"sort_index": thread}}

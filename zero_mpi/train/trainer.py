@@ -15,8 +15,8 @@ from zero_mpi.config.step_range import step_range
 from zero_mpi.data import Windows
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
+from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
-from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, trackers

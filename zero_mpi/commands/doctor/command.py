@@ -17,18 +17,8 @@ from dataclasses import asdict
 from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import plural, write
-from zero_mpi.commands.doctor import (
-    binding,
-    compute,
-    gpu,
-    links,
-    output_folder,
-    shared_memory,
-    software,
-    system_limits,
-)
-from zero_mpi.commands.doctor.ranks import Ranks, find_ranks
-from zero_mpi.commands.doctor.verdicts import BAD, NOTE, OK, Row, lines
+from zero_mpi.commands.doctor import gpu, output_folder, software, speed, system_limits
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row, find_ranks, lines
 from zero_mpi.config.settings import Config
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
@@ -50,16 +40,16 @@ alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta
 # All checks, those that take no time first; each is collective.
 CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
     ("versions", software.versions),
-    ("MPI library", software.mpi_library),
-    ("hosts and cores", binding.section),
+    ("MPI library", software.library),
+    ("hosts and cores", software.cores),
     ("load", system_limits.load),
     ("limits", system_limits.section),
-    ("shared memory", shared_memory.section),
+    ("shared memory", system_limits.shared_memory),
     ("CUDA", gpu.section),
     ("run folder", output_folder.section),
-    ("speed of products", compute.section),
-    ("bf16 and bits", compute.kernels),
-    ("links", links.section),
+    ("speed of products", speed.products),
+    ("bf16 and bits", speed.kernels),
+    ("links", speed.links),
 )
 
 

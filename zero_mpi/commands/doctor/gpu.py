@@ -13,8 +13,7 @@ from pathlib import Path
 
 from zero_mpi.cli.text import plural
 from zero_mpi.comm.gpu.run_probe import PROBE, PROBE_SECONDS, run_probe
-from zero_mpi.commands.doctor.ranks import Ranks
-from zero_mpi.commands.doctor.verdicts import NOTE, Row, assessed
+from zero_mpi.commands.doctor.ranks import NOTE, Ranks, Row, assessed
 from zero_mpi.ops.code_cache import installed
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")

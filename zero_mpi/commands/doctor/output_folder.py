@@ -13,13 +13,12 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, short_size
-from zero_mpi.commands.doctor.ranks import Ranks
-from zero_mpi.commands.doctor.verdicts import BAD, Row, assessed
+from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and brought to disk, and in one call
@@ -33,7 +32,7 @@ COMMON = "the run folder must be on a file system that all hosts mount at the sa
 
 @dataclass
 class Trial:
-    """Findings of rank 0. problem: why a run could not save there; folder: the folder to look for."""
+    """Findings of rank 0. problem: why a run could not save there; folder: to look for; made: to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -42,24 +41,24 @@ class Trial:
     published: float = 0.0  # seconds to publish a small checkpoint
     problem: str = ""
     folder: Path | None = None
+    made: list[Path] = field(default_factory=list)
 
 
 def section(where: Ranks) -> list[Row]:
     """Try the run folder. Collective."""
-    out, made = Path(where.options.out), list[Path]()
-    mine = begin(out, made) if where.rank == 0 else Trial()
-    found: Trial = where.world.comm.broadcast_object(mine)
+    out = Path(where.options.out)
+    found: Trial = where.world.comm.broadcast_object(begin(out) if where.rank == 0 else None)
     seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
     if where.rank == 0:
-        end(found, made)
+        end(found)
     return list(rows(out, found, [name for ok, name in where.named(seen) if not ok]))
 
 
-def begin(out: Path, made: list[Path]) -> Trial:
-    """Try everything that one rank can; the trial folder stays. `made` gets the folders to remove again."""
+def begin(out: Path) -> Trial:
+    """Try everything that one rank can; the trial folder stays."""
     found = Trial()
     try:
-        made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         found.system, found.free = file_system(out), shutil.disk_usage(out).free
         folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
@@ -97,12 +96,12 @@ def publish(trial: Path) -> None:
         raise OSError(errno.EIO, f"a rename is not seen: `{folders.LATEST}` shows the {seen} of two files")
 
 
-def end(found: Trial, made: list[Path]) -> None:
+def end(found: Trial) -> None:
     """Remove what `begin` made."""
     if found.folder is not None:
         shutil.rmtree(found.folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
-        for folder in made:
+        for folder in found.made:
             folder.rmdir()
 
 

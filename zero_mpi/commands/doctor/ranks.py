@@ -1,4 +1,4 @@
-"""The ranks of the job and their nodes, with the command's options and the figures for its JSON file.
+"""The job that is checked, ranks and nodes, and rows of the table: name, value, verdict, remedy.
 
 A node is a group of ranks that share memory, as the transports find it (`comm.topology`).
 """
@@ -9,17 +9,49 @@ import platform
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from textwrap import TextWrapper
 from typing import Any, TypeVar
 
+from zero_mpi.cli.text import WIDTH
 from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.launch.world import World
 
 T = TypeVar("T")
+OK, NOTE, BAD = "ok", "note", "bad"  # note: costs speed, safety or the same bits; bad: a job would fail
+TITLE = 23  # columns of the names
+
+
+@dataclass(frozen=True)
+class Row:
+    """Line of the table. Every verdict but ok has a remedy: a command, a setting, or what to ask for."""
+
+    what: str
+    value: str
+    verdict: str = OK
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.verdict == OK) == (not self.remedy), f"{self.what}: a remedy goes with a fault"
+
+
+def assessed(what: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
+    """Return a row that is ok, or has the verdict `fault` and the remedy."""
+    return Row(what, value) if fine else Row(what, value, fault, remedy)
+
+
+def lines(row: Row) -> Iterator[str]:
+    """Yield a row as text of the table's width; the remedy stands below the value."""
+    wrap = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
+    wrap.subsequent_indent = margin = " " * (6 + TITLE + 1)
+    yield from wrap.wrap(f"{row.verdict:6}{row.what:{TITLE}} {row.value}")
+    if row.remedy:
+        wrap.subsequent_indent += "   "
+        yield from wrap.wrap(f"{margin}-> {row.remedy}")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The job that is checked; every check is given this.
+    """Job that is checked; every check is given this.
 
     nodes     the ranks of each node, that of rank 0 first
     names     a host name for each node, for people
@@ -44,7 +76,6 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """The number of this rank's node."""
         return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
@@ -66,9 +97,8 @@ class Ranks:
         return [seen[ranks[0]] for ranks in self.nodes]
 
 
-def find_ranks(world: World, options: Namespace | None = None) -> Ranks:
+def find_ranks(world: World, options: Namespace) -> Ranks:
     """Find the ranks and their nodes. Collective."""
-    options = options or Namespace()
     if world.mpi is None:
         return Ranks(world, SerialComm(), None, ((0,),), (platform.node() or "localhost",), options)
     from zero_mpi.comm.mpi import MPIComm  # needs an MPI library

@@ -1,17 +1,24 @@
-"""Memory, processor time and limits of each host, and other programs that compute there."""
+"""Memory, shared memory, processor time and limits of each host, and other programs that compute there.
+
+The transport `shared` keeps the model in memory that the ranks of a host share. Without it a run goes over
+messages: slower, with the same bits. A job that is killed while MPI starts leaves segments of the library
+there; the next run of the same user removes them (`launch.dev_shm`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from zero_mpi.cli.text import FEW, plural, short_size
-from zero_mpi.commands.doctor.ranks import Ranks
-from zero_mpi.commands.doctor.verdicts import NOTE, Row, assessed
-from zero_mpi.launch.dev_shm import WITH_UCX
+from zero_mpi.cli.text import FEW, few, plural, short_size
+from zero_mpi.commands.doctor.ranks import NOTE, Ranks, Row, assessed
+from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.plan.resident import programs
 
@@ -20,6 +27,9 @@ LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their 
 SPARE_FILES = 64  # beside a connection to each other rank
 PROC = Path("/proc")
 LOOKS, PAUSE = 4, 0.02  # the fewest threads of some looks count, so that a short one is not in it
+SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
+TRIAL = 1 << 20  # bytes of the window that is tried
+MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 
 
 # ------------------------------------------------------------------------------------------------ limits
@@ -50,7 +60,7 @@ def memory(found: list[Limits], where: Ranks) -> Row:
 
 def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
     """Yield rows of the limits that would harm a job."""
-    unlimited = "ulimit -{} unlimited, in the job script"
+    unlimited, size = "ulimit -{} unlimited, in the job script", where.size
     for host, name in where.named(found):
         if host.group_cores is not None and host.group_cores < host.cores:
             value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
@@ -66,9 +76,9 @@ def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
             value = f"locked memory of {short_size(host.locked)} on {name}: too little for its fast network"
             remedy = f"{unlimited.format('l')}; under Slurm, PropagateResourceLimits=NONE"
             yield Row("limits", value, NOTE, remedy)
-        if host.files is not None and host.files < where.size + SPARE_FILES:
-            value = f"{plural(host.files, 'open file')} on {name}, for {plural(where.size, 'rank')}"
-            yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * where.size)}")
+        if host.files is not None and host.files < size + SPARE_FILES:
+            value = f"{plural(host.files, 'open file')} on {name}, for {plural(size, 'rank')}"
+            yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * size)}")
 
 
 # ------------------------------------------------------------------------------------------------- load
@@ -77,8 +87,11 @@ def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
 def load(where: Ranks) -> Iterator[Row]:
     """Check for programs of others, which the measurements would share the cores with. Collective."""
     seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
-    for ranks, (threads, cores), name in zip(where.nodes, seen, where.names, strict=True):
-        yield from crowd(threads, cores, len(ranks), name)
+    remedy = "what follows is measured beside them: wait for their end, or take another host"
+    for ranks, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
+        if threads > max(cores, ranks):
+            others = f"{threads - ranks} threads of others run on {name}"
+            yield Row("load", f"{others}, beside {ranks} of ours on {cores} cores", NOTE, remedy)
 
 
 def busy_threads() -> int:
@@ -91,8 +104,77 @@ def busy_threads() -> int:
     return min(found, default=0)
 
 
-def crowd(threads: int, cores: int, ranks: int, name: str) -> list[Row]:
-    """Return the row of a host where more threads run than it has cores or ranks."""
-    value = f"{threads - ranks} threads of others run on {name}, beside {ranks} of ours on {cores} cores"
-    remedy = "what follows is measured beside them: wait for their end, or take another host"
-    return [Row("load", value, NOTE, remedy)] if threads > max(cores, ranks) else []
+# ------------------------------------------------------------------------------------------ shared memory
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Free bytes of a host, and the paths and bytes of files left behind."""
+
+    free: int = 0
+    left: tuple[str, ...] = ()
+    left_bytes: int = 0
+
+
+def shared_memory(where: Ranks) -> list[Row]:
+    """Check shared memory of all hosts. Collective."""
+    problems = where.gather(try_window(where) if where.node_comm is not None else "")
+    by_node = [next(filter(None, (problems[rank] for rank in ranks)), "") for ranks in where.nodes]
+    return shared_rows(where.of_nodes(look_at_shared), by_node, where)
+
+
+def look_at_shared() -> SharedMemory:
+    """Look at this host's shared memory."""
+    try:
+        free = shutil.disk_usage(PLACE).free
+    except OSError:
+        return SharedMemory()
+    left = left_behind(PLACE)
+    return SharedMemory(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+
+
+def try_window(where: Ranks) -> str:
+    """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
+    from zero_mpi.comm.shared.window import NoSharedMemory, Window  # needs an MPI library
+
+    node, here = where.node_comm, len(where.nodes[where.node])
+    try:
+        made = Window(node, TRIAL, [(0, TRIAL)] if where.place == 0 else [])
+    except NoSharedMemory as error:
+        return str(error)
+    memory = made.hand_over()
+    memory[where.place :: here] = where.place % 251
+    made.fence()
+    node.Barrier()
+    made.fence()
+    others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
+    node.Barrier()  # nobody frees what another still reads
+    del memory
+    made.free()
+    return f"what {plural(len(others), 'rank')} wrote did not arrive" if others else ""
+
+
+def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
+    """Return all rows, given each host's memory and the problem that its trial had."""
+    hosts = zip(found, map(len, where.nodes), where.names, strict=True)
+    least, ranks, name = min(hosts, key=lambda host: host[0].free / host[1])
+    value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(ranks, 'rank')}"
+    room = assessed("shared memory", value, least.free >= SMALL, MORE_ROOM)
+    broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
+    value = "made, written to and read by all ranks of each host"
+    if broken:
+        value = f"{'; '.join(few(broken))}: a run would go over messages"
+    elif where.node_comm is None:
+        value = "not tried: one process without MPI"
+    trial = assessed("shared window", value, not broken, MORE_ROOM)
+    return [room, trial, *[left(host, name) for host, name in where.named(found) if host.left][:FEW]]
+
+
+def left(host: SharedMemory, name: str) -> Row:
+    """Return the row of a host where jobs left something."""
+    files = f"{plural(len(host.left), 'file')} that no process uses"
+    listed = ", ".join(few([Path(path).name for path in host.left]))
+    value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
+    by_hand = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}"
+    remedy = f"{by_hand}; the next zero_mpi.train of the same user there removes all"
+    return Row("left in shared memory", value, NOTE, remedy)

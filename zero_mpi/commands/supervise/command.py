@@ -17,8 +17,8 @@ from zero_mpi.commands.supervise.run_facts import RunFacts
 from zero_mpi.commands.supervise.template import PLACEHOLDERS, Template
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import interrupts
 from zero_mpi.launch.ending import BAD_USAGE, say
+from zero_mpi.launch.stopping import leave
 
 BEFORE = "--"  # stands before the command
 
@@ -126,4 +126,4 @@ def main() -> None:
     except UsageError as error:
         say(f"zero_mpi supervise: error: {one_line(str(error))}")
         status = BAD_USAGE
-    interrupts.leave(status)
+    leave(status)

@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_mpi.files.foreign import one_line
 from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE
-from zero_mpi.launch.interrupts import INTERRUPTED
+from zero_mpi.launch.stopping import INTERRUPTED
 from zero_mpi.telemetry import status as words
 
 MOST_REASON = 400  # letters of a reason

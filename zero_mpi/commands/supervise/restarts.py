@@ -22,7 +22,7 @@ from zero_mpi.commands.supervise.run_facts import RunFacts
 from zero_mpi.commands.supervise.stop_request import StopRequest
 from zero_mpi.commands.supervise.template import Template, ranks_of
 from zero_mpi.launch.ending import FAILED, REQUEUE, say
-from zero_mpi.launch.interrupts import INTERRUPTED
+from zero_mpi.launch.stopping import INTERRUPTED
 from zero_mpi.telemetry import events
 
 MOST_PAUSE = 300.0  # seconds

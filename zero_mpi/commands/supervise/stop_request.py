@@ -10,8 +10,7 @@ import signal
 import time
 from types import FrameType
 
-from zero_mpi.launch import interrupts
-from zero_mpi.launch.stopping import SIGNALS, TWICE
+from zero_mpi.launch.stopping import SIGNALS, TWICE, handle
 
 
 class StopRequest:
@@ -24,7 +23,7 @@ class StopRequest:
     def listen(self) -> None:
         """Take the signals from now on."""
         for number in SIGNALS:
-            interrupts.handle(number, self._note)
+            handle(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.told = self.told or signal.Signals(number).name

@@ -1,17 +1,29 @@
-"""A rank's parts: texts are read, encoded as training does it, and written, document by document."""
+"""Inputs cut into parts by their bytes alone, who writes which, and how a rank encodes its own.
+
+Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
+rank that has least so far. Texts are encoded as training does it, and written document by document.
+
+Sums over ranks that never wait tell what was done, a problem of any rank, the end of the work (`Pulse`). One
+begins as soon as the last one has come to all ranks, so a rank in the middle of a large document keeps nobody
+from work, and all ranks learn from the same sum that the work ends.
+"""
 
 from __future__ import annotations
 
+import heapq
+import time
 from argparse import Namespace
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from zero_mpi.commands.tokenize.parts import WorkPart
-from zero_mpi.commands.tokenize.progress import Amount, Pulse
+from zero_mpi.cli.text import percent
+from zero_mpi.comm.base import Handle
 from zero_mpi.commands.tokenize.text_formats import FLAG, TEXT_FORMATS, InputFile, Reading, check_unchanged
 from zero_mpi.commands.tokenize.work_folder import PartWriter
 from zero_mpi.config.inputs import BYTE
@@ -21,9 +33,165 @@ from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.text_documents import Text, text_documents
 from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
-from zero_mpi.errors import writing
+from zero_mpi.errors import JobError, UsageError, writing
+from zero_mpi.launch.watchdog import Watchdog
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry import log
+from zero_mpi.telemetry.progress_bar import interval, short, watched
 
-TOLD = 64  # documents, of which the pulse hears together
+FRACTION, LEAST, MOST = 256, 1 << 20, 1 << 28  # of all bytes in a part; bytes
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums, and between looks of a rank that is done
+WATCHED, LOGGED = 5.0, 60.0  # seconds between lines, for a person who watches and for a log
+
+
+class FilePiece(NamedTuple):
+    """Piece of input number `file`, from place `first` to `stop`. weight: bytes of text, or nearly."""
+
+    file: int
+    first: int
+    stop: int
+    weight: int
+
+
+class WorkPart(NamedTuple):
+    """Part that becomes one token file, with the name of that."""
+
+    name: str
+    pieces: tuple[FilePiece, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(piece.weight for piece in self.pieces)
+
+
+def cut_parts(
+    files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int | None
+) -> list[WorkPart]:
+    """Return the parts, of about `size` bytes each, in the order of the inputs.
+
+    A part ends before a piece that would make it larger; a piece that cannot be cut may be larger alone.
+    """
+    if size is None:
+        size = min(max(sum(map(sum, weights)) // FRACTION, LEAST), MOST)
+    parts, held = list[list[FilePiece]](), 0
+    for piece in _pieces(files, weights, size):
+        if not parts or held + piece.weight > size:
+            parts.append([])
+            held = 0
+        parts[-1].append(piece)
+        held += piece.weight
+    width = max(5, len(str(len(parts))))
+    return [WorkPart(f"{number:0{width}d}", tuple(pieces)) for number, pieces in enumerate(parts)]
+
+
+def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int) -> Iterator[FilePiece]:
+    for number, (file, found) in enumerate(zip(files, weights, strict=True)):
+        if TEXT_FORMATS[file.format].divisible:
+            total = sum(found)
+            for first in range(0, total, size):
+                stop = min(first + size, total)
+                yield FilePiece(number, first, stop, stop - first)
+        else:
+            for place, weight in enumerate(found):
+                yield FilePiece(number, place, place + 1, weight)
+
+
+def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
+    """Return the places of weights that each rank gets, in their order."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
+        load, rank = loads[0]
+        shares[rank].append(place)
+        heapq.heapreplace(loads, (load + weight, rank))
+    return [sorted(share) for share in shares]
+
+
+class Amount(NamedTuple):
+    """Weight of pieces, bytes of text, documents and tokens that were done."""
+
+    weight: int = 0
+    text_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+NOTHING = Amount()
+
+
+class Pulse:
+    """Work of all ranks, and the sums of what is done of it: `beat` begins and takes them.
+
+    what     the work, as the watchdog names it
+    total    weight of the work, of which an earlier job has done `before`
+    stops    whether this rank wants all to stop
+    """
+
+    def __init__(
+        self, world: World, watchdog: Watchdog, what: str, total: int,
+        before: int = 0, stops: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._world, self._moved, self._stops = world, partial(watchdog.beat, what), stops
+        self._what, self._before, self._total = what, before, max(total, 1)
+        self._mine, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
+        self._handle: Handle | None = None
+        self._finished = self._over = self._is_done = False
+        self._problems = list[Exception]()
+        self._begun = self._said = time.monotonic()
+        self._due = 0.0
+
+    def run(self, work: Callable[[Pulse], None]) -> bool:
+        """Let each rank do its `work`; returns whether all came to the end of it. Collective.
+
+        A problem of one rank stops all, and is raised on all.
+        """
+        try:
+            work(self)
+        except (UsageError, JobError) as error:
+            self._problems.append(error)
+        self._finished = True
+        while self.beat():
+            time.sleep(PAUSE)
+        self._world.together(self._raise_first)
+        return self._is_done
+
+    def _raise_first(self) -> None:
+        if self._problems:
+            raise self._problems[0]
+
+    def beat(self, amount: Amount = NOTHING) -> bool:
+        """Add what was done since the last call; False once all ranks are to stop."""
+        self._mine += amount
+        if any(amount):
+            self._moved()
+        if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
+            self._sum = np.array(
+                [*self._mine, self._finished, bool(self._problems) or self._stops()], np.float64
+            )
+            self._handle = self._world.comm.allreduce(self._sum, "what was done")
+            self._due = time.monotonic() + EVERY
+        if self._handle is not None:
+            self._world.comm.progress()
+            if self._handle.test():
+                self._handle.wait()
+                self._handle = None
+                self._take(*self._sum.tolist())
+        return not self._over
+
+    def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
+        documents, tokens, finished, stops = rest
+        self._moved()  # all ranks live
+        self._is_done = finished == self._world.size
+        self._over = self._is_done or stops > 0
+        now = time.monotonic()
+        if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
+            self._said, seconds = now, now - self._begun
+            left = self._total - self._before - weight
+            facts = [percent((self._before + weight) / self._total), self._what]
+            facts += [f"{short(documents)} documents", f"{short(tokens)} tokens"] if documents else []
+            facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
+            facts += [f"{interval(seconds * left / weight)} left"] if weight else []
+            log.info("%s", "  ".join(facts))
 
 
 @dataclass(frozen=True)
@@ -55,37 +223,34 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) ->
     encoding = replace(encoding, text=text)
     with closing(reading), writing():
         for part in parts:
-            with closing(_encoded(encoding, part, reading)) as amounts:
-                for amount in amounts:
-                    if not pulse.beat(amount):
-                        return
+            reading.begin(encoding.text_filter())
+            if not _encode(encoding, part, reading, pulse):
+                return
 
 
-def _encoded(encoding: Encoding, part: WorkPart, reading: Reading) -> Generator[Amount]:
-    """Write a part; yields what was done of it, some documents at a time."""
-    reading.begin(encoding.text_filter())
-    reader, weight, nbytes, total, documents, tokens = encoding.text.anew(), 0, 0, 0, 0, 0
+def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) -> bool:
+    """Write a part; returns False where all ranks are to stop, of which it may be the cause."""
+    reader, total = encoding.text.anew(), 0
 
     def texts() -> Iterator[Text]:
-        nonlocal weight, nbytes, total
+        nonlocal total
         for piece in part.pieces:
             file = encoding.files[piece.file]
             for name, data in TEXT_FORMATS[file.format].texts(file, piece.first, piece.stop, reading):
-                nbytes, total = nbytes + len(data), total + len(data)
+                total += len(data)
+                pulse.beat(Amount(text_bytes=len(data)))
                 yield name, data
-            weight += piece.weight
+            pulse.beat(Amount(piece.weight))
 
     with PartWriter(encoding.out, part.name, megatron_dtype(encoding.text.tokenizer.vocab_size)) as writer:
         for document in text_documents(texts(), reader):
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             writer.add(document.name, document.tokens)
-            documents, tokens = documents + (document.tokens.size > 0), tokens + document.tokens.size
-            if documents == TOLD:
-                done = Amount(weight, nbytes, documents, tokens)
-                weight = nbytes = documents = tokens = 0
-                yield done
+            size = document.tokens.size
+            if not pulse.beat(Amount(documents=int(size > 0), tokens=size)):
+                return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
         spelt, odd = dict(reader.spelt), reading.filter.odd
         writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
-    yield Amount(weight, nbytes, documents, tokens)
+    return pulse.beat()

@@ -80,17 +80,15 @@ class Reading:
         return kept
 
     def close(self) -> None:
-        """Close the file that is open, if one is."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
-    def bad(self, path: Path, place: Callable[[], str], problem: object) -> None:
+    def bad(self, path: Path, place: str, number: Callable[[], int], problem: object) -> None:
         """Raise FileError for a line or row in error, or count it."""
         if not self.skips:
-            raise FileError(
-                f"{shown(path)}, {place()}: {problem}; --skip-bad leaves out such lines and rows"
-            ) from None
+            where = f"{shown(path)}, {place} {number():,}"
+            raise FileError(f"{where}: {problem}; --skip-bad leaves out such lines and rows") from None
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
@@ -156,13 +154,9 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
                 raise ValueError(f"expected at most {MOST:,} bytes, found more")
             text = reading.text_of(parse_json(raw))
         except ValueError as error:
-            reading.bad(file.path, partial(_line, file.path, place), error)
+            reading.bad(file.path, "line", partial(line_number, file.path, place), error)
         else:
             yield f"{file.name}@{place}", text
-
-
-def _line(path: Path, place: int) -> str:
-    return f"line {line_number(path, place):,}"
 
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
@@ -176,16 +170,12 @@ def _group_weights(file: InputFile, reading: Reading) -> list[int]:
         if kind not in ("string", "large_string"):
             problem = f"{reading.field}: expected a column of texts, found {shown(kind, 60)}"
             raise FileError(f"{shown(file.path)}: {problem}")
+        groups = map(found.metadata.row_group, range(found.metadata.num_row_groups))
+        columns = ([group.column(place) for place in range(group.num_columns)] for group in groups)
         return [
-            _weight(found.metadata.row_group(number), reading.field)
-            for number in range(found.metadata.num_row_groups)
+            sum(max(each.total_uncompressed_size, 0) for each in of if each.path_in_schema == reading.field)
+            for of in columns
         ]
-
-
-def _weight(group: Any, field: str) -> int:
-    """Return the bytes of a column in a row group."""
-    columns = (group.column(place) for place in range(group.num_columns))
-    return sum(max(each.total_uncompressed_size, 0) for each in columns if each.path_in_schema == field)
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
@@ -199,7 +189,7 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
                     yield f"{file.name}@{row}", value.encode()
                 else:
                     problem = f"{reading.field}: expected a text, found {quoted(value)}"
-                    reading.bad(file.path, partial("row {:,}".format, row), problem)
+                    reading.bad(file.path, "row", partial(int, row), problem)
 
 
 JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)

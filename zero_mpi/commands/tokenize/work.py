@@ -11,9 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.text import elapsed, plural, short_size
-from zero_mpi.commands.tokenize.encode_parts import Encoding, encode_parts
-from zero_mpi.commands.tokenize.parts import WorkPart, cut_parts, dealt
-from zero_mpi.commands.tokenize.progress import Amount, Pulse
+from zero_mpi.commands.tokenize.encode_parts import (
+    Amount,
+    Encoding,
+    Pulse,
+    WorkPart,
+    cut_parts,
+    dealt,
+    encode_parts,
+)  # fmt: skip
 from zero_mpi.commands.tokenize.text_formats import (
     FLAG,
     TEXT_FORMATS,
@@ -27,14 +33,12 @@ from zero_mpi.data.bin_tokens import megatron_dtype
 from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.text_documents import separator_notes
 from zero_mpi.data.text_files import TOKENIZER, collect_files, library_files, named, unreadable
-from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_folder import UNFINISHED
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder, open_file
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.folder_hold import take_folder
-from zero_mpi.launch.hang_report import reports_in
+from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.stopping import PREPARING, STEPS, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
@@ -52,15 +56,15 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Tabl
     watchdog.beat("finding the files")
     files = world.from_root(lambda: found_files(options.path, options.out))
     hold = take_folder(world, Path(options.out))
-    watchdog.gather(*reports_in(Path(options.out), world.comm))
+    watchdog.gather(Path(options.out), world.comm)
     signals.enter(PREPARING)
     encoding = Encoding(Path(options.out), files, TextReader(tokenizer, options.control_tokens), options)
     folder: WorkFolder = world.on_root(lambda: WorkFolder(encoding.out, about))
-    inputs, weights, filters = look_at_files(world, encoding, watchdog)
+    inputs, weights = look_at_files(world, encoding, watchdog)
     watchdog.beat("reading what is there already")
     size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
     parts = cut_parts(files, weights, size)
-    missing = world.from_root(lambda: begin(folder, encoding, parts, inputs, filters))
+    missing = world.from_root(lambda: begin(folder, encoding, parts, inputs))
     if missing is None:
         return 0
     world.together(lambda: check_shared(encoding.out))
@@ -72,13 +76,12 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Tabl
     is_done = pulse.run(partial(encode_parts, encoding, [new[place] for place in share]))
     hold.check()
     watchdog.beat("writing the manifest")
-    if not is_done:
-        world.on_root(lambda: say_stopped(encoding.out, parts))
-        signals.caught = signals.caught or "a signal to another rank"
-        return REQUEUE
-    seconds = time.monotonic() - begun
-    world.on_root(lambda: finish(folder, encoding, parts, inputs, missing, seconds))
-    return 0
+    if is_done:
+        world.on_root(lambda: finish(folder, encoding, parts, missing, time.monotonic() - begun))
+        return 0
+    world.on_root(lambda: say_stopped(encoding.out, parts))
+    signals.caught = signals.caught or "a signal to another rank"
+    return REQUEUE
 
 
 def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
@@ -99,11 +102,10 @@ def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
 
 def look_at_files(
     world: World, encoding: Encoding, watchdog: Watchdog
-) -> tuple[list[Table], list[list[int]], list[TextFilter]]:
-    """Look at all files, each by one rank. Collective; raises UsageError.
+) -> tuple[list[Table], list[list[int]]]:
+    """Look at all files, each by one rank, and say which are no text. Collective; raises UsageError.
 
-    Returns the inputs for the manifest, the weights of each file's pieces (none if it is no text), and the
-    filters of all ranks.
+    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is no text).
     """
     sizes = [file.size for file in encoding.files]
     reading, found = encoding.reading(), dict[int, tuple[str, list[int]]]()
@@ -119,16 +121,18 @@ def look_at_files(
                 found[number] = digest_of(file, pulse), weights
 
     Pulse(world, watchdog, LOOKING, sum(sizes)).run(look)
-    results = world.results(lambda: (found, reading.filter))
-    for theirs, _ in results:
+    results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
+    for theirs, noted in results:
         found |= theirs
+        joint.out, joint.taken = sorted([*joint.out, *noted.out]), sorted([*joint.taken, *noted.taken])
+    if world.rank == 0:
+        warn(joint.notes())
     inputs: list[Table] = [
         {"name": file.name, "format": file.format, "bytes": file.size, "sha256": found[number][0]}
         for number, file in enumerate(encoding.files)
         if number in found
     ]
-    weights = [found[number][1] if number in found else [] for number in range(len(sizes))]
-    return inputs, weights, [text_filter for _, text_filter in results]
+    return inputs, [found[number][1] if number in found else [] for number in range(len(sizes))]
 
 
 def digest_of(file: InputFile, pulse: Pulse) -> str:
@@ -147,17 +151,9 @@ def digest_of(file: InputFile, pulse: Pulse) -> str:
 
 
 def begin(
-    folder: WorkFolder,
-    encoding: Encoding,
-    parts: list[WorkPart],
-    inputs: list[Table],
-    filters: list[TextFilter],
+    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], inputs: list[Table]
 ) -> set[str] | None:
     """Write the plan; returns the names of missing parts, None where the folder is complete. On rank 0."""
-    joint = encoding.text_filter()
-    joint.out = sorted(name for each in filters for name in each.out)
-    joint.taken = sorted(name for each in filters for name in each.taken)
-    warn(joint.notes())
     with writing():
         folder.begin(inputs, encoding.text.tokenizer)
     if folder.is_complete:
@@ -182,12 +178,7 @@ def say_stopped(out: Path, parts: list[WorkPart]) -> None:
 
 
 def finish(
-    folder: WorkFolder,
-    encoding: Encoding,
-    parts: list[WorkPart],
-    inputs: list[Table],
-    new: set[str],
-    seconds: float,
+    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
 ) -> None:
     """Write the manifest, and say what there is now. Raises UsageError where there is nothing."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
@@ -209,7 +200,7 @@ def finish(
     files = [file for each in records for file in each["files"]]
     ids = megatron_dtype(reader.tokenizer.vocab_size).name
     with writing():
-        folder.end({**folder.about, "inputs": inputs, "ids": ids, **counts, "files": files})
+        folder.end({"ids": ids, **counts, "files": files})
     rate = short(sum(found[name]["tokens"] for name in new) / max(seconds, 1e-9))
     made = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
     size = f"{short_size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"

@@ -82,10 +82,11 @@ class WorkFolder:
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
         """Write the plan; UsageError if the folder was begun with other inputs, OSError with a name."""
         self._check({"inputs": inputs})
+        self.about["inputs"] = inputs
         if self.is_complete:
             self.clear()
             return
-        plan = {**self.about, "inputs": inputs, CODE: code()}
+        plan = {**self.about, CODE: code()}
         self.aside.mkdir(exist_ok=True)
         for path in (*self.aside.iterdir(), *self.out.iterdir()):  # what a killed job left
             if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
@@ -97,7 +98,7 @@ class WorkFolder:
     def end(self, manifest: Table) -> None:
         """Write the manifest, and remove what is no part of a complete folder. OSError with a file's name."""
         sync_folder(self.out)
-        write_whole(self.out / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
         self.clear()
 

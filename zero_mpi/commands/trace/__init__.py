@@ -1,3 +1,1 @@
-"""Command `trace`: reads the time line of a run (`read`), works out where each rank's time went
-(`breakdown`), and prints it (`tables`). The file itself is made by `train.timeline`.
-"""
+"""Command `trace`: reads the time line of a run, which `train.timeline` writes, and says where time went."""

@@ -10,7 +10,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
-from zero_mpi.train.trace_events import FIRST
+from zero_mpi.train.timeline import FIRST
 
 MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
-MOST_RANKS, MOST_STEPS, MOST_BYTES = 1 << 20, 1 << 52, 1 << 62
+MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
@@ -30,17 +30,10 @@ MOST_LINE = 1 << 16  # bytes of an event
 DENSEST, ALWAYS = 50, 8 << 20  # bytes that a packed file may unpack to: for each of its own; in any case
 
 
-class BrokenError(ValueError):
-    """A file is no time line that can be read, for a reason that says all."""
-
-
 class Slice(NamedTuple):
-    """One event: `family` is its track, or what kind of transfer it is.
+    """Event of a rank. family: its track, or the kind of transfer; kind: "forward", "allgather", ...
 
-    kind    what it is: "forward", "update", "allgather", ...
-    unit    the unit or stage that it is about, or nothing
-    step    of the training, from 1
-    nbytes  of a transfer
+    unit: the unit or stage that it is about, or nothing; step: from 1; nbytes: of a transfer.
     """
 
     family: str
@@ -53,132 +46,104 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-@dataclass
-class Lane:
-    """What a rank did; `name` says where it was."""
-
-    rank: int
-    name: str = ""
-    slices: list[Slice] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Recorded:
-    """A file: its ranks in order, and what it says beside their events."""
+    """A file: the events of each rank in order of ranks, and what it says beside them."""
 
     path: Path
-    ranks: list[Lane]
+    ranks: dict[int, list[Slice]]
     about: dict[str, Any]
 
     @property
     def steps(self) -> list[int]:
-        """Those that are whole on every rank."""
+        """The steps that are whole on every rank."""
         per_rank = [
-            {each.step for each in lane.slices if (each.family, each.kind) == (STEPS, "step")}
-            for lane in self.ranks
+            {each.step for each in slices if (each.family, each.kind) == (STEPS, "step")}
+            for slices in self.ranks.values()
         ]
         return sorted(set.intersection(*per_rank)) if per_rank else []
 
 
 def read(path: Path) -> Recorded:
-    """The time line in a file, compressed or not. Raises UsageError for what is none of ours."""
+    """Read the time line in a file, compressed or not. Raises UsageError for what is none of ours."""
     try:
         return recorded(path)
     except FileError:
         raise
-    except BrokenError as error:
-        raise UsageError(f"{shown(path)}: {error}") from None
-    except ValueError as error:
-        raise UsageError(f"{shown(path)}: not a trace: {error}; expected a file of --trace") from None
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{shown(path)}: not a whole time line of --trace: {error}") from None
 
 
 def recorded(path: Path) -> Recorded:
-    """Read as `read` does; BrokenError for a file that shows what it is, ValueError for any other."""
-    lines = lines_of(path)
+    """Read as `read` does, with any error that there is."""
+    lines, ranks = lines_of(path), dict[int, list[Slice]]()
     head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
     about = head.get("otherData") if isinstance(head, dict) else None
-    if (
-        not isinstance(about, dict)
-        or "zero_mpi" not in about
-        or next(lines, b"").strip() != b'"traceEvents":['
-    ):
+    if not (isinstance(about, dict) and "zero_mpi" in about and next(lines, b"") == b'"traceEvents":[\n'):
         raise ValueError("it does not begin as one")
-    lanes: dict[int, Lane] = {}
     for line in lines:
         if line.startswith(b"]"):
             break
-        take(parse_json(line.rstrip(b",\r\n")), lanes)
+        take(parse_json(line.rstrip(b",\r\n")), ranks)
     else:
-        raise BrokenError("broken: it ends too early")
-    found = Recorded(path, [lanes[rank] for rank in sorted(lanes)], about)
+        raise ValueError("it ends too early")
+    found = Recorded(path, dict(sorted(ranks.items())), about)
     if not found.steps:
-        raise BrokenError("has no step that is whole; trace again, fewer steps if there were too many")
+        raise ValueError("it has no step that all ranks ended; trace again, fewer steps if those were many")
     return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked where it is packed; FileError, BrokenError, ValueError."""
+    """Yield the lines of a file, unpacked where it is packed."""
     with open_file(path, "a time line") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
-        try:
-            file = gzip.GzipFile(fileobj=raw) if is_packed else raw
-            while line := file.readline(MOST_LINE):
-                left -= len(line)
-                if left < 0:
-                    raise BrokenError(f"broken, it unpacks to more than {DENSEST} times its size")
-                if not line.endswith(b"\n"):
-                    raise ValueError("a line without an end")
-                yield line
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise BrokenError(f"broken, it cannot be unpacked: {error}") from None
+        file = gzip.GzipFile(fileobj=raw) if is_packed else raw
+        while line := file.readline(MOST_LINE):
+            left -= len(line)
+            if left < 0:
+                raise ValueError(f"it unpacks to more than {DENSEST} times its size")
+            if not line.endswith(b"\n"):
+                raise ValueError("it has a line without an end")
+            yield line
 
 
-def take(event: Any, lanes: dict[int, Lane]) -> None:
-    """Add an event to the lane of its rank."""
+def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
+    """Add an event to those of its rank. Raises ValueError for one that none of our traces has."""
     about = event.get("args", {}) if isinstance(event, dict) else None
     if not isinstance(about, dict):
-        raise lacking("no object")
-    rank = number(event, "pid", int, 0, MOST_RANKS) - FIRST
-    lane = lanes.setdefault(rank, Lane(rank))
-    if event.get("ph") == "X":
-        if len(lane.slices) >= MOST_OF_RANK:
-            raise lacking(f"more than {MOST_OF_RANK} of one rank")
-        begun = float(number(event, "ts", int | float, -LATEST, LATEST))
-        lane.slices.append(
-            Slice(
-                family=name_of(event, "cat"),
-                name=name_of(event, "name"),
-                begun=begun,
-                ended=begun + number(event, "dur", int | float, 0, LATEST),
-                kind=name_of(about, "kind", ""),
-                unit=name_of(about, "unit", ""),
-                step=number(about, "step", int, 0, MOST_STEPS),
-                nbytes=number(about, "bytes", int, 0, MOST_BYTES, 0),
-            )
+        raise ValueError(f"an event is {shown(event, LONGEST_NAME)}")
+    slices = ranks.setdefault(number(event, "pid", int, 0, MOST_RANKS) - FIRST, [])
+    if event.get("ph") != "X":
+        return  # the name of a rank or track
+    if len(slices) >= MOST_OF_RANK:
+        raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
+    begun = float(number(event, "ts", int | float, -LATEST, LATEST))
+    slices.append(
+        Slice(
+            family=text(event, "cat"),
+            name=text(event, "name"),
+            begun=begun,
+            ended=begun + number(event, "dur", int | float, 0, LATEST),
+            kind=text(about, "kind", ""),
+            unit=text(about, "unit", ""),
+            step=number(about, "step", int, 0, MOST),
+            nbytes=number(about, "bytes", int, 0, MOST, 0),
         )
-    elif event.get("name") == "process_name":
-        lane.name = name_of(about, "name")
+    )
 
 
-def number(
-    of: dict[str, Any], name: str, kind: Any, least: float, most: float, default: int | None = None
-) -> Any:
-    """The number of a kind under a name; BrokenError for one that cannot be."""
+def number(of: dict[str, Any], name: str, kind: Any, least: float, most: float, default: Any = None) -> Any:
+    """Return the number of a kind under a name; ValueError for one that cannot be."""
     value = of.get(name, default)
     if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:
         return value
-    raise lacking(f"{name} is {shown(value, LONGEST_NAME)}")
+    raise ValueError(f"{name} of an event is {shown(value, LONGEST_NAME)}")
 
 
-def name_of(of: dict[str, Any], name: str, default: str | None = None) -> str:
-    """A short text, kept once however often it comes."""
+def text(of: dict[str, Any], name: str, default: Any = None) -> str:
+    """Return a short text, kept once however often it comes; ValueError for anything else."""
     value = of.get(name, default)
     if isinstance(value, str):
         return sys.intern(shown(value, LONGEST_NAME))
-    raise lacking(f"{name} is {shown(value, LONGEST_NAME)}")
-
-
-def lacking(what: str) -> BrokenError:
-    """The error for an event that none of our traces has."""
-    return BrokenError(f"broken: an event lacks what it should have ({what})")
+    raise ValueError(f"{name} of an event is {shown(value, LONGEST_NAME)}")
