@@ -13,10 +13,9 @@ from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
-from zero_mpi.checkpoint.checksum import digest
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver, save_checkpoint
-from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.models import GPT2

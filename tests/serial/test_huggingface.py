@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.huggingface import permute
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING

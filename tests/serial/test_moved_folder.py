@@ -123,7 +123,7 @@ def test_tokenize_ends_as_well(way, tmp_path):
 # goes on when the run has failed, and the process takes a while to end.
 SLOW = """
 import os, threading, time
-from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.launch import folder_hold as hold, interrupts
 from zero_mpi.train import command as train_command, trainer as train
 

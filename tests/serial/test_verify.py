@@ -20,7 +20,6 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec, train, write_text
 from test_generate import LLAMA, write_model
 
-from zero_mpi.checkpoint.checksum import as_lines, digest, from_lines
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import (
@@ -29,7 +28,10 @@ from zero_mpi.checkpoint.sound import (
     MODEL,
     STATE_DIGEST,
     TENSOR_DIGESTS,
+    as_lines,
+    digest,
     digest_of_files,
+    from_lines,
     signature,
 )
 from zero_mpi.commands.verify.command import command

@@ -9,30 +9,34 @@ to disk what it wrote. A failure of any rank is raised on all of them, at the en
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from zero_mpi.checkpoint.checksum import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.gguf.header import pack_file
-from zero_mpi.checkpoint.output_file import OutputFile
 from zero_mpi.checkpoint.shards import Contribution, Run
+from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.writers import Writers, share_of
 from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
-from zero_mpi.errors import JobError, explain
-from zero_mpi.files.file_systems import stripe_hints
+from zero_mpi.errors import JobError, explain, naming
+from zero_mpi.files.open import open_in_place
 from zero_mpi.sharding.unit import BYTES
 
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
+DISK_BYTES = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
+MOST_BUFFERS = 1024  # that the system takes in one call
 PADDING = 64  # bytes of zeros between tensors, at most, that are written again to write both in one call
 
 Digests = dict[str, str]
@@ -56,25 +60,82 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 """From the digests of each file's tensors to the keys of each."""
 
 
+class OutputFile:
+    """A file open for writing, `new` or made by another rank.
+
+    Plain calls and not MPI-IO: a file is brought to disk once a host, where MPI's Sync does it once a rank,
+    what lies side by side goes in one call, and errors are the system's own, with the file's name. The ranges
+    of ranks do not overlap.
+    """
+
+    def __init__(self, path: Path, new: bool = True) -> None:
+        self.path = path
+        self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
+        self._since = 0  # bytes written that the disk was not yet told of, and between which places
+        self._first, self._last = sys.maxsize, 0
+
+    def resize(self, nbytes: int) -> None:
+        """Give the file its length; bytes that nobody writes are zeros."""
+        with naming(self.path):
+            os.ftruncate(self._handle, nbytes)
+
+    def write_at(self, offset: int, *data: Array | bytes) -> None:
+        """Write `data` (each C-contiguous), one after the other, from a byte offset on; from any thread."""
+        left, first = deque(memoryview(part).cast("B") for part in data), offset
+        with naming(self.path):
+            while left:
+                written = os.pwritev(self._handle, list(islice(left, MOST_BUFFERS)), offset)
+                offset += written
+                while left and written >= len(left[0]):
+                    written -= len(left.popleft())
+                if written:
+                    left[0] = left[0][written:]
+        self._since += offset - first
+        self._first, self._last = min(self._first, first), max(self._last, offset)
+        if self._since >= DISK_BYTES:
+            self._start_disk()
+
+    def _start_disk(self) -> None:
+        """Let the system begin to bring what was written to disk, without waiting for it.
+
+        It would begin only at the end, when nothing is left to do beside it. To say that the bytes are not
+        needed any more starts that, and drops none that are not on disk.
+        """
+        first, count = self._first, self._last - self._first
+        self._since, self._first, self._last = 0, sys.maxsize, 0
+        if hasattr(os, "posix_fadvise"):  # advice: a file system that refuses it is none the worse
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Bring to disk what this host wrote, whichever of its processes did."""
+        with naming(self.path):
+            os.fsync(self._handle)
+
+    def close(self, durable: bool = True) -> None:
+        """Close the file, brought to disk if `durable`; twice is once."""
+        if self._handle < 0:
+            return
+        try:
+            if durable:
+                self.sync()
+        finally:
+            handle, self._handle = self._handle, -1
+            with naming(self.path):
+                os.close(handle)
+
+
 class Output:
     """One file on its way, on one rank; `problem` is the first error, after which it only plays along."""
 
     def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
         self.writers, self.comm, self.content = writers, writers.comm, content
-        header, self._offsets, self.nbytes = pack_file(content.architecture, dict(keys), content.tensors)
+        header, self._offsets, self._nbytes = pack_file(content.architecture, dict(keys), content.tensors)
         self._header_bytes = len(header)
         self.problem: OSError | None = None
         self._file: OutputFile | None = None
         if self.comm.rank == 0:
-            self.attempt(self._make)
-
-    def _make(self) -> None:
-        """Rank 0 makes the file and gives it its length, so that gaps between tensors are zeros."""
-        path = self.content.path
-        if hints := stripe_hints(path.parent, self.nbytes, self.writers.count):
-            self.comm.create_file(path, hints)
-        self._file = OutputFile(path)
-        self._file.resize(self.nbytes)
+            self.attempt(self._open)
 
     def open(self) -> None:
         """Open what rank 0 has made, where this rank writes as well."""
@@ -82,7 +143,9 @@ class Output:
             self.attempt(self._open)
 
     def _open(self) -> None:
-        self._file = OutputFile(self.content.path, new=False)
+        self._file = OutputFile(self.content.path, new=self.comm.rank == 0)
+        if self.comm.rank == 0:
+            self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         """action(*arguments), unless something failed before; an OSError is kept."""
@@ -128,14 +191,13 @@ class Output:
     def close(self, durable: bool) -> None:
         """Close the file, brought to disk if it is to stay: by one rank of each host that wrote."""
         if self._file is not None:
-            file, self._file = self._file, None
             try:
-                file.close(durable and self.writers.syncs)
+                self._file.close(durable and self.writers.syncs)
             except OSError as error:
                 self.problem = self.problem or error
 
     def read_digest(self, name: str, nbytes: int) -> str:
-        """The digest of a tensor as it stands in the file."""
+        """Return the digest of a tensor as it stands in the file."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -147,8 +209,8 @@ class Pieces:
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
-        self._pending: deque[Future[None]] = deque()
-        self._rooms, self._turn = [empty(0), empty(0)], 0
+        self._written: Future[None] | None = None
+        self._rooms = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
         """Bring one contribution of all ranks into the file. Returns the digests of this rank's pieces."""
@@ -176,25 +238,20 @@ class Pieces:
         return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _room(self, given: Contribution) -> Array:
-        """Room for a piece: the one that was not used last, once what was in it is written."""
-        self._wait(1)
-        self._turn = 1 - self._turn
-        if self._rooms[self._turn].size < self._length(given):
-            self._rooms[self._turn] = empty(self._length(given))
-        return self._rooms[self._turn]
+        """Return room for a piece, which the write that is under way does not use."""
+        self._rooms.reverse()
+        if self._rooms[0].size < self._length(given):
+            self._rooms[0] = empty(self._length(given))
+        return self._rooms[0]
 
     def _write(self, runs: Iterable[Run]) -> None:
-        self._wait(1)
-        self._pending.append(self._thread.submit(self.output.write, list(runs)))
-
-    def _wait(self, most: int) -> None:
-        """Return when at most so many pieces are under way."""
-        while len(self._pending) > most:
-            self._pending.popleft().result()
+        self.finish()
+        self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
         """Return when all pieces are written."""
-        self._wait(0)
+        if self._written is not None:
+            self._written.result()
 
 
 def write_together(
@@ -268,15 +325,15 @@ def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
 
 def digests_from_file(output: Output, names: Sequence[str]) -> Digests:
     """Digests of tensors whose slices cut pieces (row sharding): read back on rank 0, once all is written."""
+    digests = dict.fromkeys(names, BLANK)
     if names:
         output.show()
-    if not names or output.comm.rank != 0 or output.problem is not None:
-        return dict.fromkeys(names, BLANK)
-    shapes, digests = dict(output.content.tensors), dict.fromkeys(names, BLANK)
 
     def read_all() -> None:
-        for name in names:
-            digests[name] = output.read_digest(name, BYTES * int(np.prod(shapes[name])))
+        for name, shape in output.content.tensors:
+            if name in digests:
+                digests[name] = output.read_digest(name, BYTES * math.prod(shape))
 
-    output.attempt(read_all)
+    if names and output.comm.rank == 0:
+        output.attempt(read_all)
     return digests

@@ -17,7 +17,6 @@ import numpy as np
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.best import Best, read_best
-from zero_mpi.checkpoint.checksum import as_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.shards import FIRST, SECOND
 from zero_mpi.checkpoint.sound import (
@@ -27,6 +26,7 @@ from zero_mpi.checkpoint.sound import (
     STATE_DIGEST,
     TENSOR_DIGESTS,
     CheckpointFiles,
+    as_lines,
     digest_of_files,
     keys_of,
     open_checkpoint,

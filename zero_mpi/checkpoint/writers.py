@@ -1,4 +1,4 @@
-"""Who writes the files of a checkpoint: rank 0 for all, or several ranks, each for a group of its own.
+"""Ranks that write the files of a checkpoint: rank 0 for all, or several ranks, each for a group of its own.
 
 A group is ranks of one node, and its first rank writes what all of them have, so that a file system sees as
 many writers as it is best served by (`files.file_systems`); a group may be one rank. What hosts have written
@@ -8,7 +8,7 @@ its cache, so one of its writers does it for the others, once a file, after all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -37,27 +37,17 @@ class Writers:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes."""
         return self.writer_of[self.comm.rank] == self.comm.rank
 
     @property
     def syncs(self) -> bool:
         """Whether this rank brings a file to disk: the first of its node that writes."""
-        node = self.nodes[self.comm.rank]
-        return self.writes and not any(self.nodes[writer] == node for writer in self._before)
-
-    @property
-    def _before(self) -> list[int]:
-        return [writer for writer in set(self.writer_of) if writer < self.comm.rank]
-
-    @property
-    def count(self) -> int:
-        """How many ranks write."""
-        return len(set(self.writer_of))
+        here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
+        return self.writes and self.comm.rank == min(here)
 
     @property
     def hosts(self) -> int:
-        """On how many nodes they are."""
+        """Number of nodes that write."""
         return len({self.nodes[writer] for writer in self.writer_of})
 
     def close(self) -> None:
@@ -76,10 +66,9 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
     nodes = tuple(comm.nodes())
     found: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
     writer_of = assigned(nodes, found, a_node)
-    alone, together = len(set(writer_of)) == comm.size, len(set(writer_of)) == 1
-    group = comm if together else SerialComm() if alone else comm.split(writer_of[comm.rank])
-    about = f"{len(set(writer_of))} of {comm.size} ranks write, on {found.kind}"
-    return Writers(comm, group, nodes, writer_of, about)
+    count = len(set(writer_of))
+    group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
+    return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {found.kind}")
 
 
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
@@ -111,18 +100,19 @@ class JoinedSlices(Partition):
         """Where each slice begins, and the last one ends, in the share."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
-    def stretches(self, piece: Piece) -> Iterator[tuple[int, slice]]:
-        """Where a piece belongs: (start in the buffer, part of the piece); slices side by side are one."""
-        start = end = done = at = 0
+    def stretches(self, piece: Piece) -> list[tuple[int, slice]]:
+        """Return where a piece belongs: (start in the buffer, part of it); slices side by side are one."""
+        found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = piece.of_slice(self, number)
-            if inside.stop > inside.start and part.start + inside.start != end:
-                if at > done:
-                    yield start, slice(done, at)
-                start, end, done = part.start + inside.start, part.start + inside.start, at
-            end, at = end + inside.stop - inside.start, at + inside.stop - inside.start
-        if at > done:
-            yield start, slice(done, at)
+            start, stop = part.start + inside.start, at + inside.stop - inside.start
+            if stop > at:
+                if found and found[-1][0] + at - found[-1][1].start == start:
+                    start, joined = found.pop()
+                    at = joined.start
+                found.append((start, slice(at, stop)))
+            at = stop
+        return found
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:

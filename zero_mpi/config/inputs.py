@@ -29,15 +29,14 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
-from zero_mpi.data.token_folder import tokenizers_of
+from zero_mpi.data.sources import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
-from zero_mpi.models.model_config import OPTIONAL, REQUIRED
-from zero_mpi.models.size import check_blocks
+from zero_mpi.models.model_config import OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.module_arguments import check_patterns

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
 from zero_mpi.files.foreign import shown
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
 from zero_mpi.plan.max_size import MOST, Largest

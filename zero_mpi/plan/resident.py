@@ -22,7 +22,7 @@ from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import Memory, called
 

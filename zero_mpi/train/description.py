@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero_mpi.checkpoint import adapter, folders
+from zero_mpi.checkpoint import folders, merged
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
@@ -46,8 +46,8 @@ def describe(
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
     if model.lora is not None and init is not None:
-        metadata = adapter.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
-        settings["base"] = adapter.weights_digest(init)
+        metadata = merged.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
+        settings["base"] = merged.weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
     about = (model.arch, metadata, settings, machine, config.plan())

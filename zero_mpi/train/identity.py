@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.adapter import weights_digest
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource

@@ -21,7 +21,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.resident import private, text_bytes

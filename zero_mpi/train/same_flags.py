@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from collections.abc import Callable, Sequence
 
+from zero_mpi import device
 from zero_mpi.comm.agree import NOTHING
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.environment import portable
+from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import check
 from zero_mpi.launch.world import World
 
@@ -21,3 +28,15 @@ def settings(config: Config) -> dict[str, str]:
     """Every setting by its flag, and the variables by their names."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
+
+
+def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
+    """Pin bits and claim a GPU before MPI starts, as flags ask; wrong ones are told later, by one rank."""
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            config = read(arguments)
+        except (UsageError, SystemExit):
+            return
+    portable.claim(config.bits)
+    device.claim(config.device)

@@ -11,7 +11,7 @@ from functools import partial
 
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.replay import recorded
-from zero_mpi.config.step_range import step_range
+from zero_mpi.config.settings import step_range
 from zero_mpi.data import Windows
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -28,11 +28,10 @@ from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.identity import start_of
 from zero_mpi.train.observers import HeldOutLoss, Observer
 from zero_mpi.train.outcome import Outcome
-from zero_mpi.train.rank_figures import RankFigures
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
 from zero_mpi.train.setup import Session
-from zero_mpi.train.slow_ranks import SlowRanks
+from zero_mpi.train.slow_ranks import RankFigures, SlowRanks
 from zero_mpi.train.steps import Steps
 from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
 from zero_mpi.train.timeline import Tracer

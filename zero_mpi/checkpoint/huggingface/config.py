@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.index import Metadata
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
-from zero_mpi.checkpoint.huggingface.config_values import Settings
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass, Settings
 from zero_mpi.checkpoint.huggingface.names import FAMILIES
 from zero_mpi.checkpoint.huggingface.rope import (
     FULL,

@@ -18,14 +18,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
-from zero_mpi.checkpoint.huggingface.config import (
-    architecture,
-    biases_of,
-    dropout_of,
-    is_tied,
-    keys_of,
-)
-from zero_mpi.checkpoint.huggingface.config_values import Settings
+from zero_mpi.checkpoint.huggingface.classes import Settings
+from zero_mpi.checkpoint.huggingface.config import architecture, biases_of, dropout_of, is_tied, keys_of
 from zero_mpi.checkpoint.huggingface.names import Order, order_of, place_of, to_gguf
 from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.commands.evaluate.task import MOST_CONTEXT, Task
@@ -24,8 +23,8 @@ from zero_mpi.config.inputs import (
 )
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
-from zero_mpi.data.bos import ALWAYS, AUTO
-from zero_mpi.data.token_folder import tokenizers_of
+from zero_mpi.data.control_tokens import ALWAYS, AUTO
+from zero_mpi.data.sources import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TOKENS

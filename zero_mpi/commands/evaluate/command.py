@@ -21,10 +21,10 @@ from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.telemetry import log
-from zero_mpi.train.early_claims import obey_early
 from zero_mpi.train.resolve import try_operations
+from zero_mpi.train.same_flags import obey_early
 
 __all__ = ["command", "main", "make_parser"]
 

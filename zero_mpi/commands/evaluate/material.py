@@ -13,7 +13,7 @@ from zero_mpi.commands.evaluate.sequences import AnswerSet, WindowSet, counted
 from zero_mpi.commands.evaluate.task import Task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
 from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
-from zero_mpi.data.bos import bos_of
+from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.adapter import adapter_source, is_adapter_file
 from zero_mpi.checkpoint.folders import replace_folder, sync_folder
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
-from zero_mpi.checkpoint.merged import MergedWeights, open_merged
+from zero_mpi.checkpoint.merged import MergedWeights, adapter_source, is_adapter_file, open_merged
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export.encode import FILE_TYPES, encoded, kind_of

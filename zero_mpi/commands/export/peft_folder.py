@@ -7,10 +7,10 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.adapter import lora_of
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.names import from_gguf
 from zero_mpi.checkpoint.huggingface.peft import ENDS, PEFT_CONFIG, PEFT_MODEL, PREFIX, order_and_head
+from zero_mpi.checkpoint.merged import lora_of
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.commands.export.huggingface import Outgoing

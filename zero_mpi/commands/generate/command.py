@@ -11,20 +11,20 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.generate.chat import Chat
-from zero_mpi.commands.generate.prompts import prompts
-from zero_mpi.commands.generate.reply import Reply, Speaker
+from zero_mpi.commands.generate.reply import Chat, Reply, Speaker
 from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
 from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
 from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
 from zero_mpi.device.types import Array
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable
+from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.text_model import TextModel
 
@@ -146,3 +146,45 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
 def main() -> None:
     """The entry point of the command."""
     run("generate", command, sys.argv[1:], alone=True)
+
+
+STANDARD_INPUT = "-"
+DEFAULT = "def "
+MARK = b"> "  # before each line that a person types
+
+
+def prompts(options: argparse.Namespace) -> Iterator[str]:
+    """The prompts of the flags in order, one at least. Raises UsageError for a file that has none.
+
+    With `--chat` and neither flag they are the lines of standard input, as they are typed.
+    """
+    if options.prompts is None and not (options.chat and options.prompt is None):
+        yield DEFAULT if options.prompt is None else options.prompt
+        return
+    found = False
+    for line in typed() if options.prompts in (None, STANDARD_INPUT) else lines_of(Path(options.prompts)):
+        if line.strip():
+            found = True
+            yield line
+    if not found:
+        where = "standard input" if options.prompts in (None, STANDARD_INPUT) else options.prompts
+        raise UsageError(f"--prompts {where}: expected a prompt in each line, found no line")
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file, without their ends."""
+    with prefixed("--prompts"):
+        text = read_file(path, expected="a file of prompts, one in each line")
+    return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]
+
+
+def typed() -> Iterator[str]:
+    """The lines of standard input, each as soon as it is there; a person is shown where to type."""
+    while True:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            sys.stdout.buffer.write(MARK)
+            sys.stdout.buffer.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")

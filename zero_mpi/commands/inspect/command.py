@@ -18,7 +18,7 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
 from zero_mpi.commands.inspect.compare import compare
 from zero_mpi.commands.inspect.examine import examine
-from zero_mpi.commands.inspect.tensors import Report
+from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.commands.inspect.two_runs import checkpoint_lines, compare_runs, is_run, is_same, record_line
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown

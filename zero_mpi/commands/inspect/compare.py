@@ -17,8 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.commands.inspect.examine import as_json
-from zero_mpi.commands.inspect.pieces import Subject, elements, open_subject, pieces
-from zero_mpi.commands.inspect.tensors import Report
+from zero_mpi.commands.inspect.pieces import Report, Subject, elements, open_subject, pieces
 
 Place = tuple[str, str]  # role and name of a tensor
 Stored = tuple[WeightSource, TensorSpec]

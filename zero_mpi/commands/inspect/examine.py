@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.adapter import is_adapter_file, lora_of
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import is_adapter_file, lora_of
 from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
 from zero_mpi.checkpoint.state import COUNTS, read_json
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.inspect.pieces import Subject, keys_of, open_subject
-from zero_mpi.commands.inspect.tensors import Report, Tensor, read_tensor
+from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, keys_of, open_subject, read_tensor
 from zero_mpi.commands.inspect.verdict import verdict
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError

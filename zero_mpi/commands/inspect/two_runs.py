@@ -9,7 +9,7 @@ from typing import Any
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import plural
 from zero_mpi.commands.inspect.compare import compare
-from zero_mpi.commands.inspect.tensors import Report
+from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.commands.verify.claim import RecordFile, other
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line, quoted, shown

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_mpi.checkpoint.checksum import from_lines
 from zero_mpi.checkpoint.sound import (
     STATE_DIGEST,
     TENSOR_DIGESTS,
     CheckpointFiles,
     check_files,
     digest_of_files,
+    from_lines,
 )
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.inspect.pieces import Subject, keys_of
-from zero_mpi.commands.inspect.tensors import Report, Tensor
+from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, keys_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 

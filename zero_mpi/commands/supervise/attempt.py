@@ -15,15 +15,38 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from zero_mpi.commands.supervise.decision import Ending
 from zero_mpi.commands.supervise.run_facts import RunFacts
-from zero_mpi.commands.supervise.stop_request import StopRequest
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import reason
+from zero_mpi.launch import interrupts
+from zero_mpi.launch.stopping import SIGNALS, TWICE
 from zero_mpi.telemetry import status as words
+
+
+class StopRequest:
+    """What this process was told: `told`, the first signal's name, and `at_once`."""
+
+    def __init__(self) -> None:
+        self.told, self.at_once = "", False
+        self._interrupted = 0.0
+
+    def listen(self) -> None:
+        """Take the signals from now on."""
+        for number in SIGNALS:
+            interrupts.handle(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.told = self.told or signal.Signals(number).name
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self.at_once |= bool(self._interrupted) and now - self._interrupted > TWICE
+            self._interrupted = self._interrupted or now
+
 
 LOOK = 0.1  # seconds between looks at the process
 LOOK_AT_RUN = 1.0  # and at the folder of the run

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_mpi.commands.hostfile.host_entries import HostEntry, read_file, read_hosts
+from zero_mpi.commands.hostfile.command import HostEntry, read_file, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry
+from zero_mpi.commands.hostfile.command import LINES, HostEntry
 from zero_mpi.errors import UsageError
 
 PLACEHOLDERS = HOSTFILE, HOSTS, NODES, RANKS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"

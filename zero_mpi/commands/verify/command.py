@@ -21,9 +21,9 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.early_claims import obey_early
 from zero_mpi.train.identity import SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
+from zero_mpi.train.same_flags import obey_early
 
 __all__ = ["command", "main", "make_parser"]
 INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
