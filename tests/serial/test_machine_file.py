@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from zero_mpi.commands.plan.command import command
-from zero_mpi.commands.plan.flags import read
+from zero_mpi.commands.plan.command import command, read
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case

@@ -9,7 +9,7 @@ import tiny_blocks
 from test_plan import SLOW
 
 from zero_mpi.cli.text import size
-from zero_mpi.commands.plan.flags import read
+from zero_mpi.commands.plan.command import read
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter

@@ -15,9 +15,17 @@ import pytest
 from report_runs import EVENTS, event, record, records, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.curves import MEMORY, NUMBERS, Curves
 from zero_mpi.commands.report.page import about, figures, page
-from zero_mpi.commands.report.runs import MOST_HISTORY, Entry, read_events, read_run, read_runs
+from zero_mpi.commands.report.runs import (
+    MEMORY,
+    MOST_HISTORY,
+    NUMBERS,
+    Curves,
+    Entry,
+    read_events,
+    read_run,
+    read_runs,
+)
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 

@@ -35,10 +35,10 @@ from zero_mpi.config.inputs import (
     open_init,
     passed_over,
     read_model,
+    settled,
     shortened,
     template_inputs,
 )
-from zero_mpi.config.model_sizes import settled
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (
     Corpus,

@@ -19,8 +19,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
-from zero_mpi.config.inputs import fingerprint, kinds_of_data
-from zero_mpi.config.model_sizes import SIZES
+from zero_mpi.config.inputs import SIZES, fingerprint, kinds_of_data
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata

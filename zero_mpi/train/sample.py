@@ -13,8 +13,8 @@ from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.data import unigram_entropy
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
-from zero_mpi.train.divergence import check_recorded
 from zero_mpi.train.early_stop import is_used_up, reason
+from zero_mpi.train.observers import check_recorded
 from zero_mpi.train.setup import Session
 from zero_mpi.train.text_model import TextModel
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_mpi.checkpoint.blocks import finite_blocks
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, load_state
+from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.checked import CheckedComm

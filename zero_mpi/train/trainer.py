@@ -23,10 +23,9 @@ from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.trackers.tracker import TrackedJob
 from zero_mpi.train import mfu, observers
-from zero_mpi.train.divergence import Divergence
 from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.identity import start_of
-from zero_mpi.train.observers import HeldOutLoss, Observer
+from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer
 from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving

@@ -20,8 +20,7 @@ from gguf import GGMLQuantizationType
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import Settings
 from zero_mpi.checkpoint.huggingface.config import architecture, biases_of, dropout_of, is_tied, keys_of
-from zero_mpi.checkpoint.huggingface.names import Order, order_of, place_of, to_gguf
-from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
+from zero_mpi.checkpoint.huggingface.names import Order, interleaved, order_of, place_of, to_gguf, transposed
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output

@@ -29,9 +29,15 @@ from zero_mpi.checkpoint.merged import MergedWeights, adapter_source, is_adapter
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export.encode import FILE_TYPES, encoded, kind_of
-from zero_mpi.commands.export.ends import ends_of
-from zero_mpi.commands.export.peft_folder import write_peft
-from zero_mpi.commands.export.safetensors_folder import COPIED, DTYPES, TOKENIZER, Kinds, write_folder
+from zero_mpi.commands.export.huggingface import ends_of
+from zero_mpi.commands.export.safetensors_folder import (
+    COPIED,
+    DTYPES,
+    TOKENIZER,
+    Kinds,
+    write_folder,
+    write_peft,
+)
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import JobError, UsageError

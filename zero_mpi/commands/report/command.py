@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import size, write
-from zero_mpi.commands.report.curves import LIMIT
-from zero_mpi.commands.report.runs import read_runs
+from zero_mpi.commands.report.runs import LIMIT, read_runs
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World

@@ -23,8 +23,7 @@ from markupsafe import Markup
 
 from zero_mpi import __version__
 from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size
-from zero_mpi.commands.report.curves import MEMORY
-from zero_mpi.commands.report.runs import Entry, Run
+from zero_mpi.commands.report.runs import MEMORY, Entry, Run
 from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 

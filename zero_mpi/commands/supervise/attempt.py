@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from zero_mpi.commands.supervise.decision import Ending
-from zero_mpi.commands.supervise.run_facts import RunFacts
+from zero_mpi.commands.supervise.decision import Ending, RunFacts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import reason
