@@ -6,7 +6,7 @@ import pytest
 from zero_mpi.data import load_corpus, token_spans
 from zero_mpi.data.token_spans import TokenSpans
 from zero_mpi.train import shared_corpus
-from zero_mpi.train.shared_corpus import share_corpus
+from zero_mpi.train.setup import share_corpus
 
 
 @pytest.fixture

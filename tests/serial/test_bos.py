@@ -17,7 +17,7 @@ from test_evaluate import surprises
 from test_packing import pairs, text
 
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.commands.evaluate.sequences import WindowSet
+from zero_mpi.commands.evaluate.measure import WindowSet
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (
     ByteTokenizer,

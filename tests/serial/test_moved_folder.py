@@ -20,7 +20,7 @@ from zero_mpi.errors import JobError
 from zero_mpi.launch.folder_hold import take_folder
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.summary import Outcome
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end

@@ -26,8 +26,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine, machine_of
-from zero_mpi.plan.max_size import MOST, largest, most
-from zero_mpi.plan.plan import Point, limits, sweep
+from zero_mpi.plan.plan import MOST, Point, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, REDUCE, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player, chain_cost, gather_seconds, reduce_cost, step_time

@@ -29,8 +29,7 @@ from zero_mpi.commands.supervise import attempt, host_pool, restarts
 from zero_mpi.commands.supervise.attempt import StopRequest
 from zero_mpi.commands.supervise.command import prepare
 from zero_mpi.commands.supervise.decision import RunFacts
-from zero_mpi.commands.supervise.host_pool import HostPool, find_pool
-from zero_mpi.commands.supervise.template import DEFAULT_OUT, Template
+from zero_mpi.commands.supervise.host_pool import DEFAULT_OUT, HostPool, Template, find_pool
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 

@@ -13,7 +13,7 @@ one rank of each node, to which it is sent in pieces of at most 8 MiB and half a
 writes one piece while the next is brought and its checksum is computed. The headers hold the checksums and
 are written last.
 
-Checksums (`checksum`). A tensor's digest is made of hashes of pieces of 4096 bytes, the 1024 elements at
+Checksums (`sound`). A tensor's digest is made of hashes of pieces of 4096 bytes, the 1024 elements at
 whose multiples slices end. So each rank hashes what it owns. A plain sha256 would have to run over a tensor
 in order, on one rank, and is slower than a good disk. The id of a checkpoint is a hash of all keys of both
 files. On resume the id is checked, and the ranks share the tensors out and check every one.

@@ -1,4 +1,4 @@
-"""A base model and an adapter as one source of weights: what is read is W + (alpha / R) b a."""
+"""Files of adapters, and a base with one as a source of weights: what is read is W + (alpha / R) b a."""
 
 from __future__ import annotations
 

@@ -38,9 +38,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.sharding.block_parameters import ReadBytes
-from zero_mpi.sharding.optimizer import Moments, ShardedAdamW
+from zero_mpi.sharding.optimizer import ShardedAdamW
 from zero_mpi.sharding.sharded_state import fill
-from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
 
@@ -255,8 +254,13 @@ def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgr
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
     module.load_slices(finite(model.read, model.path), names)
+    stored = finite(state.read, state.path)
     for unit in optimizer.units:
-        load_moments(unit, optimizer.moments[unit.name], state)
+        moments = optimizer.moments[unit.name]
+        for prefix, target in ((FIRST, moments.first), (SECOND, moments.second)):
+            fill(
+                unit, target, unit.updated[2], lambda name, *part, prefix=prefix: stored(prefix + name, *part)
+            )
         if optimizer.average is not None and files.average is not None:
             read = finite(files.average.read, files.average.path)
             fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
@@ -278,13 +282,6 @@ def read_count(state: GGUFFile, key: str) -> int:
     if value is None:
         raise UsageError(f"{state.path}: the key {key} is missing or no count")
     return value
-
-
-def load_moments(unit: ShardedUnit, moments: Moments, state: GGUFFile) -> None:
-    """Fill one unit's moments from the file."""
-    read = finite(state.read, state.path)
-    for prefix, target in ((FIRST, moments.first), (SECOND, moments.second)):
-        fill(unit, target, unit.updated[2], lambda name, *part, prefix=prefix: read(prefix + name, *part))
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:

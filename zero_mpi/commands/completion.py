@@ -19,8 +19,8 @@ from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-# Where a command's parser is made: first in its own module, or in one of its package.
-PLACES = ("zero_mpi.commands.{}", "zero_mpi.commands.{}.flags", "zero_mpi.commands.{}.command")
+# Where a command's parser is made: in its own module, or in the one of its package.
+PLACES = ("zero_mpi.commands.{}", "zero_mpi.commands.{}.command")
 FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
 INSTALL = """\
 Where the script belongs:
@@ -50,14 +50,9 @@ def make_parser() -> Parser:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Print the script. Returns the exit status."""
     options = make_parser().parse_args(arguments)
-    shtab = import_shtab()
+    shtab = import_optional("completion", "completion", "shtab")
     write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
     return 0
-
-
-def import_shtab() -> Any:
-    """The library that writes the scripts. Raises UsageError where it is not installed."""
-    return import_optional("completion", "completion", "shtab")
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:

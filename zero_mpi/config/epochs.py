@@ -1,4 +1,4 @@
-"""`--epochs`: the steps that go so many times through the data, once it is known how much there is.
+"""`--epochs` as steps, once it is known how much data there is, and notes on flags at the start.
 
 From then on the run is one of so many `--steps`: records, checkpoints and OUT/config.toml say that number.
 """
@@ -11,8 +11,7 @@ from dataclasses import replace
 from zero_mpi import environment
 from zero_mpi.config.bounds import check
 from zero_mpi.config.conflicts import FlagContext, without_effect
-from zero_mpi.config.defaults import ANY, FURTHER, STEPS
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import ANY, FURTHER, STEPS, Config
 from zero_mpi.data import named
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry.log import Caution

@@ -61,11 +61,6 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
     return TokenLayout([(0, length // 2)], np.dtype("<u2"))
 
 
-def is_megatron(path: Path) -> bool:
-    """Whether an index lies beside the file."""
-    return path.with_suffix(".idx").is_file()
-
-
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
     """Where the ids are by the index beside the file; ValueError for one that does not fit it."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
@@ -201,7 +196,11 @@ class TokenFormat(NamedTuple):
 FORMATS = (
     TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
     TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
-    TokenFormat("Megatron", lambda name, path: path.suffix == ".bin" and is_megatron(path), megatron_layout),
+    TokenFormat(
+        "Megatron",
+        lambda name, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(),
+        megatron_layout,
+    ),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
     TokenFormat("Arrow", lambda name, path: path.suffix == ".arrow", arrow_layout),
 )

@@ -7,6 +7,6 @@ their results is in `workspaces`.
 
 `rank_memory` reads what was seen. `traffic` works from the layout, with a class in `routes` for each way
 that slices take. `step_time` plays the list of a step, which does not depend on the number of ranks, against
-a clock. `max_size` and `scaling` ask about many cases; `resident` adds what a node takes for interpreters and
+a clock. `max_size` and `plan` ask about many cases; `resident` adds what a node takes for interpreters and
 libraries.
 """

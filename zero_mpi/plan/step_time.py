@@ -304,13 +304,8 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine = machine.joining(case.nodes)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    brought = brought_bytes(case) * machine.between.beta
+    # What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices.
+    is_there = case.hybrid or case.checkpoint_io != "gather"
+    brought = 0.0 if is_there else saved_bytes(case) * (1 - case.per_node / case.ranks) * machine.between.beta
     moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)
     return moved + MEETINGS * arrays * latency
-
-
-def brought_bytes(case: Case) -> float:
-    """What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices."""
-    if case.hybrid or case.checkpoint_io != "gather":
-        return 0.0
-    return saved_bytes(case) * (1 - case.per_node / case.ranks)

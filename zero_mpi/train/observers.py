@@ -20,7 +20,7 @@ from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.optimizer import StepResult
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.summary import Outcome
 
 MOST = 20  # steps in a row
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"

@@ -22,7 +22,6 @@ from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, rate_scales, thread_count
-from zero_mpi.config.defaults import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, batch_size
 from zero_mpi.config.epochs import cautions, in_steps, remarks, threads_within
 from zero_mpi.config.inputs import (
     BYTE,
@@ -39,7 +38,7 @@ from zero_mpi.config.inputs import (
     shortened,
     template_inputs,
 )
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
 from zero_mpi.data import (
     Corpus,
     EvalLoader,

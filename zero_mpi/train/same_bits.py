@@ -65,7 +65,8 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
     Unless `exact`: then a note says it. `found`: host and machine of each rank.
     """
-    values = [judged(of_rank) for _, of_rank in found]
+    # A GPU's bits do not depend on the threads of its host.
+    values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
     odd = odd_one(values)
     if odd is None:
         return
@@ -80,12 +81,6 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
     if exact:
         raise UsageError(f"{text}; {REMEDY}")
     notes.append(log.Caution(text))
-
-
-def judged(of_rank: Machine) -> str:
-    """What must be alike; a GPU's bits do not depend on the threads of its host."""
-    threads = "" if "device" in of_rank else of_rank[THREADS]
-    return f"{of_rank[TRIAL]} {threads}"
 
 
 def names(mine: Machine, usual: Machine) -> tuple[str, str]:

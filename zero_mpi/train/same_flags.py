@@ -1,4 +1,4 @@
-"""The flags and variables that all ranks must share."""
+"""Flags that act before MPI starts, and the flags and variables that all ranks must share."""
 
 from __future__ import annotations
 

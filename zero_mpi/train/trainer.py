@@ -26,13 +26,12 @@ from zero_mpi.train import mfu, observers
 from zero_mpi.train.early_stop import EarlyStop
 from zero_mpi.train.identity import start_of
 from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer
-from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
 from zero_mpi.train.setup import Session
 from zero_mpi.train.slow_ranks import RankFigures, SlowRanks
 from zero_mpi.train.steps import Steps
-from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
+from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, plan
 from zero_mpi.train.timeline import Tracer
 
 

@@ -56,7 +56,9 @@ def pack_file(
     alignment = alignment_of(keys)
     offsets, end, lines = {}, 0, []
     for spec in checked_table(tensors).values():
-        lines.append(_pack_tensor(spec, end))
+        dims = [_unsigned(len(spec.shape), 4), *(_unsigned(dim, 8) for dim in reversed(spec.shape))]
+        place = [_unsigned(spec.type, 4), _unsigned(end, 8)]
+        lines.append(b"".join([_pack_name(spec.name, MAX_NAME_BYTES, "tensor"), *dims, *place]))
         offsets[spec.name] = end
         end += padded(spec.nbytes, alignment)
     parts = [MAGIC, _unsigned(VERSION, 4), _unsigned(len(lines), 8), _unsigned(len(keys), 8)]
@@ -101,13 +103,6 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
     return table
 
 
-def _pack_tensor(spec: TensorSpec, offset: int) -> bytes:
-    """One line of the tensor table: the dims from the contiguous one outwards."""
-    dims = [_unsigned(len(spec.shape), 4), *(_unsigned(dim, 8) for dim in reversed(spec.shape))]
-    place = [_unsigned(spec.type, 4), _unsigned(offset, 8)]
-    return b"".join([_pack_name(spec.name, MAX_NAME_BYTES, "tensor"), *dims, *place])
-
-
 def pack_key(key: str, value: Any) -> bytes:
     """Name, type and value of one key as they stand in the file. GGUFError names key and remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
@@ -127,7 +122,10 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, list):
         return GGUFValueType.ARRAY, _pack_strings(value)
     if isinstance(value, np.ndarray):
-        return GGUFValueType.ARRAY, _pack_numbers(value)
+        if value.ndim != 1:
+            raise GGUFError(f"expected a 1-D array, found shape {value.shape}: flatten it")
+        head = _unsigned(_type_of(value), 4) + _unsigned(value.size, 8)
+        return GGUFValueType.ARRAY, head + _little_endian(value)
     number = np.asarray(value if isinstance(value, np.generic) else _widened(value))
     return _type_of(number), _little_endian(number)
 
@@ -143,12 +141,6 @@ def _widened(value: Any) -> np.generic:
             raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: give np.float64")
         return np.float32(value)
     raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
-
-
-def _pack_numbers(array: npt.NDArray[Any]) -> bytes:
-    if array.ndim != 1:
-        raise GGUFError(f"expected a 1-D array, found shape {array.shape}: flatten it")
-    return _unsigned(_type_of(array), 4) + _unsigned(array.size, 8) + _little_endian(array)
 
 
 def _pack_strings(values: list[str]) -> bytes:

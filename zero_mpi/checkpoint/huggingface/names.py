@@ -51,13 +51,9 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
             for half in (0, 1):  # within a head, GGUF's rows of even place lie together, and those of odd
                 row, end = max(a, first), min(b, first + head)
                 row += (row + half) % 2
-                _read_rows(read, _stored_row(row, head) * width + c, block[row - a : end - a : 2], width)
+                stored = row - row % head + row % 2 * (head // 2) + row % head // 2
+                _read_rows(read, stored * width + c, block[row - a : end - a : 2], width)
         at += block.size
-
-
-def _stored_row(row: int, head: int) -> int:
-    place = row % head
-    return row - place + place % 2 * (head // 2) + place // 2
 
 
 def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:

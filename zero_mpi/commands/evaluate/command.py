@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate.candidate import Candidate, Opened, cautions, look
 from zero_mpi.commands.evaluate.material import Material, gather_material
-from zero_mpi.commands.evaluate.measure import measure
-from zero_mpi.commands.evaluate.printout import lines
-from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, text_figures
-from zero_mpi.commands.evaluate.sequences import grouped
+from zero_mpi.commands.evaluate.measure import grouped, measure
+from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
 from zero_mpi.device.types import Array
 from zero_mpi.files.atomic import write_json
@@ -88,26 +85,19 @@ def joined(material: Material, models: list[Figures]) -> Figures:
     found: Figures = {}
     if material.windows is not None:
         found["text"] = material.text
-    if material.choices is not None:
-        found["choices"] = about_choices(material)
+    if (choices := material.choices) is not None:
+        found["choices"] = {
+            "questions": len(choices.counts),
+            "answers": len(choices.sequences),
+            "right": choices.right,
+            "cut": choices.cut,
+            "answer_tokens": grouped(choices.tokens, choices.counts),
+            "answer_bytes": grouped(choices.nbytes, choices.counts),
+        }
     found["models"] = models
     if len(models) > 1:
         found["difference"] = differences(models[0], models[1], material.tokens)
     return found
-
-
-def about_choices(material: Material) -> dict[str, Any]:
-    """What is known of the questions."""
-    choices = material.choices
-    assert choices is not None, "asked for where there are some"
-    return {
-        "questions": len(choices.counts),
-        "answers": len(choices.sequences),
-        "right": choices.right,
-        "cut": choices.cut,
-        "answer_tokens": grouped(choices.tokens, choices.counts),
-        "answer_bytes": grouped(choices.nbytes, choices.counts),
-    }
 
 
 def tell(task: Task, figures: Figures) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from zero_mpi.commands.evaluate.candidate import Opened
 from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
-from zero_mpi.commands.evaluate.sequences import AnswerSet, WindowSet, counted
+from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted
 from zero_mpi.commands.evaluate.task import Task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
-from zero_mpi.data import Corpus, Tokenizer, Windows, holds_token_files
+from zero_mpi.data import Corpus, Windows, holds_token_files
 from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
@@ -22,7 +22,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import read_corpus
-from zero_mpi.train.shared_corpus import share_corpus
+from zero_mpi.train.setup import share_corpus
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def about(
     tokens = counted(windows, np.ones(vocabulary, np.int64))
     nbytes = None
     if opened.tokenizer is not None:
-        nbytes = int(counted(windows, byte_lengths(opened.tokenizer)).sum())
+        decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
+        lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text behind each id
+        nbytes = int(counted(windows, lengths).sum())
     stride, rest, bos = None, 0, corpus.parts[0].bos
     if isinstance(cut, Windows):
         first = 1 if bos is None else 0  # token that is predicted
@@ -120,8 +122,3 @@ def about(
         "tokens_after_the_last_window": rest,
         "sha256": corpus.sha256,
     }, tokens
-
-
-def byte_lengths(tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
-    """Bytes of text behind each id (V,); none behind what is no text, such as the end of a document."""
-    return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.vocab_size)], np.int64)

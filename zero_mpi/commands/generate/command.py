@@ -72,19 +72,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
         if template is None:
-            go_on(speaker)
+            for number, prompt in enumerate(prompts(options)):
+                said = prompt.encode("utf-8", "surrogateescape")
+                tell(speaker, number, prompt, said, tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
     except BrokenPipeError:  # the reader has enough, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def go_on(speaker: Speaker) -> None:
-    """Print each prompt with what follows it."""
-    for number, prompt in enumerate(prompts(speaker.options)):
-        said = prompt.encode("utf-8", "surrogateescape")
-        tell(speaker, number, prompt, said, speaker.tokenizer.encode_prompt(prompt))
 
 
 def talk(speaker: Speaker, template: ChatTemplate) -> None:

@@ -1,4 +1,4 @@
-"""What a model says to a prompt: tokens up to one that ends a text, or until there are enough."""
+"""Answer of a model to a prompt, up to a token that ends a text, and a conversation of such answers."""
 
 from __future__ import annotations
 

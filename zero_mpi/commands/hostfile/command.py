@@ -1,4 +1,4 @@
-"""`zero-mpi hostfile FILE --for mpich|openmpi`: the command."""
+"""Forms of hostfiles, read and written, and the command that turns one into another."""
 
 from __future__ import annotations
 

@@ -16,10 +16,16 @@ from typing import Any
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import compare
+from zero_mpi.commands.inspect.compare import (
+    checkpoint_lines,
+    compare,
+    compare_runs,
+    is_run,
+    is_same,
+    record_line,
+)
 from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.commands.inspect.pieces import Report
-from zero_mpi.commands.inspect.two_runs import checkpoint_lines, compare_runs, is_run, is_same, record_line
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.launch.world import World, run
@@ -91,7 +97,11 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     if "model" in found:
         yield from section("model", model_lines(found["model"]))
         yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
-    yield from section("types", map(type_line, found["types"]))
+    types = (
+        f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
+        for kind in found["types"]
+    )
+    yield from section("types", types)
     yield from section("keys", key_lines(found["keys"], all_keys))
     if found["training"] is not None:
         yield from section("training", training_lines(found["training"]))
@@ -156,11 +166,6 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
     rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
     return ", ".join([kind + pre, *rest])
-
-
-def type_line(kind: Mapping[str, Any]) -> str:
-    """How many tensors of a type."""
-    return f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
 
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:

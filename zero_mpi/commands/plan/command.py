@@ -33,8 +33,16 @@ from zero_mpi.launch.world import run as launch
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, check_sums, make_case
-from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of, read_doctor
-from zero_mpi.plan.machine_file import MachineFile, read_machine
+from zero_mpi.plan.machine import (
+    LOW,
+    RATES,
+    Machine,
+    MachineFile,
+    assumed,
+    machine_of,
+    read_doctor,
+    read_machine,
+)
 from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
 from zero_mpi.plan.resident import resident, text_bytes

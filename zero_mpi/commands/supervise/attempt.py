@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -80,7 +81,7 @@ class Attempt:
                 env=os.environ | settings,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # once its parent is gone
             )
         except OSError as error:
             raise UsageError(f"{show(command[0])} cannot be started: {reason(error)}") from None
@@ -92,18 +93,16 @@ class Attempt:
         finally:  # whatever goes wrong here, nobody is left behind
             if not has_ended(job):
                 end_group(job)
-            code = reap(job)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(job.pid, signal.SIGKILL)  # whoever is left of the group
+            code = job.wait()
         return Ending(
             128 - code if code < 0 else code,
             self._said(),
             ended_for,
             self._facts.step(),
-            self._has_progressed(),
+            self._facts.checkpoint() not in (self._checkpoint, ("", 0)),
         )
-
-    def _has_progressed(self) -> bool:
-        """Return whether the run has a new checkpoint."""
-        return self._facts.checkpoint() not in (self._checkpoint, ("", 0))
 
     def _said(self) -> Mapping[str, Any]:
         """What the run has said of itself since this start."""
@@ -140,11 +139,6 @@ class Attempt:
             os.kill(job.pid, signal.SIGUSR1)  # it is not reaped yet, so nobody else has its number
 
 
-def _end_with_parent() -> None:
-    """Let the kernel tell the launcher when its parent is gone."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
     """Whether the leader has ended; it is not reaped, so that its group's number stays its own."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -156,10 +150,3 @@ def end_group(job: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + GRACE
     while not has_ended(job) and time.monotonic() < until:
         time.sleep(LOOK)
-
-
-def reap(job: subprocess.Popen[bytes]) -> int:
-    """The status of the leader, after whoever is left of its group was killed."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(job.pid, signal.SIGKILL)
-    return job.wait()

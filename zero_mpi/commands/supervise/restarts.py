@@ -17,8 +17,7 @@ from zero_mpi.cli.text import duration, few, plural
 from zero_mpi.commands.hostfile.command import HostEntry
 from zero_mpi.commands.supervise.attempt import Attempt, StopRequest
 from zero_mpi.commands.supervise.decision import Ending, RunFacts, failure_status, final_status, fingerprint
-from zero_mpi.commands.supervise.host_pool import HostPool
-from zero_mpi.commands.supervise.template import Template, ranks_of
+from zero_mpi.commands.supervise.host_pool import HostPool, Template, ranks_of
 from zero_mpi.launch.ending import FAILED, REQUEUE, say
 from zero_mpi.launch.interrupts import INTERRUPTED
 from zero_mpi.telemetry import events

@@ -9,12 +9,22 @@ from functools import partial
 from itertools import groupby
 
 from zero_mpi.cli.text import few, plural, write
-from zero_mpi.commands.verify.claim import Claim, check_tensors, examine
-from zero_mpi.commands.verify.findings import Differs, agreed, of_root
-from zero_mpi.commands.verify.premises import check_config, check_facts
-from zero_mpi.commands.verify.recompute import compute
+from zero_mpi.commands.verify.compute import check_config, check_facts, compute
+from zero_mpi.commands.verify.history import (
+    Differs,
+    History,
+    Segment,
+    Steps,
+    agreed,
+    between,
+    check_tensors,
+    drawn,
+    gaps,
+    joined,
+    of_root,
+    read_history,
+)
 from zero_mpi.commands.verify.request import MOST_SEED, Request, config_then, make_parser, read_request
-from zero_mpi.commands.verify.stretches import Stretch, between, drawn, gaps
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import check, check_installation, check_not_alone
 from zero_mpi.launch.watchdog import Watchdog
@@ -27,7 +37,6 @@ from zero_mpi.train.same_flags import obey_early
 
 __all__ = ["command", "main", "make_parser"]
 INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
-Steps = tuple[int, int]  # start and last
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -51,36 +60,32 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
     """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
-    claim: Claim = of_root(world, lambda: examine(request.run, request.expect))
-    say(world, *([f"chain: whole, proof {claim.head}"] if claim.head else []))
-    say(world, *(f"note: {note}" for note in claim.notes))
-    for step in claim.saved:
+    history: History = of_root(world, lambda: read_history(request.run, request.expect))
+    say(world, *([f"chain: whole, proof {history.head}"] if history.head else []))
+    say(world, *(f"note: {note}" for note in history.notes))
+    for step in history.kept:
         watchdog.beat(f"reading the checkpoint of step {step}")
         agreed(world, partial(check_tensors, request.run, step, world))
-    agreed(world, lambda: check_config(request, claim))
-    if claim.steps != (request.config.steps or claim.steps):
-        say(world, f"note: {claim.steps} of {request.config.steps} steps were made")
-    say(world, f"files: sound, the tensors of {plural(len(claim.saved), 'checkpoint')} too")
-    bounds = request.first or 0, claim.steps if request.last is None else request.last
-    asked = between(claim.stretches, *bounds)
-    exact = [one for one in asked if reduction_of(request, claim, one) == "exact"]
+    agreed(world, lambda: check_config(request, history))
+    if history.at != (request.config.steps or history.at):
+        say(world, f"note: {history.at} of {request.config.steps} steps were made")
+    say(world, f"files: sound, the tensors of {plural(len(history.kept), 'checkpoint')} too")
+    bounds = request.first or 0, history.at if request.last is None else request.last
+    asked = between(history.segments, *bounds)
+    said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
+    kinds = [each.get("reduction", request.config.reduction) for each in said]
+    exact = [one for one, kind in zip(asked, kinds, strict=True) if kind == "exact"]
     chosen = choose(world, request, bounds, exact)
-    for _, group in groupby(chosen, key=lambda stretch: stretch.run):
-        stretches = list(group)
-        spec = look(world, request, claim, stretches, watchdog)
-        compute(world, request.run, spec, stretches, watchdog, lambda text: say(world, text))
+    for _, group in groupby(chosen, key=lambda segment: segment.run):
+        segments = list(group)
+        watchdog.beat("reading the data")
+        spec = look(world, request, history, segments)
+        compute(world, request.run, spec, segments, watchdog, lambda text: say(world, text))
     inexact = [(one.start, one.last) for one in asked if one not in exact]
-    return answer(world, claim, chosen, gaps(asked, *bounds), inexact)
+    return answer(world.size, history.head, chosen, gaps(asked, *bounds), inexact)
 
 
-def reduction_of(request: Request, claim: Claim, stretch: Stretch) -> object:
-    """Return --reduction of the job that made a stretch."""
-    return claim.runs[stretch.run].get(SETTINGS, {}).get("reduction", request.config.reduction)
-
-
-def choose(
-    world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Stretch]
-) -> Sequence[Stretch]:
+def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segment]) -> Sequence[Segment]:
     """Return the stretches to compute, the same on all ranks. Collective; raises UsageError."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
@@ -97,49 +102,34 @@ def choose(
     return chosen
 
 
-def look(
-    world: World, request: Request, claim: Claim, stretches: Sequence[Stretch], watchdog: Watchdog
-) -> RunSpec:
-    """What a job of the run was, its data and files looked at; raises Differs for others. Collective."""
-    watchdog.beat("reading the data")
-    said = claim.runs[stretches[0].run]
+def look(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
+    """Return a job of the run, its data and files looked at; raises Differs for others. Collective."""
+    said = history.runs[segments[0].run]
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
     spec = resolve(world, config, cached=False)
-    notes = of_root(world, lambda: check_facts(spec, said, request.run, stretches))
+    notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
 
 def answer(
-    world: World, claim: Claim, chosen: Sequence[Stretch], missing: Sequence[Steps], inexact: Sequence[Steps]
+    ranks: int, head: str, chosen: Sequence[Segment], missing: Sequence[Steps], inexact: Sequence[Steps]
 ) -> tuple[int, str]:
     """Return the exit status, and a line that says what is true of the run and what nobody can compute."""
-    made = few([f"{one.start + 1}-{one.last}" for one in joined(chosen)])
-    parts = ["its files are those that it has written" if claim.head else "its files agree"]
-    if made:
-        parts.append(
-            f"steps {', '.join(made)} have the same bits, computed again on {plural(world.size, 'rank')}"
-        )
-    else:
-        parts.append("no step was computed again")
-    for steps, why in ((missing, "cannot be, from this folder"), (inexact, "have no --reduction exact")):
+    found = {
+        f"have the same bits, computed again on {plural(ranks, 'rank')}": joined(chosen),
+        "cannot be, from this folder": missing,
+        "have no --reduction exact": inexact,
+    }
+    parts = ["its files are those that it has written" if head else "its files agree"]
+    parts += [] if chosen else ["no step was computed again"]
+    for text, steps in found.items():
         if steps:
-            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {why}")
+            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
     whole = chosen and not missing and not inexact
     return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
-
-
-def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Segments in their order, those that follow on each other as one."""
-    found: list[Stretch] = []
-    for one in stretches:
-        if found and found[-1].last == one.start:
-            found[-1] = Stretch(found[-1].start, one.last, one.ends, one.run)
-        else:
-            found.append(one)
-    return found
 
 
 def say(world: World, *texts: str) -> None:
