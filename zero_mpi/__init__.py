@@ -42,30 +42,23 @@ if TYPE_CHECKING:
     from zero_mpi.sharding.optimizer import ShardedAdamW
     from zero_mpi.train.timeline import tracing
 
-PUBLIC = {
-    "load": "checkpoint.module_files",
-    "save": "checkpoint.module_files",
-    "GradAccum": "sharding.grad_accum",
-    "Comm": "comm",
-    "Partition": "comm",
-    "SerialComm": "comm",
-    "MPIComm": "comm.mpi",
-    "connect": "launch.connect",
-    "UsageError": "errors",
-    "cross_entropy": "nn",
-    "ShardedAdamW": "sharding.optimizer",
-    "clip_grad_norm": "sharding.clipping",
-    "DDP": "sharding",
-    "FULL_SHARD": "sharding",
-    "HYBRID_SHARD": "sharding",
-    "NO_SHARD": "sharding",
-    "SHARD_GRAD_OP": "sharding",
-    "ShardInfo": "sharding",
-    "ShardedLinear": "sharding",
-    "ShardedModule": "sharding",
-    "Strategy": "sharding",
-    "tracing": "train.timeline",
+MODULES = {
+    "checkpoint.module_files": ("load", "save"),
+    "comm": ("Comm", "Partition", "SerialComm"),
+    "comm.mpi": ("MPIComm",),
+    "errors": ("UsageError",),
+    "launch.connect": ("connect",),
+    "nn": ("cross_entropy",),
+    "sharding": (
+        *("DDP", "FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
+        *("ShardInfo", "ShardedLinear", "ShardedModule"),
+    ),
+    "sharding.clipping": ("clip_grad_norm",),
+    "sharding.grad_accum": ("GradAccum",),
+    "sharding.optimizer": ("ShardedAdamW",),
+    "train.timeline": ("tracing",),
 }
+PUBLIC = {name: module for module, names in MODULES.items() for name in names}
 
 __all__ = [
     "DDP",

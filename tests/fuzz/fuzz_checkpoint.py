@@ -18,11 +18,11 @@ import fuzz_gguf
 import numpy as np
 import tiny
 import wild
+from checkpoints import save_checkpoint
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.saver import save_checkpoint
 from zero_mpi.checkpoint.sound import ID, signature
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.data import ByteTokenizer

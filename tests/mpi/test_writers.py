@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import tiny
+from checkpoints import save_checkpoint
 from pretended_mounts import pretend
 from test_checkpoint import CONFIG, DESCRIPTION, digests, trained
 from test_nodes import nodes_of
 
 from zero_mpi import FULL_SHARD, NO_SHARD, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
-from zero_mpi.checkpoint.saver import Saver, save_checkpoint
+from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.errors import JobError
 from zero_mpi.models import GPT2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_mpi.checkpoint.writers import JoinedSlices, assigned, share_of
+from zero_mpi.checkpoint.parallel_write import JoinedSlices, assigned, share_of
 from zero_mpi.comm import Partition
 from zero_mpi.files import file_systems
 from zero_mpi.files.file_systems import KINDS, UNKNOWN, file_system

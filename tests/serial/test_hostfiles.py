@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
-from zero_mpi.commands.hostfile.command import LINES, HostEntry, command, read_hosts
+from zero_mpi.commands.hostfile.command import command
+from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 

@@ -22,7 +22,7 @@ from jobs import clean_environment, end, launcher, run_command, warm_python
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 from test_resume import SMALL
 
-from zero_mpi.commands.hostfile.command import HostEntry
+from zero_mpi.commands.hostfile.host_entries import HostEntry
 from zero_mpi.commands.report.page import about
 from zero_mpi.commands.report.runs import Entry, read_events
 from zero_mpi.commands.supervise import attempt, host_pool, restarts

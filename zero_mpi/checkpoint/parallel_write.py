@@ -1,6 +1,6 @@
 """Writes the files of a checkpoint from all ranks, in pieces.
 
-Slices are brought piece by piece to the ranks that write (`writers`); a rank that writes for itself alone
+Slices are brought piece by piece to the ranks that write (`Writers`); a rank that writes for itself alone
 takes them from where they are. While one piece is written, by a thread, the next is digested and brought: a
 writer needs room for two pieces, which are half a unit each at most. The headers hold the digests of all
 tensors, whose length is known before their values, so they are written last, by rank 0. Then each host brings
@@ -17,20 +17,130 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
-from zero_mpi.checkpoint.writers import Writers, share_of
-from zero_mpi.comm import Comm
+from zero_mpi.comm import Comm, Partition, Piece, SerialComm
+from zero_mpi.comm.members import members_of
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, explain, naming
+from zero_mpi.files.file_systems import FileSystem, file_system
 from zero_mpi.files.open import open_in_place
 from zero_mpi.sharding.unit import BYTES
+
+
+@dataclass(frozen=True)
+class Writers:
+    """All ranks of `comm`, of each the node and the rank that writes for it; and this rank's `group`.
+
+    A group is ranks of one node, whose first one writes for all; a file system sees as many writers as it is
+    best served by (`files.file_systems`). A host alone can bring to disk what it wrote, and all its processes
+    share its cache: one of its writers does it for the others, once a file, after all have written.
+    """
+
+    comm: Comm
+    group: Comm
+    nodes: tuple[int, ...]
+    writer_of: tuple[int, ...]
+    about: str = "rank 0 writes"
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this one's group."""
+        mine = self.writer_of[self.comm.rank]
+        return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == mine)
+
+    @property
+    def writes(self) -> bool:
+        return self.writer_of[self.comm.rank] == self.comm.rank
+
+    @property
+    def syncs(self) -> bool:
+        """Whether this rank brings a file to disk: the first of its node that writes."""
+        here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
+        return self.writes and self.comm.rank == min(here)
+
+    @property
+    def hosts(self) -> int:
+        """Number of nodes that write."""
+        return len({self.nodes[writer] for writer in self.writer_of})
+
+    def close(self) -> None:
+        """Give up the transport of the group. Collective."""
+        if self.group is not self.comm:
+            self.group.close()
+
+
+def rank_0_of(comm: Comm) -> Writers:
+    """One writer, whom all send what they have."""
+    return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
+
+
+def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
+    """As many writers as the file system of `folder` is best served by, or so many a node. Collective."""
+    nodes = tuple(comm.nodes())
+    found: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
+    writer_of = assigned(nodes, found, a_node)
+    count = len(set(writer_of))
+    group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
+    return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {found.kind}")
+
+
+def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
+    """For each rank, of which the node is given, the rank that writes what it has: the first of its group.
+
+    `a_node`: so many writers of each node, at most; None: what the file system is best served by. Where hosts
+    may not write one file at once rank 0 writes for all, whatever was asked for.
+    """
+    several = len(set(nodes)) > 1
+    if several and not found.hosts and (found.known or a_node is None):
+        return (0,) * len(nodes)
+    writer_of = list(range(len(nodes)))
+    for ranks in members_of(nodes).values():
+        groups = Partition(len(ranks), min(a_node or found.writers or len(ranks), len(ranks)))
+        for number in range(groups.parts):
+            for rank in ranks[groups.part(number)]:
+                writer_of[rank] = ranks[groups.bounds[number]]
+    return tuple(writer_of)
+
+
+@dataclass(frozen=True)
+class JoinedSlices(Partition):
+    """What some ranks own of a buffer, one slice after the other, as if it were a buffer of its own."""
+
+    slices: tuple[slice, ...] = ()
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each slice begins, and the last one ends, in the share."""
+        return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
+
+    def stretches(self, piece: Piece) -> list[tuple[int, slice]]:
+        """Return where a piece belongs: (start in the buffer, part of it); slices side by side are one."""
+        found, at = list[tuple[int, slice]](), 0
+        for number, part in enumerate(self.slices):
+            inside = piece.of_slice(self, number)
+            start, stop = part.start + inside.start, at + inside.stop - inside.start
+            if stop > at:
+                if found and found[-1][0] + at - found[-1][1].start == start:
+                    start, joined = found.pop()
+                    at = joined.start
+                found.append((start, slice(at, stop)))
+            at = stop
+        return found
+
+
+def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
+    """The share of some ranks, in ascending order."""
+    slices = tuple(partition.part(rank) for rank in ranks)
+    return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
+
 
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
@@ -196,8 +306,9 @@ class Output:
             except OSError as error:
                 self.problem = self.problem or error
 
-    def read_digest(self, name: str, nbytes: int) -> str:
+    def read_digest(self, name: str, shape: Sequence[int]) -> str:
         """Return the digest of a tensor as it stands in the file."""
+        nbytes = BYTES * math.prod(shape)
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -311,7 +422,12 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    digests |= digests_from_file(output, odd)
+    if odd:  # slices cut pieces (row sharding): rank 0 reads the tensors back, now that all are written
+        output.show()
+        if output.comm.rank == 0:
+            shapes = [(name, shape) for name, shape in output.content.tensors if name in odd]
+            read = output.read_digest
+            output.attempt(lambda: digests.update((name, read(name, shape)) for name, shape in shapes))
     return {name: digests.get(name, BLANK) for name, _ in output.content.tensors}
 
 
@@ -321,19 +437,3 @@ def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
     for name, pieces in (entry for rank in found for entry in rank):
         parts[name].append(pieces)
     return {name: digest_of_pieces(pieces) for name, pieces in parts.items()}
-
-
-def digests_from_file(output: Output, names: Sequence[str]) -> Digests:
-    """Digests of tensors whose slices cut pieces (row sharding): read back on rank 0, once all is written."""
-    digests = dict.fromkeys(names, BLANK)
-    if names:
-        output.show()
-
-    def read_all() -> None:
-        for name, shape in output.content.tensors:
-            if name in digests:
-                digests[name] = output.read_digest(name, BYTES * math.prod(shape))
-
-    if names and output.comm.rank == 0:
-        output.attempt(read_all)
-    return digests

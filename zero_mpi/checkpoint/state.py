@@ -29,7 +29,6 @@ from zero_mpi.checkpoint.sound import (
     as_lines,
     digest_of_files,
     keys_of,
-    open_checkpoint,
     signature,
 )
 from zero_mpi.checkpoint.tensor_file import CHUNK
@@ -240,16 +239,11 @@ def finite(read: Read, path: Path) -> Read:
     return checked
 
 
-def load_checkpoint(folder: Path, optimizer: ShardedAdamW) -> TrainingProgress:
+def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Returns where the run stood.
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
     """
-    return load_state(open_checkpoint(folder), optimizer)
-
-
-def load_state(files: CheckpointFiles, optimizer: ShardedAdamW) -> TrainingProgress:
-    """`load_checkpoint` from files whose indices were read already."""
     check_tensors(files, optimizer)
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None

@@ -33,13 +33,6 @@ EPOCHS, MOST_CONTEXT = 3, 1024  # of conversations
 FEW_WINDOWS = 214  # below which a batch of these is smaller, down to 4, so that three epochs are 40 steps
 
 
-def defaults(init: str | None, lora: int | None = None) -> dict[str, Any]:
-    """The settings that depend on whether the model comes from a file, and on what of it is trained."""
-    if init is None:
-        return FROM_NOTHING
-    return FURTHER if lora is None else ADAPTERS
-
-
 def batch_size(windows: int) -> int:
     """The default for so many windows of conversations; the number of ranks has no part in it."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
@@ -308,7 +301,8 @@ class Config:
         if self.init is None or not self.unsaid >= LENGTH:
             self.unsaid -= LENGTH
         steps = STEPS if self.init is None and self.epochs is None else {}
-        for name, value in (ANY | defaults(self.init, self.lora) | steps).items():
+        begun = FROM_NOTHING if self.init is None else FURTHER if self.lora is None else ADAPTERS
+        for name, value in (ANY | begun | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self.warmup = warmup_steps(self.warmup, self.steps)

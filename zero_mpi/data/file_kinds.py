@@ -121,12 +121,10 @@ def has_objects(head: bytes, name: str) -> bool:
         return False
     by_name = name.lower().endswith(LINES)
     whole = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
-    return all(map(_is_object, whole)) if len(whole) == 2 or (whole and by_name) else by_name
-
-
-def _is_object(line: bytes) -> bool:
+    if len(whole) < 2 - by_name:
+        return by_name
     try:
-        return isinstance(json.loads(line), dict)
+        return all(isinstance(json.loads(line), dict) for line in whole)
     except (ValueError, RecursionError):
         return False
 

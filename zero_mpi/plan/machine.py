@@ -1,6 +1,6 @@
 """What a machine can do, as numbers: what a message takes in a node and between nodes, how fast a rank is.
 
-They come from the JSON that `zero-mpi doctor` writes, from a file that describes a machine (`machine_file`),
+They come from the JSON that `zero-mpi doctor` writes, from a file that describes a machine,
 from flags, or are assumed; a report says which.
 """
 

@@ -12,8 +12,7 @@ from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
 from zero_mpi.plan.plan import MOST, Largest, Plan, Point
-from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, keeps_slices, titles
-from zero_mpi.plan.resident import Resident
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
 from zero_mpi.sharding.offload import STATE
 
 TITLE, COLUMN = 34, 16  # widths

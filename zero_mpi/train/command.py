@@ -21,7 +21,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.train import dry_run, early_stop
 from zero_mpi.train.resolve import resolve
-from zero_mpi.train.same_flags import obey_early
+from zero_mpi.train.same_bits import obey_early
 from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.setup import build
 from zero_mpi.train.summary import Outcome

@@ -72,11 +72,6 @@ def reason(best: Best) -> str:
     return f"after {times} without a new best"
 
 
-def is_used_up(session: Session) -> bool:
-    """Whether the run that a job goes on with had stopped early; the same on all ranks."""
-    return session.progress.best.is_used_up(session.config.patience)
-
-
 def begin(session: Session) -> None:
     """Let OUT/best name the best checkpoint of the run that now goes on, or nothing. For one rank.
 

@@ -81,7 +81,7 @@ from zero_mpi.train.resume import (
     settled_day,
     tokenizer_as_begun,
 )
-from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.same_bits import check_settings
 from zero_mpi.train.transport import check_wish
 
 

@@ -21,9 +21,8 @@ from zero_mpi.launch.folder_hold import Hold
 from zero_mpi.launch.stopping import was_stopped_early
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case, make_case
-from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory, resident, text_of
 from zero_mpi.plan.report import base
-from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, last_step

@@ -46,7 +46,9 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
     probabilities make up so much; `min_p`: of them those with so large a share of the largest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
-    kept = not_far_below(nucleus(likeliest(logits, top_k), below, top_p), below, min_p)
+    kept = nucleus(likeliest(logits, top_k), below, top_p)
+    if min_p > 0:  # Nguyen et al., "Turning Up the Heat: Min-p Sampling ...", 2024
+        kept = kept[below[kept] >= math.log(min_p)]
     weights = np.zeros(logits.size)
     weights[kept] = np.exp(below[kept] / temperature)
     return weights
@@ -71,14 +73,6 @@ def nucleus(ids: Any, below: Array, top_p: float) -> Any:
     ids = ids[np.argsort(-below[ids], kind="stable")]
     shares = np.cumsum(np.exp(below[ids]))
     return ids[: np.searchsorted(shares, top_p * shares[-1]) + 1]
-
-
-def not_far_below(ids: Any, below: Array, min_p: float) -> Any:
-    """Those of `ids` whose probability is at least `min_p` times the largest.
-
-    Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs", 2024.
-    """
-    return ids if min_p <= 0 else ids[below[ids] >= math.log(min_p)]
 
 
 class TextModel:

@@ -28,8 +28,7 @@ from zero_mpi.checkpoint.gguf.index import (
     alignment_is_sane,
     padded,
 )
-from zero_mpi.checkpoint.tensor_file import TensorSpec
-from zero_mpi.checkpoint.tensor_stream import TensorStream
+from zero_mpi.checkpoint.tensor_file import TensorSpec, TensorStream
 from zero_mpi.files.foreign import show
 
 ARCHITECTURE_KEY = "general.architecture"

@@ -13,7 +13,7 @@ from zero_mpi.commands.doctor.ranks import Ranks
 from zero_mpi.commands.doctor.verdicts import NOTE, Row, assessed
 from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.launch.limits import Limits, look
-from zero_mpi.plan.resident import programs
+from zero_mpi.plan.rank_memory import programs
 
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers

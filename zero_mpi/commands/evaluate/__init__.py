@@ -1,6 +1,6 @@
 """`zero-mpi evaluate`: how well models predict a text, and which answers they prefer.
 
-`task` reads the flags, `candidate` opens the models, `material` has text and questions (`choices`) on all
+`task` reads the flags, `candidate` opens the models, `command` has text and questions (`choices`) on all
 ranks. Both become rows of tokens of which some targets count, each part with a loss of its own. `measure`
 takes them through a model that is sharded over the ranks, `scores` makes figures of the losses and text of
 the figures.

@@ -32,7 +32,7 @@ from zero_mpi.train.transport import choose_transport
 
 
 class SequenceSet(Protocol):
-    """Rows of tokens of which some targets count: how many losses, and micro-batch i, the same on any rank."""
+    """Rows of tokens of which some targets count; micro-batch i is the same on any rank."""
 
     count: int  # losses
     micro_batches: int

@@ -157,12 +157,19 @@ def lines(figures: Figures) -> Iterator[str]:
     if "text" in figures:
         yield from ("", *about_text(figures["text"]), "")
         yield f"{'':{width}} {'nats a token':>14} {'+-':>10} {'perplexity':>14} {'bits a byte':>12}"
-        yield from (f"{name:{width}} {text_row(row)}" for name, row in zip(names, rows, strict=True))
+        for name, text in zip(names, (row["text"] for row in rows), strict=True):
+            yield (
+                f"{name:{width}} {number(text['loss'], 6):>14} {number(text['standard_error'], 6):>10} "
+                f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
+            )
     if "choices" in figures:
         yield from ("", about_choices(figures["choices"]), "")
         if "right" in rows[0]["choices"]:
             yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
-            yield from (f"{name:{width}} {choice_row(row)}" for name, row in zip(names, rows, strict=True))
+            for name, row in zip(names, rows, strict=True):
+                right, shares = row["choices"]["right"], row["choices"]["accuracy"]
+                cells = [f"{right[by]:,} ({100 * shares[by]:.2f} %)" for by in BY]
+                yield f"{name:{width}} {' '.join(f'{cell:>20}' for cell in cells)}"
         found = [name for name in OF_TASKS if name in rows[0]["choices"]]
         yield f"{'':{width}}" + "".join(f" {each:>16}" for each in found)
         for name, row in zip(names, rows, strict=True):
@@ -186,15 +193,6 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
         yield f"{plural(rest, 'token')} at the end fill no window and do not count"
 
 
-def text_row(row: Figures) -> str:
-    """Loss, its error, perplexity and bits."""
-    text = row["text"]
-    return (
-        f"{number(text['loss'], 6):>14} {number(text['standard_error'], 6):>10} "
-        f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
-    )
-
-
 def about_choices(choices: dict[str, Any]) -> str:
     """How many questions there were."""
     cut = (
@@ -203,13 +201,6 @@ def about_choices(choices: dict[str, Any]) -> str:
         else ""
     )
     return f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
-
-
-def choice_row(row: Figures) -> str:
-    """Right answers, and their share of all questions."""
-    choices = row["choices"]
-    cells = [f"{choices['right'][by]:,} ({100 * choices['accuracy'][by]:.2f} %)" for by in BY]
-    return " ".join(f"{cell:>20}" for cell in cells)
 
 
 def number(value: float | None, places: int) -> str:

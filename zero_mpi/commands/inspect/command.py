@@ -19,9 +19,9 @@ from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
 from zero_mpi.commands.inspect.compare import (
     checkpoint_lines,
     compare,
-    compare_runs,
+    compare_checkpoints,
+    compare_records,
     is_run,
-    is_same,
     record_line,
 )
 from zero_mpi.commands.inspect.examine import examine
@@ -64,7 +64,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     path = Path(options.path)
     try:
         if options.other is not None:
-            found = compare_paths(path, Path(options.other))
+            other = Path(options.other)
+            found = compare(path, other)
+            if is_run(path) and is_run(other):
+                found["records"] = compare_records(path, other)
+                found["checkpoint"] = compare_checkpoints(path, other)
+                steps = found["records"]["step"], found["checkpoint"]["step"]
+                found["same"] = found["same"] and steps == (None, None)
             lines, sound = comparison_lines(found, options.tensors), found["same"]
         else:
             found = examine(path, keys=options.keys, tensors=options.tensors)
@@ -78,15 +84,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0 if sound else 1
 
 
-def compare_paths(first: Path, second: Path) -> Report:
-    """Return what differs between two models or checkpoints, and between two runs if both paths are runs."""
-    found = compare(first, second)
-    if is_run(first) and is_run(second):
-        runs = compare_runs(first, second)
-        found |= {**runs, "same": found["same"] and is_same(runs)}
-    return found
-
-
 # ---------------------------------------------------------------------------------------------- a report
 
 
@@ -95,7 +92,11 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     yield from section("path", [printable(found["path"])])
     yield from section("files", map(file_line, found["files"]))
     if "model" in found:
-        yield from section("model", model_lines(found["model"]))
+        model = found["model"]
+        lines = wrapped(shown(str(model["architecture"])), model["sizes"])
+        if model["cannot_run"] is not None:
+            lines.append(f"zero_mpi cannot run it: {one_line(model['cannot_run'])}")
+        yield from section("model", lines)
         yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
     types = (
         f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
@@ -148,13 +149,6 @@ def file_line(file: Mapping[str, Any]) -> str:
     return (
         f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'], 'bytes')}, {counts}"
     )
-
-
-def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about the architecture and its sizes."""
-    yield from wrapped(shown(str(model["architecture"])), model["sizes"])
-    if model["cannot_run"] is not None:
-        yield f"zero_mpi cannot run it: {one_line(model['cannot_run'])}"
 
 
 def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:

@@ -146,14 +146,6 @@ def is_run(path: Path) -> bool:
     return exists(path / METRICS)
 
 
-def compare_runs(first: Path, second: Path) -> Report:
-    """Return what differs first in the records and in the checkpoints that both run folders have."""
-    return {
-        "records": compare_records(first, second),
-        "checkpoint": compare_checkpoints(first, second),
-    }
-
-
 def compare_records(first: Path, second: Path) -> Report:
     """Return how many records both runs have, and of the first that differs its step, field and values."""
     files = Records(first), Records(second)
@@ -185,11 +177,6 @@ def compare_checkpoints(first: Path, second: Path) -> Report:
         if any(pair[name] for name in ("differing", "only_in_first", "only_in_second")):
             return {"common": len(common), "step": step, **{name: pair[name] for name in names}}
     return {"common": len(common), "step": None}
-
-
-def is_same(found: Report) -> bool:
-    """Return whether nothing differs in all that both run folders have."""
-    return found["records"]["step"] is None and found["checkpoint"]["step"] is None
 
 
 def record_line(records: Report) -> str:

@@ -36,8 +36,6 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.models import config_from_gguf
 
-# ----------------------------------------------------------------------------------------------- verdict
-
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     """Every digest beside those in the files, the pair, and values that are not finite."""
@@ -100,9 +98,6 @@ SIZES = {  # key of an architecture -> what it is called here
     "vocab_size": "vocabulary",
 }
 SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
-
-
-# ------------------------------------------------------------------------------------------------- report
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:

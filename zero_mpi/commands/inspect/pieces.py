@@ -30,8 +30,6 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 
 READ_AT_ONCE = 1 << 20  # bytes read at a time
 
-# ----------------------------------------------------------------------------------------------- reading
-
 
 @dataclass(frozen=True)
 class Subject:

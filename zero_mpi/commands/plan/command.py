@@ -44,8 +44,8 @@ from zero_mpi.plan.machine import (
     read_machine,
 )
 from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
+from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
-from zero_mpi.plan.resident import resident, text_bytes
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")

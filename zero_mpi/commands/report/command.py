@@ -48,7 +48,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Write the page. Return the exit status."""
     options = make_parser().parse_args(arguments)
     paths = [Path(path) for path in options.runs]
-    limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)) // 2 * 2)
+    limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)))
     runs = read_runs(paths, limit)
     from zero_mpi.commands.report.page import page  # with its libraries, which wrong usage does not need
 

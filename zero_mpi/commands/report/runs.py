@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,14 +33,11 @@ from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.status import NAME as STATUS
 from zero_mpi.telemetry.status import RUNNING, read_status
 
-LIMIT = 2000  # columns of a run, an even number
-PIECE = 1000  # records that are put into columns at a time
+LIMIT = 2000  # columns of a run
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 MEMORY = "memory_bytes"  # one number a rank in a record; the largest in a curve
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY)
-
-Floats = npt.NDArray[np.float64]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -56,63 +54,33 @@ def number_of(record: Mapping[str, Any], name: str) -> float:
 
 
 class Curves:
-    """The numbers of a run in columns.
+    """The numbers of a run, of which neighbouring steps are averaged where there are more than `limit`.
 
-    width   steps of a column; column i holds steps i * width + 1 to (i + 1) * width
+    width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
     last    the last value of each number, nan if it was not finite
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.width, self.records, self.step = 1, 0, 0
-        self.last: dict[str, float] = {}
-        self._sums = np.zeros((len(NUMBERS), limit))
-        self._counts = np.zeros((len(NUMBERS), limit))
+    def __init__(self, records: Iterable[Mapping[str, Any]] = (), limit: int = LIMIT) -> None:
+        steps, values = array("q"), {name: array("d") for name in NUMBERS}
+        for record in records:
+            steps.append(record["step"])
+            for name in NUMBERS:
+                values[name].append(number_of(record, name))
+        self.step, self.width = max(steps, default=0), 1
+        while self.step > self.width * limit:
+            self.width *= 2
+        self._columns = (np.array(steps, np.int64) - 1) // self.width
+        self._values = {name: np.array(each) for name, each in values.items()}
+        there = {name: each[~np.isinf(each)] for name, each in self._values.items()}
+        self.last = {name: float(each[-1]) for name, each in there.items() if each.size}
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Put records into their columns."""
-        if not records:
-            return
-        steps = np.array([record["step"] for record in records], np.int64)
-        while (int(steps.max()) - 1) // self.width >= self._sums.shape[1]:
-            self._halve()
-        columns = (steps - 1) // self.width
-        for number, name in enumerate(NUMBERS):
-            values = np.array([number_of(record, name) for record in records])
-            there = ~np.isinf(values)
-            np.add.at(self._sums[number], columns[there], values[there])
-            np.add.at(self._counts[number], columns[there], 1)
-            self.last.update((name, float(value)) for value in values[there][-1:])
-        self.records += len(records)
-        self.step = max(self.step, int(steps.max()))
-
-    def _halve(self) -> None:
-        """Put every two columns together."""
-        self.width *= 2
-        for table in (self._sums, self._counts):
-            halved = table[:, 0::2] + table[:, 1::2]
-            table[:] = 0
-            table[:, : halved.shape[1]] = halved
-
-    def points(self, name: str) -> tuple[npt.NDArray[np.int64], Floats]:
+    def points(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return (last step, mean) of each column that has the number; a mean is nan where one value was."""
-        number = NUMBERS.index(name)
-        columns = np.flatnonzero(self._counts[number])
-        means = self._sums[number, columns] / self._counts[number, columns]
+        values = self._values[name]
+        there = ~np.isinf(values)
+        columns, places = np.unique(self._columns[there], return_inverse=True)
+        means = np.bincount(places, values[there]) / np.bincount(places)
         return np.minimum((columns + 1) * self.width, self.step), means
-
-
-def read_curves(path: Path, limit: int = LIMIT) -> Curves:
-    """Read a file of records; lines that are none, such as one cut off by a crash, are left out."""
-    curves = Curves(limit)
-    for records in pieces(filter(None, map(record_of, read_lines(path, MARK, "a file of records")))):
-        curves.add(records)
-    return curves
-
-
-def pieces(records: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield records in lists of at most PIECE."""
-    while piece := list(islice(records, PIECE)):
-        yield piece
 
 
 LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
@@ -199,7 +167,10 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
     """Read the run in a folder; raises UsageError if there is none, or if it may not be read."""
     check_folder(path)
     try:
-        curves = read_curves(path / METRICS, limit) if os.path.exists(path / METRICS) else Curves(limit)
+        lines = (
+            read_lines(path / METRICS, MARK, "a file of records") if os.path.exists(path / METRICS) else ()
+        )
+        curves = Curves(filter(None, map(record_of, lines)), limit)  # a line that a crash cut off is left out
         status = Entry(read_status(path / STATUS))
         return Run(path, curves, status, read_config(path / CONFIG), read_events(path / EVENTS))
     except OSError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.hostfile.command import LINES
+from zero_mpi.commands.hostfile.host_entries import LINES
 from zero_mpi.commands.supervise.decision import RunFacts
 from zero_mpi.commands.supervise.host_pool import PLACEHOLDERS, HostPool, Template, find_pool
 from zero_mpi.commands.supervise.restarts import RestartLimits, Restarts

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from zero_mpi.commands.hostfile.command import LINES, HostEntry, read_file, read_hosts
+from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_file, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
@@ -53,7 +53,9 @@ class HostPool:
 
     def silent(self) -> list[str]:
         """Return the names of the hosts that do not answer."""
-        asked = [host.name for host in self.hosts if host.name not in own_names()]
+        name = platform.node()
+        own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+        asked = [host.name for host in self.hosts if host.name not in own]
         parts = (asked[begin : begin + AT_ONCE] for begin in range(0, len(asked), AT_ONCE))
         return [name for part in parts for name in self._ask(part)]
 
@@ -78,12 +80,6 @@ def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
         return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     except OSError:
         return None
-
-
-def own_names() -> set[str]:
-    """Return the names of this host."""
-    name = platform.node()
-    return {name, name.partition(".")[0], "localhost", "127.0.0.1"}
 
 
 # ------------------------------------------------------------------------------------- where they are named

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.parallel_write import PIECE_ELEMENTS
 from zero_mpi.checkpoint.saver import Parts, parts_of
 from zero_mpi.checkpoint.shards import Contribution, Run
-from zero_mpi.checkpoint.sound import CheckpointFiles, open_checkpoint
+from zero_mpi.checkpoint.sound import open_checkpoint
 from zero_mpi.checkpoint.state import STATE, read_json
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.text import elapsed
@@ -29,10 +30,10 @@ from zero_mpi.commands.verify.history import (
     Segment,
     agreed,
     differing,
+    of_root,
     other,
     records_of,
 )
-from zero_mpi.commands.verify.request import Request
 from zero_mpi.config import replay
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.files.foreign import quoted, shown
@@ -43,7 +44,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, finite_or_none
 from zero_mpi.telemetry.proof import PROOF, bits_of
 from zero_mpi.train import observers
-from zero_mpi.train.identity import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
+from zero_mpi.train.description import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.resolve import RunSpec
 from zero_mpi.train.resume import CORPUS, SINCE, ResumePoint, differences
@@ -55,15 +56,15 @@ SAY_SECONDS = 30.0  # between signs of life for people
 Facts = Mapping[str, Any]
 
 
-def check_config(request: Request, history: History) -> None:
+def check_config(run: Path, config: Config, history: History) -> None:
     """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
     if SETTINGS in (said := history.runs[-1]):  # a setting that came later had its default
-        refuse(replay.NAME, settings_of(request.config), {**settings_of(Config()), **said[SETTINGS]})
+        refuse(replay.NAME, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
         stays = {*Config().fixed(), *said[FACTS]} - {*replay.PATHS}
         kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
         for step in history.kept:
             with differing():
-                state = open_checkpoint(folders.step_folder(request.run, step)).state
+                state = open_checkpoint(folders.step_folder(run, step)).state
                 found = read_json(state, "training.settings")
             refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
 
@@ -168,16 +169,21 @@ def compute(
     for segment in segments:
         watchdog.beat(f"reading the state of step {segment.start}")
         begun = time.monotonic()
-        start = replace(spec, checkpoint=point_of(world, run, segment.start))
+        folder = folders.step_folder(run, segment.start)
+        files = world.together(partial(open_checkpoint, folder)) if segment.start else None
+        start = replace(spec, checkpoint=ResumePoint(folder, files) if files else None)
         if session is None:
             session = build(world, start)
             steps = Recomputation(session, watchdog)
         else:
-            session.progress = reload(world, session, start)
+            scale = session.module.loss_scale
+            fresh = LossScale.start(scale.dynamic)
+            scale.exponent, scale.good_steps = fresh.exponent, fresh.good_steps
+            session.progress = fill_parameters(world, session.optimizer, start)
         records = (record for record in records_of(run) if record["step"] > segment.start)
         found = steps.make(segment, records if world.rank == 0 else None)
-        if found := world.comm.broadcast_object(found):
-            raise Differs(found)
+        if told := of_root(world, partial(str, found)):
+            raise Differs(told)
         if segment.ends:
             watchdog.beat(f"comparing the state of step {segment.last}")
             compare_state(world, run, session, segment.last)
@@ -186,23 +192,6 @@ def compute(
         comm = session.comm
         del session, steps  # before the memory that they lie in
         comm.close()
-
-
-def point_of(world: World, run: Path, step: int) -> ResumePoint | None:
-    """The checkpoint of a step, None for the first weights. Collective; raises UsageError."""
-    if step == 0:
-        return None
-    folder = folders.step_folder(run, step)
-    files: CheckpointFiles = world.together(lambda: open_checkpoint(folder))
-    return ResumePoint(folder, files)
-
-
-def reload(world: World, session: Session, spec: RunSpec) -> Any:
-    """Let a session that has made steps go on from another state, as if it began there. Collective."""
-    scale = session.module.loss_scale
-    fresh = LossScale.start(scale.dynamic)
-    scale.exponent, scale.good_steps = fresh.exponent, fresh.good_steps
-    return fill_parameters(world, session.optimizer, spec)
 
 
 def compare_state(world: World, run: Path, session: Session, step: int) -> None:

@@ -36,7 +36,7 @@ from zero_mpi.telemetry.proof import (
     read_proof,
 )
 from zero_mpi.telemetry.proof import ID as NAME
-from zero_mpi.train.identity import FACTS, MACHINE, SETTINGS
+from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
 MOST_JOBS = 1 << 14  # of a run: all that each has said is kept
 T = TypeVar("T")
@@ -210,16 +210,13 @@ def drawn(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
     return [segments[place] for place in sorted(places)]
 
 
-def joined(segments: Sequence[Segment]) -> list[Steps]:
+def steps_of(segments: Sequence[Segment]) -> list[Steps]:
     """Return (start, last) of segments in their order, those that follow on each other as one."""
     found: list[Steps] = []
     for one in segments:
         start = found.pop()[0] if found and found[-1][1] == one.start else one.start
         found.append((start, one.last))
     return found
-
-
-# ----------------------------------------------------------------------------------------------- reading
 
 
 class Records:
