@@ -28,7 +28,8 @@ import numpy as np
 from zero_mpi import FULL_SHARD, Comm, MPIComm, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
+from zero_mpi.checkpoint.sound import open_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress, load_state
 from zero_mpi.cli.parser import Parser
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World, run
@@ -159,7 +160,7 @@ class Bench:
             self.time(PLAIN_READ + tail, self.on_root(lambda: read_plain(files)))
             prepare()
             before = bytes_from_disk()
-            self.time(LOAD + tail, lambda: load_checkpoint(files[0].parent, self.optimizer))
+            self.time(LOAD + tail, lambda: load_state(open_checkpoint(files[0].parent), self.optimizer))
         self.from_disk = sum(self.comm.allgather_object(bytes_from_disk() - before)) / self.nbytes
 
 

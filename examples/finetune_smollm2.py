@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_mpi.checkpoint.merged import open_merged
-from zero_mpi.commands.generate.chat import Chat
-from zero_mpi.commands.generate.reply import Speaker
+from zero_mpi.commands.generate.command import Chat, Speaker
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.inputs import tokenizer_of
 from zero_mpi.data.conversations.chat_template import template_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "zero_mpi"
-BUDGET = {"engine": 9100, "package": 52300}  # lines of Python
+BUDGET = {"engine": 9550, "package": 51200}  # lines of Python
 # The files to read to understand a step: full packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))

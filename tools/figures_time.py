@@ -1,7 +1,7 @@
 """Pictures of what happens in time: when units are gathered and reduced, ways of sums, the order of sums.
 
 The columns of a schedule are its stages, and what is in them the actions that `ShardedModule` runs;
-the numbers of elements in a box are those of `zero_mpi.plan.routes`, and micro-batches lie where `Rounds`
+the numbers of elements in a box are those of `zero_mpi.plan.traffic`, and micro-batches lie where `Rounds`
 puts them.
 """
 
@@ -18,7 +18,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.routes import Lanes
+from zero_mpi.plan.traffic import Lanes
 from zero_mpi.sharding.actions import (
     Backward,
     Forward,

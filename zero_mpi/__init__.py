@@ -45,35 +45,26 @@ if TYPE_CHECKING:
     from zero_mpi.sharding.grad_accum import GradAccum
     from zero_mpi.train.timeline import tracing
 
-PUBLIC = {
-    "load": "checkpoint.module_files",
-    "save": "checkpoint.module_files",
-    "GradAccum": "sharding.grad_accum",
-    "Comm": "comm",
-    "Partition": "comm",
-    "SerialComm": "comm",
-    "MPIComm": "comm.mpi",
-    "connect": "launch.connect",
-    "UsageError": "errors",
-    "cross_entropy": "nn",
-    "AdamW": "optim.adamw",
-    "Muon": "optim.muon",
-    "Part": "optim.rule",
-    "Rule": "optim.rule",
-    "ShardedAdamW": "optim.optimizer",
-    "ShardedOptimizer": "optim.optimizer",
-    "clip_grad_norm": "optim.clipping",
-    "DDP": "sharding",
-    "FULL_SHARD": "sharding",
-    "HYBRID_SHARD": "sharding",
-    "NO_SHARD": "sharding",
-    "SHARD_GRAD_OP": "sharding",
-    "ShardInfo": "sharding",
-    "ShardedLinear": "sharding",
-    "ShardedModule": "sharding",
-    "Strategy": "sharding",
-    "tracing": "train.timeline",
+MODULES = {
+    "checkpoint.module_files": ("load", "save"),
+    "comm": ("Comm", "Partition", "SerialComm"),
+    "comm.mpi": ("MPIComm",),
+    "errors": ("UsageError",),
+    "launch.connect": ("connect",),
+    "nn": ("cross_entropy",),
+    "sharding": (
+        *("DDP", "FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
+        *("ShardInfo", "ShardedLinear", "ShardedModule"),
+    ),
+    "optim.adamw": ("AdamW",),
+    "optim.clipping": ("clip_grad_norm",),
+    "optim.muon": ("Muon",),
+    "optim.optimizer": ("ShardedAdamW", "ShardedOptimizer"),
+    "optim.rule": ("Part", "Rule"),
+    "sharding.grad_accum": ("GradAccum",),
+    "train.timeline": ("tracing",),
 }
+PUBLIC = {name: module for module, names in MODULES.items() for name in names}
 
 __all__ = [
     "DDP",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import GPT2
 

@@ -13,7 +13,7 @@ from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_choices import ODD, lines
 from fuzz_texts import zstd
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 
 TURNS = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 FORMS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import numpy as np
 import sentencepiece_files
 import wild
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, RULES

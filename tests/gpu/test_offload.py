@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 import tiny
+from checkpoints import load_checkpoint
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
-from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2

@@ -9,15 +9,15 @@ import tracemalloc
 import numpy as np
 import pytest
 import tiny
+from checkpoints import load_checkpoint
 from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
-from zero_mpi.checkpoint.checksum import digest
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
-from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
+from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.models import GPT2
 

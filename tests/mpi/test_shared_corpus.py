@@ -5,8 +5,8 @@ import pytest
 
 from zero_mpi.data import load_corpus, token_spans
 from zero_mpi.data.token_spans import TokenSpans
-from zero_mpi.train import shared_corpus
-from zero_mpi.train.shared_corpus import share_corpus
+from zero_mpi.train import setup
+from zero_mpi.train.setup import share_corpus
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_all_ranks_have_the_text(least, kind, shared_file, mpi, monkeypatch):
 def test_where_a_rank_does_not_see_the_file_all_hold_it(shared_file, mpi, monkeypatch):
     monkeypatch.setattr(token_spans, "MOST_HELD", 0)
     if mpi.rank == mpi.size - 1:
-        monkeypatch.setattr(shared_corpus, "looked_at", lambda in_files: "another one")
+        monkeypatch.setattr(setup, "looked_at", lambda in_files: "another one")
     train, val, notes = shared(mpi, shared_file)
     assert type(train) is np.ndarray
     assert values(train) + values(val) == [i % 250 for i in range(5000)]

@@ -17,8 +17,8 @@ from pretended_mounts import pretend
 from test_checkpoint import CONFIG, DESCRIPTION, digests, trained
 from test_nodes import nodes_of
 
-from zero_mpi import FULL_SHARD, NO_SHARD, MPIComm, ShardedAdamW
-from zero_mpi.checkpoint import output_file
+from zero_mpi import FULL_SHARD, NO_SHARD, ShardedAdamW
+from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.errors import JobError
@@ -109,7 +109,11 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
     """No write comes after the host's sync, whoever is late."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
-    shared, write, sync = ranks_folder / "order", output_file.OutputFile.write_at, output_file.OutputFile.sync
+    shared, write, sync = (
+        ranks_folder / "order",
+        parallel_write.OutputFile.write_at,
+        parallel_write.OutputFile.sync,
+    )
 
     def noted(word, action):
         def call(self, *arguments):
@@ -120,8 +124,8 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
         return call
 
-    monkeypatch.setattr(output_file.OutputFile, "write_at", noted("write", write))
-    monkeypatch.setattr(output_file.OutputFile, "sync", noted("sync", sync))
+    monkeypatch.setattr(parallel_write.OutputFile, "write_at", noted("write", write))
+    monkeypatch.setattr(parallel_write.OutputFile, "sync", noted("sync", sync))
     with saver(ranks_folder / "out", optimizer, 2, writers_per_node=2) as made:
         made.save(progress)
     mpi.barrier()
@@ -180,51 +184,16 @@ def test_a_writer_of_a_node_needs_room_for_one_unit(mpi, ranks_folder, monkeypat
 def test_a_writer_that_fails_ends_the_save_on_all_ranks(mpi, ranks_folder, monkeypatch):
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
-    real = output_file.OutputFile.write_at
+    real = parallel_write.OutputFile.write_at
 
     def refuse(self, offset, *data):
         if mpi.rank == 2:
             raise OSError(122, "Disk quota exceeded", str(self.path))
         real(self, offset, *data)
 
-    monkeypatch.setattr(output_file.OutputFile, "write_at", refuse)
+    monkeypatch.setattr(parallel_write.OutputFile, "write_at", refuse)
     with (
         saver(ranks_folder / "out", optimizer, 2) as made,
         pytest.raises(JobError, match=r"rank 2: cannot write .*gguf: Disk quota exceeded"),
     ):
         made.save(progress)
-
-
-@pytest.mark.world(2)
-def test_stripes_are_asked_for_when_a_large_file_is_made(mpi, ranks_folder, monkeypatch):
-    """By the hints that MPI-IO has for them; a library that knows no such file system makes the file all the
-    same, and one that refuses leaves it to the plain call."""
-    from zero_mpi.files import file_systems
-
-    pretend(monkeypatch, ranks_folder, "lustre")
-    monkeypatch.setattr(file_systems, "STRIPE_BYTES", 1 << 16)
-    optimizer, progress = trained(mpi, FULL_SHARD)
-    asked, make = [], MPIComm.create_file
-
-    def noted(self, path, hints):
-        asked.append((path.name, dict(hints)))
-        make(self, path, hints)
-        assert path.exists()
-
-    monkeypatch.setattr(MPIComm, "create_file", noted)
-    nbytes = []
-    for step in (1, 2):
-        with saver(ranks_folder / "out", optimizer, 1) as made:
-            made.save(TrainingProgress(step, progress.tokens, 0, 2))
-        nbytes = [(ranks_folder / "out" / "latest" / name).stat().st_size for name in FILES]
-        monkeypatch.setattr(MPIComm, "create_file", lambda self, path, hints: None)
-    wanted = [(name, {"striping_factor": "2", "striping_unit": str(1 << 16)}) for name in FILES]
-    large = [each for each, size in zip(wanted, nbytes, strict=True) if size >= 2 << 16]
-    assert asked == (large if mpi.rank == 0 else [])
-    assert large
-    assert len(digests(ranks_folder / "out" / "latest")) == 2
-
-
-def test_what_mpi_refuses_to_make_is_left_to_the_plain_call(mpi, ranks_folder):
-    mpi.create_file(ranks_folder / "none" / f"file{mpi.rank}", {"striping_factor": "2"})
-    assert not (ranks_folder / "none").exists()

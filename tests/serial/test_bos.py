@@ -17,7 +17,7 @@ from test_evaluate import surprises
 from test_packing import pairs, text
 
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.commands.evaluate.sequences import WindowSet
+from zero_mpi.commands.evaluate.measure import WindowSet
 from zero_mpi.config.settings import Config
 from zero_mpi.data import (
     ByteTokenizer,
@@ -27,7 +27,7 @@ from zero_mpi.data import (
     tokenizer_from_metadata,
     windows_over,
 )
-from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
+from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
 from zero_mpi.train.text_model import TextModel

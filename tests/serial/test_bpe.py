@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from zero_mpi.data import (
     BPETokenizer,
     ByteTokenizer,
+    document_reader,
     load_corpus,
-    text_documents,
     tokenizer_from_json,
     tokenizer_from_metadata,
 )
@@ -337,7 +337,7 @@ def documents(tmp_path):
 
 @pytest.mark.parametrize("group", [1, 20, 1 << 23])
 def test_documents_are_encoded_whole_with_eos_behind_each(documents, group, monkeypatch):
-    monkeypatch.setattr(text_documents, "_ENCODED", group)
+    monkeypatch.setattr(document_reader, "_ENCODED", group)
     corpus = corpus_of(documents, SMALL)
     expected = [259, *b" <|im_end|>", 260, 261, 258, 260, 259, 260]
     assert (corpus.train.ids.tolist(), corpus.train.ids.dtype) == (expected, np.uint16)

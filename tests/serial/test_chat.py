@@ -8,8 +8,7 @@ from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, assert_refused, command, write_story
 from test_generate import TextModel as Model
 
-from zero_mpi.commands.generate.chat import Chat
-from zero_mpi.commands.generate.reply import LENGTH, STOP, Reply
+from zero_mpi.commands.generate.command import LENGTH, STOP, Chat, Reply
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations.chat_template import ChatTemplate
 

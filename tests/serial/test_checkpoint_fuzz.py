@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from checkpoints import load_checkpoint
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
-from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress, load_checkpoint
+from zero_mpi.checkpoint.state import COUNTS, Description, TrainingProgress
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 from zero_mpi.train.text_model import TextModel

@@ -20,7 +20,7 @@ from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
-from zero_mpi.train import same_flags
+from zero_mpi.train import same_bits
 
 FLAGS = [*SIZES, "--steps", "1", "--sample", "0", "--batch-size", "4", "--eval-every", "0"]
 PACKAGE = Path(zero_mpi.__file__).parent
@@ -100,7 +100,7 @@ def test_what_only_some_ranks_have_differs_too():
 
 def test_every_flag_and_what_else_decides_counts(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "2")
-    found = same_flags.settings(zero_mpi.config.settings.Config(seed=5))
+    found = same_bits.settings(zero_mpi.config.settings.Config(seed=5))
     assert found["--seed"] == "5"
     assert found["ZERO_MPI_RANKS_PER_NODE"] == "2"
     assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.settings.FIELDS)

@@ -18,7 +18,7 @@ from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi.checkpoint.sound import CheckpointFiles
-from zero_mpi.commands.plan import flags as plan_flags
+from zero_mpi.commands.plan import command as plan_flags
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json

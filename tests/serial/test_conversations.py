@@ -12,7 +12,7 @@ from chat_templates import CHATML, MARKED, TEMPLATES, chat_keys, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_mpi.commands.generate.chat import Chat
+from zero_mpi.commands.generate.command import Chat
 from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_metadata, tokenizer_json
 from zero_mpi.data.conversations import chat_template
 from zero_mpi.data.conversations.answers import AnswerFinder

@@ -174,7 +174,7 @@ def test_text_in_another_encoding_is_taken_and_told(tmp_path):
 
 def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
     """Whatever the files look like: nobody has named them, and a run's digest must not move."""
-    monkeypatch.setattr("zero_mpi.data.text_filter.kind_of", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr("zero_mpi.data.file_kinds.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
     assert corpus.documents == sum(path.stat().st_size > 0 for path in stdlib_files())
     assert corpus.notes == ()

@@ -22,12 +22,13 @@ from typing import Any
 
 import pytest
 import tiny
+from checkpoints import load_checkpoint
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
-from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
+from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.errors import JobError
 from zero_mpi.models import Llama
 

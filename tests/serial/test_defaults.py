@@ -12,8 +12,7 @@ from test_chat_data import SAME, TALK, write_lines
 from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, write_model
 
-from zero_mpi.config.defaults import batch_size
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import Config, batch_size
 from zero_mpi.data import ByteTokenizer
 
 FLAGS = ["--init", "m.gguf", "--data", "chat.jsonl", "--lora", "2", "--sample", "0", "--val-fraction", "0"]

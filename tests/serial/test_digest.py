@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from zero_mpi.checkpoint.checksum import (
+from zero_mpi.checkpoint.sound import (
     as_lines,
     digest,
     digest_of_pieces,

@@ -9,7 +9,7 @@ from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, write_text
 
 from zero_mpi.errors import JobError
-from zero_mpi.train.divergence import MOST, Divergence, check_recorded
+from zero_mpi.train.observers import MOST, Divergence, check_recorded
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]

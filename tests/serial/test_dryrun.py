@@ -9,7 +9,7 @@ import pytest
 from jobs import run_command, run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.commands.plan import flags
+from zero_mpi.commands.plan import command as flags
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

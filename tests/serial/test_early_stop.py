@@ -14,9 +14,8 @@ from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import refused
 
-from zero_mpi.checkpoint.best import LOSS, SINCE, STEP, Best, read_best
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.state import read_progress
+from zero_mpi.checkpoint.state import LOSS, SINCE, STEP, Best, read_best, read_progress
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 

@@ -24,7 +24,7 @@ from test_llamacpp import next_token
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.commands.evaluate import scores
 from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices, read_choices
-from zero_mpi.commands.evaluate.sequences import AnswerSet, WindowSet, counted
+from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted
 from zero_mpi.commands.evaluate.task import read_task
 from zero_mpi.data import ByteTokenizer, Windows
 from zero_mpi.errors import FileError, UsageError
@@ -338,7 +338,7 @@ BAD = {
     "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "of no text: give --data"),
     "other vocabulary": (
         [*TEXT_OF, "--against", "ids.gguf"],
-        "--against ids.gguf: expected the vocabulary of new.gguf, 260 tokens, found 61",
+        "--against ids.gguf: 61 tokens, expected 260 as in new.gguf",
     ),
     "other tokens": (
         [*TEXT_OF, "--against", "swapped.gguf"],

@@ -12,7 +12,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.status import Status
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.summary import Outcome
 
 FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "1", "--eval-every", "0"]
 

@@ -19,7 +19,7 @@ from zero_mpi.commands.export import command as export
 from zero_mpi.commands.generate import command as generate
 from zero_mpi.commands.hostfile import command as hostfile
 from zero_mpi.commands.inspect import command as inspect_command
-from zero_mpi.commands.plan import flags as plan_options
+from zero_mpi.commands.plan import command as plan_options
 from zero_mpi.config import settings
 from zero_mpi.errors import UsageError
 

@@ -23,8 +23,8 @@ from chat_templates import CHATML, ZEPHYR, chat_keys
 from jobs import run_command
 from oracles import greedy, open_server, smollm2, tokenize
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.commands.export.command import command
 from zero_mpi.commands.export.encode import FILE_TYPES

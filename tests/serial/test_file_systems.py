@@ -6,20 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pretended_mounts import composite_layout, plain_layout, pretend
 
-from zero_mpi.checkpoint.writers import JoinedSlices, assigned, share_of
+from zero_mpi.checkpoint.parallel_write import JoinedSlices, assigned, share_of
 from zero_mpi.comm import Partition
 from zero_mpi.files import file_systems
-from zero_mpi.files.file_systems import (
-    ALL,
-    KINDS,
-    UNKNOWN,
-    StripeLayout,
-    file_system,
-    read_layout,
-    stripe_hints,
-)
+from zero_mpi.files.file_systems import KINDS, UNKNOWN, file_system
 
 # Lines as kernels of clusters write them.
 MOUNTS = r"""
@@ -120,63 +111,3 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
         assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(stretches))
     assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
     assert isinstance(share, JoinedSlices)
-
-
-# stripes
-
-GIB = 1 << 30
-
-
-def hints(tmp_path, nbytes, writers):
-    """How many stripes are asked for."""
-    found = stripe_hints(tmp_path, nbytes, writers)
-    assert found.get("striping_unit", "4194304") == "4194304"
-    return int(found.get("striping_factor", 1))
-
-
-def test_stripes_follow_the_file_and_its_writers(tmp_path, monkeypatch):
-    pretend(monkeypatch, tmp_path, "lustre")
-    assert [hints(tmp_path, nbytes * GIB, 1) for nbytes in (1, 2, 40, 5000)] == [1, 2, 40, 64]
-    assert hints(tmp_path, 2 * GIB, 8) == 8
-    assert [hints(tmp_path, nbytes, 8) for nbytes in (1, 4 << 20, 12 << 20)] == [1, 1, 3]
-    monkeypatch.setattr(file_systems.os, "getxattr", lambda path, name: plain_layout(2, 1 << 20))
-    assert stripe_hints(tmp_path, 40 * GIB, 8) == {}, "the folder has a layout of its own"
-    pretend(monkeypatch, tmp_path, "gpfs")
-    assert stripe_hints(tmp_path, 40 * GIB, 8) == {}
-
-
-LAYOUTS = {
-    "plain": (plain_layout(4, 1 << 20), StripeLayout(4, 1 << 20), "4 of them, 1024 KiB each"),
-    "of a pool": (plain_layout(8, 1 << 22, 0x0BD30BD0), StripeLayout(8, 1 << 22), "8 of them, 4096 KiB each"),
-    "all servers": (
-        plain_layout(ALL, 1 << 20),
-        StripeLayout(ALL, 1 << 20),
-        "a stripe on every server, 1024 KiB each",
-    ),
-    "parts": (
-        composite_layout(plain_layout(1, 1 << 20), plain_layout(8, 1 << 22), plain_layout(4, 1 << 20)),
-        StripeLayout(8, 1 << 22, 3),
-        "8 of them, 4096 KiB each, the widest of 3 parts",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_layouts_of_lustre(case, tmp_path, monkeypatch):
-    raw, expected, text = LAYOUTS[case]
-    monkeypatch.setattr(file_systems.os, "getxattr", lambda path, name: raw)
-    assert file_systems.layout_of(tmp_path) == expected
-    assert str(expected) == text
-    short = [read_layout(raw[:end]) for end in range(30)]
-    assert short == [None] * 30
-
-
-@given(st.sampled_from([b"", *(raw[:16] for raw, _, _ in LAYOUTS.values())]), st.binary(max_size=300))
-def test_bytes_that_are_no_layout_are_none(head, rest):
-    found = read_layout(head + rest)
-    assert found is None or 0 <= found.stripes <= ALL
-
-
-def test_a_file_without_a_layout(tmp_path):
-    assert file_systems.layout_of(tmp_path) is None
-    assert file_systems.layout_of(tmp_path / "none") is None

@@ -20,8 +20,8 @@ import jobs
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile, TensorInfo
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 
 from zero_mpi.checkpoint import tensor_file
 from zero_mpi.checkpoint.gguf import index
-from zero_mpi.checkpoint.gguf.header import pack_key
+from zero_mpi.checkpoint.gguf.header import GGUFStream, pack_key
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.errors import FileError, UsageError
 
 Kind = gguf.GGMLQuantizationType

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream, pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream, pack_file
 
 Kind = gguf.GGMLQuantizationType
 

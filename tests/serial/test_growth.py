@@ -18,13 +18,12 @@ from zero_mpi.commands.evaluate.choices import encode_choices
 from zero_mpi.commands.hostfile.host_entries import read_hosts
 from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import ByteTokenizer
-from zero_mpi.data.bin_tokens import MEGATRON
 from zero_mpi.data.conversations import tokenized
 from zero_mpi.data.conversations.answers import MOST_TURNS
 from zero_mpi.data.conversations.chat_template import ChatTemplate
 from zero_mpi.data.conversations.formats import Conversation
 from zero_mpi.data.conversations.tokenized import ConversationReader, in_bytes
-from zero_mpi.data.token_formats import read_tokens
+from zero_mpi.data.token_formats import MEGATRON, read_tokens
 from zero_mpi.errors import UsageError
 from zero_mpi.files.parse import _unique
 from zero_mpi.launch.world import World

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
-from zero_mpi.checkpoint.huggingface import permute
+from zero_mpi.checkpoint.gguf.header import GGUFStream
+from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
@@ -107,7 +107,7 @@ def test_names_shapes_and_bits(tmp_path: Path, name: str) -> None:
 def test_any_range_is_the_slice_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(permute, "CHUNK", chunk)
+    monkeypatch.setattr(tables, "CHUNK", chunk)
     source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
     for key, array in expected_tensors(name).items():
         whole = array.ravel()
@@ -411,7 +411,7 @@ def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
 def test_the_way_back_gives_the_folder_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(permute, "CHUNK", chunk)
+    monkeypatch.setattr(tables, "CHUNK", chunk)
     source = open_weights(make(tmp_path / "a", name))
     found = {item.name: np.concatenate(list(item.pieces())).reshape(item.shape) for item in outgoing(source)}
     expected = hf_models.random_tensors(hf_models.CONFIGS[name])

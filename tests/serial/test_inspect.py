@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jobs import clean_environment, run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.checkpoint.safetensors import SafetensorsStream
 from zero_mpi.checkpoint.sound import signature
 from zero_mpi.commands.inspect import command as inspect_command

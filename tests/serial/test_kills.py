@@ -210,7 +210,7 @@ def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
 SLOW = """
 import os, signal, time
 from zero_mpi.train import command as train_command, trainer as train
-from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.checkpoint.parallel_write import OutputFile
 
 write_at = OutputFile.write_at
 

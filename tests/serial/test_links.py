@@ -12,7 +12,7 @@ import pytest
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.commands.tokenize.work_folder import WorkFolder
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_to_disk

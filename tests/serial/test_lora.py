@@ -9,10 +9,9 @@ from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
 from test_resume import refused
 
-from zero_mpi.checkpoint.adapter import lora_of, metadata
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.merged import lora_of, metadata, open_merged
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

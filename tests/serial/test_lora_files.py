@@ -24,9 +24,8 @@ from test_llamacpp import (
     write_tensors,
 )
 
-from zero_mpi.checkpoint.adapter import lora_of, metadata, open_adapter
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.merged import lora_of, metadata, open_adapter, open_merged
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError

@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
 from zero_mpi.models.rope_scaling import RopeScaling

@@ -20,7 +20,7 @@ from zero_mpi.errors import JobError
 from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.summary import Outcome
 
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
@@ -123,7 +123,7 @@ def test_tokenize_ends_as_well(way, tmp_path):
 # goes on when the run has failed, and the process takes a while to end.
 SLOW = """
 import os, threading, time
-from zero_mpi.checkpoint.output_file import OutputFile
+from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.launch import folder_lock as hold, stopping
 from zero_mpi.train import command as train_command, trainer as train
 

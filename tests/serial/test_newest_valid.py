@@ -14,9 +14,17 @@ import pytest
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 
-from zero_mpi.checkpoint.checksum import digest, digest_of_state, from_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import DIGESTS, ID, STATE_DIGEST, TENSOR_DIGESTS, signature
+from zero_mpi.checkpoint.sound import (
+    DIGESTS,
+    ID,
+    STATE_DIGEST,
+    TENSOR_DIGESTS,
+    digest,
+    digest_of_state,
+    from_lines,
+    signature,
+)
 
 MODEL, STATE = "model.gguf", "optimizer.gguf"
 NEWEST, OLDER = "step-00000003", "step-00000002"

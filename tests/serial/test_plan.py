@@ -26,11 +26,10 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine, machine_of
-from zero_mpi.plan.max_size import MOST, largest, most
+from zero_mpi.plan.plan import MOST, Point, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.scaling import Point, limits, sweep
 from zero_mpi.plan.simulate import COMPUTE, GATHER, REDUCE, WAIT, StepEvent, simulate
-from zero_mpi.plan.step_time import Player, chain_cost, gather_seconds, reduce_cost, step_time
+from zero_mpi.plan.step_time import Player, chain_cost, gather_seconds, step_time, unit_cost
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
 
@@ -486,7 +485,7 @@ def test_the_last_of_many_nodes_waits_for_a_short_piece(strategy, nodes, own, wa
 def test_sums_follow_each_other_through_the_nodes():
     """The next unit's sum begins while the last piece of one is on its way: that counts once."""
     case = Case(MODELS["llama"], ranks=32, nodes=8, strategy_name="hybrid-shard", batch_size=32)
-    first, second = (reduce_cost(case, SLOW, unit) for unit in (0, 1))
+    first, second = (unit_cost(case, SLOW, unit, REDUCE) for unit in (0, 1))
     player = Player(case, SLOW)
     player.play([StepEvent(REDUCE, 0), StepEvent(REDUCE, 1), StepEvent(WAIT, 0, REDUCE)])
     assert player.time.seconds == pytest.approx(first.busy + first.after)

@@ -9,13 +9,13 @@ import tiny_blocks
 from test_plan import SLOW
 
 from zero_mpi.cli.text import size
-from zero_mpi.commands.plan.flags import read
+from zero_mpi.commands.plan.command import read
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
 from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.max_size import largest, stored_alike
+from zero_mpi.plan.plan import largest, stored_alike
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.step_time import step_time
 from zero_mpi.plan.traffic import plan_traffic

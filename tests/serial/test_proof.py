@@ -18,7 +18,7 @@ from zero_mpi.telemetry.proof import (
     digest_after,
     read_proof,
 )
-from zero_mpi.train.identity import NAMES
+from zero_mpi.train.description import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
 OTHER = {**RUN, "settings": {"seed": 2}}

@@ -15,9 +15,17 @@ import pytest
 from report_runs import EVENTS, event, record, records, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.curves import MEMORY, NUMBERS, Curves
 from zero_mpi.commands.report.page import about, figures, page
-from zero_mpi.commands.report.runs import MOST_HISTORY, Entry, read_events, read_run, read_runs
+from zero_mpi.commands.report.runs import (
+    MEMORY,
+    MOST_HISTORY,
+    NUMBERS,
+    Curves,
+    Entry,
+    read_events,
+    read_run,
+    read_runs,
+)
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
@@ -80,9 +88,7 @@ def test_every_step_is_a_point_of_a_short_run(tmp_path):
 
 @pytest.mark.parametrize("steps", [8, 9, 100, 1000])
 def test_columns_of_a_long_run_are_means(steps):
-    curves = Curves(8)
-    for step in range(1, steps + 1):
-        curves.add([record(step, loss=float(step))])
+    curves = Curves((record(step, loss=float(step)) for step in range(1, steps + 1)), 8)
     places, means = curves.points("loss")
     width = curves.width
     assert len(places) <= 8 < 2 * max(8, steps) / width

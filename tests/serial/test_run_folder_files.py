@@ -19,7 +19,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
 from zero_mpi.telemetry.status import Status, overwrite, read_status
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.train.summary import Outcome
 
 HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
 
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.samples.command import command
 from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.errors import UsageError

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
 from zero_mpi.errors import UsageError
 
 SHAPES = {f"t{i}": (i + 1, 32) for i in range(5)}

@@ -12,7 +12,7 @@ from test_command_bits import SIZES, needs_mpiexec, train, write_text
 from zero_mpi import device, environment
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm import kinds as transports
-from zero_mpi.commands.plan.flags import read as plan_options
+from zero_mpi.commands.plan.command import read as plan_options
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama

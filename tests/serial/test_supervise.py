@@ -26,11 +26,10 @@ from zero_mpi.commands.hostfile.host_entries import HostEntry
 from zero_mpi.commands.report.page import about
 from zero_mpi.commands.report.runs import Entry, read_events
 from zero_mpi.commands.supervise import attempt, host_pool, restarts
+from zero_mpi.commands.supervise.attempt import StopRequest
 from zero_mpi.commands.supervise.command import prepare
-from zero_mpi.commands.supervise.host_pool import HostPool, find_pool
-from zero_mpi.commands.supervise.run_facts import RunFacts
-from zero_mpi.commands.supervise.stop_request import StopRequest
-from zero_mpi.commands.supervise.template import DEFAULT_OUT, Template
+from zero_mpi.commands.supervise.decision import RunFacts
+from zero_mpi.commands.supervise.host_pool import DEFAULT_OUT, HostPool, Template, find_pool
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 

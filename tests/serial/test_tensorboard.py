@@ -8,8 +8,8 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi.telemetry.trackers.tags import MOST_RANKS, TAGS, numbers
 from zero_mpi.telemetry.trackers.tensorboard import TensorBoard
+from zero_mpi.telemetry.trackers.tracker import MOST_RANKS, TAGS, numbers
 
 RECORD = {
     "step": 3,

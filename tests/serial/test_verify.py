@@ -20,7 +20,6 @@ from jobs import run_job
 from test_command_bits import needs_mpiexec, train, write_text
 from test_generate import LLAMA, write_model
 
-from zero_mpi.checkpoint.checksum import as_lines, digest, from_lines
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import (
@@ -29,12 +28,14 @@ from zero_mpi.checkpoint.sound import (
     MODEL,
     STATE_DIGEST,
     TENSOR_DIGESTS,
+    as_lines,
+    digest,
     digest_of_files,
+    from_lines,
     signature,
 )
 from zero_mpi.commands.verify.command import command
-from zero_mpi.commands.verify.findings import Differs
-from zero_mpi.commands.verify.stretches import Story, Stretch, between, drawn, gaps
+from zero_mpi.commands.verify.history import Differs, History, Segment, between, drawn, gaps
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry.proof import BITS, FIRST, digest_after, read_proof
@@ -587,8 +588,8 @@ def test_bounds_without_a_step_are_bad_usage(run, verify):
         verify(run, "--from", 6)
 
 
-def test_stretches_between_states_and_drawn():
-    all_of = [Stretch(start, start + 10, True, 0) for start in (0, 10, 20, 30)]
+def test_segments_between_states_and_drawn():
+    all_of = [Segment(start, start + 10, True, 0) for start in (0, 10, 20, 30)]
     assert between(all_of, 0, 40) == all_of
     assert between(all_of, 10, 30) == all_of[1:3]
     assert between(all_of, 11, 29) == all_of[1:3]
@@ -601,12 +602,14 @@ def test_stretches_between_states_and_drawn():
     assert len({tuple(one.start for one in drawn(all_of, 2, seed)) for seed in range(99)}) == 6
 
 
-def test_a_story_that_cannot_be_is_refused():
+def test_a_history_that_cannot_be_is_refused(monkeypatch):
     """Lines that are signed, and do not follow on each other."""
     run = {"from": None, "settings": {}}
 
-    def story() -> Story:
-        told = Story({2: "two"}.get)
+    monkeypatch.setattr(History, "id_of", lambda self, step: {2: "two"}.get(step))
+
+    def history() -> History:
+        told = History({})
         told.begin(0, run)
         told.record(1)
         told.record(2)
@@ -624,7 +627,7 @@ def test_a_story_that_cannot_be_is_refused():
         lambda told: told.begin(3, {"from": None}),
     ):
         with pytest.raises(Differs):
-            wrong(story())
+            wrong(history())
 
 
 def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, verify):

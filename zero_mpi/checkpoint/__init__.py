@@ -7,13 +7,13 @@ parameter (`rope_freqs.weight`) is part of the configuration and is written as i
 (`ModelConfig.constants`). The numbers of a config.json that it was made from stay in the key
 `zero_mpi.rope_scaling`.
 
-Writing (`shards`, `writers`, `parallel_write`, `output_file`). A slice of a unit is a few runs of tensors,
+Writing (`shards`, `parallel_write`). A slice of a unit is a few runs of tensors,
 and the place of each in the file follows from the table of tensors alone. So anybody can write it: rank 0, or
 one rank of each node, to which it is sent in pieces of at most 8 MiB and half a unit, or its owner. A thread
 writes one piece while the next is brought and its checksum is computed. The headers hold the checksums and
 are written last.
 
-Checksums (`checksum`). A tensor's digest is made of hashes of pieces of 4096 bytes, the 1024 elements at
+Checksums (`sound`). A tensor's digest is made of hashes of pieces of 4096 bytes, the 1024 elements at
 whose multiples slices end. So each rank hashes what it owns. A plain sha256 would have to run over a tensor
 in order, on one rank, and is slower than a good disk. The id of a checkpoint is a hash of all keys of both
 files. On resume the id is checked, and the ranks share the tensors out and check every one.

@@ -15,6 +15,7 @@ from typing import Any
 from zero_mpi.arguments import came, instance, some
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.parallel_write import rank_0_of
 from zero_mpi.checkpoint.saver import on_root, parts_of, write_files
 from zero_mpi.checkpoint.sound import ID, CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import (
@@ -27,7 +28,6 @@ from zero_mpi.checkpoint.state import (
     state_tensors,
 )
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.checkpoint.writers import rank_0_of
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.open import exists, is_folder

@@ -1,6 +1,6 @@
 """Writes the files of a checkpoint from all ranks, in pieces.
 
-Slices are brought piece by piece to the ranks that write (`writers`); a rank that writes for itself alone
+Slices are brought piece by piece to the ranks that write (`Writers`); a rank that writes for itself alone
 takes them from where they are. While one piece is written, by a thread, the next is digested and brought: a
 writer needs room for two pieces, which are half a unit each at most. The headers hold the digests of all
 tensors, whose length is known before their values, so they are written last, by rank 0. Then each host brings
@@ -9,30 +9,144 @@ to disk what it wrote. A failure of any rank is raised on all of them, at the en
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from zero_mpi.checkpoint.checksum import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.gguf.header import pack_file
-from zero_mpi.checkpoint.output_file import OutputFile
 from zero_mpi.checkpoint.shards import Contribution, Run
-from zero_mpi.checkpoint.writers import Writers, share_of
-from zero_mpi.comm import Comm
+from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
+from zero_mpi.comm import Comm, Partition, Piece, SerialComm
+from zero_mpi.comm.members import members_of
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
-from zero_mpi.errors import JobError, explain
-from zero_mpi.files.file_systems import stripe_hints
+from zero_mpi.errors import JobError, explain, naming
+from zero_mpi.files.file_systems import FileSystem, file_system
+from zero_mpi.files.open import open_in_place
 from zero_mpi.sharding.unit import BYTES
+
+
+@dataclass(frozen=True)
+class Writers:
+    """All ranks of `comm`, of each the node and the rank that writes for it; and this rank's `group`.
+
+    A group is ranks of one node, whose first one writes for all; a file system sees as many writers as it is
+    best served by (`files.file_systems`). A host alone can bring to disk what it wrote, and all its processes
+    share its cache: one of its writers does it for the others, once a file, after all have written.
+    """
+
+    comm: Comm
+    group: Comm
+    nodes: tuple[int, ...]
+    writer_of: tuple[int, ...]
+    about: str = "rank 0 writes"
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this one's group."""
+        mine = self.writer_of[self.comm.rank]
+        return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == mine)
+
+    @property
+    def writes(self) -> bool:
+        return self.writer_of[self.comm.rank] == self.comm.rank
+
+    @property
+    def syncs(self) -> bool:
+        """Whether this rank brings a file to disk: the first of its node that writes."""
+        here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
+        return self.writes and self.comm.rank == min(here)
+
+    @property
+    def hosts(self) -> int:
+        """Number of nodes that write."""
+        return len({self.nodes[writer] for writer in self.writer_of})
+
+    def close(self) -> None:
+        """Give up the transport of the group. Collective."""
+        if self.group is not self.comm:
+            self.group.close()
+
+
+def rank_0_of(comm: Comm) -> Writers:
+    """One writer, whom all send what they have."""
+    return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
+
+
+def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
+    """As many writers as the file system of `folder` is best served by, or so many a node. Collective."""
+    nodes = tuple(comm.nodes())
+    found: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
+    writer_of = assigned(nodes, found, a_node)
+    count = len(set(writer_of))
+    group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
+    return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {found.kind}")
+
+
+def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
+    """For each rank, of which the node is given, the rank that writes what it has: the first of its group.
+
+    `a_node`: so many writers of each node, at most; None: what the file system is best served by. Where hosts
+    may not write one file at once rank 0 writes for all, whatever was asked for.
+    """
+    several = len(set(nodes)) > 1
+    if several and not found.hosts and (found.known or a_node is None):
+        return (0,) * len(nodes)
+    writer_of = list(range(len(nodes)))
+    for ranks in members_of(nodes).values():
+        groups = Partition(len(ranks), min(a_node or found.writers or len(ranks), len(ranks)))
+        for number in range(groups.parts):
+            for rank in ranks[groups.part(number)]:
+                writer_of[rank] = ranks[groups.bounds[number]]
+    return tuple(writer_of)
+
+
+@dataclass(frozen=True)
+class JoinedSlices(Partition):
+    """What some ranks own of a buffer, one slice after the other, as if it were a buffer of its own."""
+
+    slices: tuple[slice, ...] = ()
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each slice begins, and the last one ends, in the share."""
+        return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
+
+    def stretches(self, piece: Piece) -> list[tuple[int, slice]]:
+        """Return where a piece belongs: (start in the buffer, part of it); slices side by side are one."""
+        found, at = list[tuple[int, slice]](), 0
+        for number, part in enumerate(self.slices):
+            inside = piece.of_slice(self, number)
+            start, stop = part.start + inside.start, at + inside.stop - inside.start
+            if stop > at:
+                if found and found[-1][0] + at - found[-1][1].start == start:
+                    start, joined = found.pop()
+                    at = joined.start
+                found.append((start, slice(at, stop)))
+            at = stop
+        return found
+
+
+def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
+    """The share of some ranks, in ascending order."""
+    slices = tuple(partition.part(rank) for rank in ranks)
+    return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
+
 
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
+DISK_BYTES = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
+MOST_BUFFERS = 1024  # that the system takes in one call
 PADDING = 64  # bytes of zeros between tensors, at most, that are written again to write both in one call
 
 Digests = dict[str, str]
@@ -56,25 +170,82 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 """From the digests of each file's tensors to the keys of each."""
 
 
+class OutputFile:
+    """A file open for writing, `new` or made by another rank.
+
+    Plain calls and not MPI-IO: a file is brought to disk once a host, where MPI's Sync does it once a rank,
+    what lies side by side goes in one call, and errors are the system's own, with the file's name. The ranges
+    of ranks do not overlap.
+    """
+
+    def __init__(self, path: Path, new: bool = True) -> None:
+        self.path = path
+        self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
+        self._since = 0  # bytes written that the disk was not yet told of, and between which places
+        self._first, self._last = sys.maxsize, 0
+
+    def resize(self, nbytes: int) -> None:
+        """Give the file its length; bytes that nobody writes are zeros."""
+        with naming(self.path):
+            os.ftruncate(self._handle, nbytes)
+
+    def write_at(self, offset: int, *data: Array | bytes) -> None:
+        """Write `data` (each C-contiguous), one after the other, from a byte offset on; from any thread."""
+        left, first = deque(memoryview(part).cast("B") for part in data), offset
+        with naming(self.path):
+            while left:
+                written = os.pwritev(self._handle, list(islice(left, MOST_BUFFERS)), offset)
+                offset += written
+                while left and written >= len(left[0]):
+                    written -= len(left.popleft())
+                if written:
+                    left[0] = left[0][written:]
+        self._since += offset - first
+        self._first, self._last = min(self._first, first), max(self._last, offset)
+        if self._since >= DISK_BYTES:
+            self._start_disk()
+
+    def _start_disk(self) -> None:
+        """Let the system begin to bring what was written to disk, without waiting for it.
+
+        It would begin only at the end, when nothing is left to do beside it. To say that the bytes are not
+        needed any more starts that, and drops none that are not on disk.
+        """
+        first, count = self._first, self._last - self._first
+        self._since, self._first, self._last = 0, sys.maxsize, 0
+        if hasattr(os, "posix_fadvise"):  # advice: a file system that refuses it is none the worse
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Bring to disk what this host wrote, whichever of its processes did."""
+        with naming(self.path):
+            os.fsync(self._handle)
+
+    def close(self, durable: bool = True) -> None:
+        """Close the file, brought to disk if `durable`; twice is once."""
+        if self._handle < 0:
+            return
+        try:
+            if durable:
+                self.sync()
+        finally:
+            handle, self._handle = self._handle, -1
+            with naming(self.path):
+                os.close(handle)
+
+
 class Output:
     """One file on its way, on one rank; `problem` is the first error, after which it only plays along."""
 
     def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
         self.writers, self.comm, self.content = writers, writers.comm, content
-        header, self._offsets, self.nbytes = pack_file(content.architecture, dict(keys), content.tensors)
+        header, self._offsets, self._nbytes = pack_file(content.architecture, dict(keys), content.tensors)
         self._header_bytes = len(header)
         self.problem: OSError | None = None
         self._file: OutputFile | None = None
         if self.comm.rank == 0:
-            self.attempt(self._make)
-
-    def _make(self) -> None:
-        """Rank 0 makes the file and gives it its length, so that gaps between tensors are zeros."""
-        path = self.content.path
-        if hints := stripe_hints(path.parent, self.nbytes, self.writers.count):
-            self.comm.create_file(path, hints)
-        self._file = OutputFile(path)
-        self._file.resize(self.nbytes)
+            self.attempt(self._open)
 
     def open(self) -> None:
         """Open what rank 0 has made, where this rank writes as well."""
@@ -82,7 +253,9 @@ class Output:
             self.attempt(self._open)
 
     def _open(self) -> None:
-        self._file = OutputFile(self.content.path, new=False)
+        self._file = OutputFile(self.content.path, new=self.comm.rank == 0)
+        if self.comm.rank == 0:
+            self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         """action(*arguments), unless something failed before; an OSError is kept."""
@@ -128,14 +301,14 @@ class Output:
     def close(self, durable: bool) -> None:
         """Close the file, brought to disk if it is to stay: by one rank of each host that wrote."""
         if self._file is not None:
-            file, self._file = self._file, None
             try:
-                file.close(durable and self.writers.syncs)
+                self._file.close(durable and self.writers.syncs)
             except OSError as error:
                 self.problem = self.problem or error
 
-    def read_digest(self, name: str, nbytes: int) -> str:
-        """The digest of a tensor as it stands in the file."""
+    def read_digest(self, name: str, shape: Sequence[int]) -> str:
+        """Return the digest of a tensor as it stands in the file."""
+        nbytes = BYTES * math.prod(shape)
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -147,8 +320,8 @@ class Pieces:
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
-        self._pending: deque[Future[None]] = deque()
-        self._rooms, self._turn = [empty(0), empty(0)], 0
+        self._written: Future[None] | None = None
+        self._rooms = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
         """Bring one contribution of all ranks into the file. Returns the digests of this rank's pieces."""
@@ -176,25 +349,20 @@ class Pieces:
         return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _room(self, given: Contribution) -> Array:
-        """Room for a piece: the one that was not used last, once what was in it is written."""
-        self._wait(1)
-        self._turn = 1 - self._turn
-        if self._rooms[self._turn].size < self._length(given):
-            self._rooms[self._turn] = empty(self._length(given))
-        return self._rooms[self._turn]
+        """Return room for a piece, which the write that is under way does not use."""
+        self._rooms.reverse()
+        if self._rooms[0].size < self._length(given):
+            self._rooms[0] = empty(self._length(given))
+        return self._rooms[0]
 
     def _write(self, runs: Iterable[Run]) -> None:
-        self._wait(1)
-        self._pending.append(self._thread.submit(self.output.write, list(runs)))
-
-    def _wait(self, most: int) -> None:
-        """Return when at most so many pieces are under way."""
-        while len(self._pending) > most:
-            self._pending.popleft().result()
+        self.finish()
+        self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
         """Return when all pieces are written."""
-        self._wait(0)
+        if self._written is not None:
+            self._written.result()
 
 
 def write_together(
@@ -254,7 +422,12 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    digests |= digests_from_file(output, odd)
+    if odd:  # slices cut pieces (row sharding): rank 0 reads the tensors back, now that all are written
+        output.show()
+        if output.comm.rank == 0:
+            shapes = [(name, shape) for name, shape in output.content.tensors if name in odd]
+            read = output.read_digest
+            output.attempt(lambda: digests.update((name, read(name, shape)) for name, shape in shapes))
     return {name: digests.get(name, BLANK) for name, _ in output.content.tensors}
 
 
@@ -264,19 +437,3 @@ def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
     for name, pieces in (entry for rank in found for entry in rank):
         parts[name].append(pieces)
     return {name: digest_of_pieces(pieces) for name, pieces in parts.items()}
-
-
-def digests_from_file(output: Output, names: Sequence[str]) -> Digests:
-    """Digests of tensors whose slices cut pieces (row sharding): read back on rank 0, once all is written."""
-    if names:
-        output.show()
-    if not names or output.comm.rank != 0 or output.problem is not None:
-        return dict.fromkeys(names, BLANK)
-    shapes, digests = dict(output.content.tensors), dict.fromkeys(names, BLANK)
-
-    def read_all() -> None:
-        for name in names:
-            digests[name] = output.read_digest(name, BYTES * int(np.prod(shapes[name])))
-
-    output.attempt(read_all)
-    return digests

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, checked_range, output
-from zero_mpi.checkpoint.tensor_stream import TensorStream
+from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, TensorStream, checked_range, output
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file, read_file
@@ -69,7 +68,10 @@ class SafetensorsModel:
         if raw[:1] != b"{":
             raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
         header = json_object(stored.path, raw)
-        _check_metadata(stored.path, header.pop(METADATA, {}))
+        about = header.pop(METADATA, {})
+        if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+            found = show(str(about))
+            raise FileError(f"{stored.path}: {METADATA}: expected names and texts, found {found}")
         start = 8 + length
         entries = {name: _entry(stored.path, name, about, start) for name, about in header.items()}
         _check_layout(stored, entries, start)
@@ -186,11 +188,6 @@ def _are_counts(values: Any) -> bool:
     if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-
-
-def _check_metadata(path: Path, about: Any) -> None:
-    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
-        raise FileError(f"{path}: {METADATA}: expected names and texts, found {show(str(about))}")
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.parallel_write import Content, Digests, agree_on, write_together
+from zero_mpi.checkpoint.parallel_write import (
+    Content,
+    Digests,
+    Writers,
+    agree_on,
+    rank_0_of,
+    write_together,
+    writers_for,
+)
 from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, parameters_of, states_of
 from zero_mpi.checkpoint.sound import AVERAGE, ID, MODEL, STATE_DIGEST
 from zero_mpi.checkpoint.state import (
@@ -28,7 +36,6 @@ from zero_mpi.checkpoint.state import (
     stamp,
     state_tensors,
 )
-from zero_mpi.checkpoint.writers import Writers, rank_0_of, writers_for
 from zero_mpi.comm import Comm
 from zero_mpi.errors import JobError, explain
 from zero_mpi.optim.optimizer import ShardedOptimizer
@@ -139,7 +146,8 @@ class Saver:
         folder = folders.beside(folders.step_folder(self.out, progress.step))
         try:
             on_root(self.comm, partial(folders.begin, self.out, progress.step), self.prepare)
-            said = self._write_files(progress, parts, folder)
+            about = progress, self.description
+            said = write_files(self.writers, folder, self.optimizer, parts, about, tick=self.tick)
             self.tick(f"publishing step {progress.step}")
             made = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
             on_root(self.comm, partial(folders.publish, *made), self.prepare)
@@ -152,16 +160,6 @@ class Saver:
         self.longest = max(self.longest, seconds)
         final = folders.step_folder(self.out, progress.step)
         return Saved(final, progress.step, said[STATE_DIGEST], said[ID], seconds)
-
-    def _write_files(self, progress: TrainingProgress, parts: Parts, folder: Path) -> dict[str, Any]:
-        return write_files(
-            self.writers,
-            folder,
-            self.optimizer,
-            parts,
-            (progress, self.description),
-            tick=self.tick,
-        )
 
     def _rest(self) -> str:
         """What is there all the same, for the message."""

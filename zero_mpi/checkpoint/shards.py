@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zero_mpi import device
-from zero_mpi.checkpoint.checksum import PIECE_BYTES, piece_digests
+from zero_mpi.checkpoint.sound import PIECE_BYTES, piece_digests
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array

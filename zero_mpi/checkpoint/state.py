@@ -8,16 +8,15 @@ stood. How the files answer for each other: `checkpoint.sound`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.best import Best, read_best
-from zero_mpi.checkpoint.checksum import as_lines
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import (
     DIGESTS,
@@ -26,15 +25,59 @@ from zero_mpi.checkpoint.sound import (
     STATE_DIGEST,
     TENSOR_DIGESTS,
     CheckpointFiles,
+    as_lines,
     digest_of_files,
     keys_of,
-    open_checkpoint,
     signature,
 )
+from zero_mpi.checkpoint.tensor_file import CHUNK
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.optim.optimizer import ShardedOptimizer
+from zero_mpi.sharding.block_parameters import ReadBytes
 from zero_mpi.sharding.sharded_state import fill
+
+LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest held-out loss so far.
+
+    loss    nats a token; infinite as long as there is none
+    step    after which it was found; 0: there is none
+    since   evaluations after that one
+    """
+
+    loss: float = math.inf
+    step: int = 0
+    since: int = 0
+
+    def after(self, step: int, loss: float) -> Best:
+        """What it is with the evaluation after `step`; a loss that is no number is never better."""
+        return Best(loss, step) if loss < self.loss else replace(self, since=self.since + 1)
+
+    def is_of(self, step: int) -> bool:
+        """Whether it was found after that step."""
+        return 0 < step == self.step
+
+    def is_used_up(self, patience: int | None) -> bool:
+        """Whether so many evaluations in a row were no better; None: any number may be."""
+        return patience is not None and self.since >= patience
+
+    def keys(self) -> dict[str, Any]:
+        """The keys of a checkpoint that say it; none where nothing was evaluated."""
+        loss = {LOSS: np.float64(self.loss)} if self.step else {}
+        return {} if self == Best() else {**loss, STEP: np.uint64(self.step), SINCE: np.uint64(self.since)}
+
+
+def read_best(keys: GGUFKeys) -> Best:
+    """What the keys of a checkpoint say; raises FileError for what cannot be."""
+    loss = keys.number(LOSS)
+    return Best(math.inf if loss is None else loss, keys.whole(STEP) or 0, keys.whole(SINCE) or 0)
+
 
 ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
@@ -204,16 +247,11 @@ def finite(read: Read, path: Path) -> Read:
     return checked
 
 
-def load_checkpoint(folder: Path, optimizer: ShardedOptimizer) -> TrainingProgress:
+def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Returns where the run stood.
 
     Raises UsageError if the files are not sound. Not collective, but every rank must call it.
     """
-    return load_state(open_checkpoint(folder), optimizer)
-
-
-def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """`load_checkpoint` from files whose indices were read already."""
     check_tensors(files, optimizer)
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
@@ -244,3 +282,17 @@ def read_count(state: GGUFFile, key: str) -> int:
     if value is None:
         raise UsageError(f"{state.path}: the key {key} is missing or no count")
     return value
+
+
+def finite_blocks(file: GGUFFile) -> ReadBytes:
+    """read(name, start, out) of stored bytes, which raises UsageError for values that are not finite."""
+    values = finite(file.read, file.path)
+
+    def read(name: str, start: int, out: Array) -> None:
+        kind, size = BLOCK_KINDS[file.tensors[name].type.name], file.tensors[name].size
+        first, last = start // kind.nbytes, -(-(start + out.size) // kind.nbytes)
+        for at in range(first * kind.elements, last * kind.elements, CHUNK):
+            values(name, at, min(at + CHUNK, last * kind.elements, size))
+        file.read_bytes(name, start, out)
+
+    return read

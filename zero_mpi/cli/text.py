@@ -34,14 +34,9 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
 # --------------------------------------------------------------------------------------------------- numbers
 
 
-def power_of_1024(nbytes: float) -> int:
-    """Of the largest unit of which there is one; its name stands there in UNITS."""
-    return min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
-
-
 def in_unit(nbytes: float) -> tuple[float, str]:
     """Bytes in the largest unit of which there is one."""
-    power = power_of_1024(nbytes)
+    power = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return nbytes / 1024**power, UNITS[power]
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,9 +151,6 @@ class Comm(ABC):
     def nodes(self) -> list[int]:
         """The node of each rank, by number. Collective."""
         return [0] * self.size
-
-    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:  # noqa: B027
-        """Make an empty file of a layout that MPI-IO may be asked for by `hints`, where it can be had."""
 
     def shard_group(self) -> Comm:
         """The ranks of this one's node as owners of slices that every node has, for HYBRID_SHARD. Collective.

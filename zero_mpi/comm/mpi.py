@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from zero_mpi.arguments import instance, whole
 from zero_mpi.comm.base import DONE, Comm, Handle
 from zero_mpi.comm.clock_sync import Offset, offset_of_node
 from zero_mpi.comm.message_type import mpi_type
-from zero_mpi.comm.mpi_io import make_file
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
@@ -297,9 +294,6 @@ class MPIComm(MessageComm):
 
     def nodes(self) -> list[int]:
         return nodes_of(self._control)
-
-    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:
-        make_file(path, hints)
 
     def close(self) -> None:
         if self._owners not in (None, self):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle
@@ -80,9 +78,6 @@ class CommWrapper(Comm):
 
     def nodes(self) -> list[int]:
         return self._inner.nodes()
-
-    def create_file(self, path: Path, hints: Mapping[str, str]) -> None:
-        self._inner.create_file(path, hints)
 
     def progress(self) -> None:
         self._inner.progress()

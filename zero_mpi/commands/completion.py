@@ -14,13 +14,11 @@ from typing import Any
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.main import COMMANDS
+from zero_mpi.commands.main import COMMANDS, module_of
 from zero_mpi.errors import import_optional
 from zero_mpi.launch.world import World, run
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-# Where a command's parser is made: first in its own module, or in one of its package.
-PLACES = ("zero_mpi.commands.{}", "zero_mpi.commands.{}.flags", "zero_mpi.commands.{}.command")
 FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
 INSTALL = """\
 Where the script belongs:
@@ -70,15 +68,10 @@ def whole_parser(shtab: Any) -> argparse.ArgumentParser:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a command, from whichever of its modules makes it."""
-    for place in ("zero_mpi.config.command_line",) if name == "train" else PLACES:
-        try:
-            module = importlib.import_module(place.format(name))
-        except ModuleNotFoundError:
-            continue
-        if hasattr(module, "make_parser"):
-            return module.make_parser()  # type: ignore[no-any-return]
-    raise AssertionError(f"no module of {name} has make_parser")
+    """Return the parser of a command."""
+    place = "zero_mpi.config.command_line" if name == "train" else module_of(name)
+    parser: argparse.ArgumentParser = importlib.import_module(place).make_parser()
+    return parser
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from zero_mpi.cli.parser import nearest, refuse_empty
 from zero_mpi.config import conflicts
-from zero_mpi.config.settings import FIELDS, Config, spelled
-from zero_mpi.config.step_range import step_range
+from zero_mpi.config.settings import FIELDS, Config, spelled, step_range
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.precision import precision_named

@@ -10,8 +10,7 @@ from typing import Any
 
 from zero_mpi.cli.parser import KINDS, Parser, with_choices
 from zero_mpi.config.bounds import check
-from zero_mpi.config.defaults import LENGTH, told
-from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
+from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, spelled, told
 from zero_mpi.config.toml import read_toml
 
 METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and NAME of choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -29,15 +30,14 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
-from zero_mpi.data.token_folder import tokenizers_of
+from zero_mpi.data.sources import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
-from zero_mpi.models.model_config import OPTIONAL, REQUIRED
-from zero_mpi.models.size import check_blocks
+from zero_mpi.models.model_config import OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.module_arguments import check_patterns
@@ -310,3 +310,46 @@ def fingerprint(tokenizer: Tokenizer | None) -> str:
 def plain(value: object) -> object:
     """A key's value for JSON."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+SIZES = {  # flag -> what a model calls it
+    "arch": "arch",
+    "layers": "block_count",
+    "dim": "embedding_length",
+    "heads": "head_count",
+    "kv_heads": "head_count_kv",
+    "ffn": "feed_forward_length",
+    "tied": "tied",
+    "vocab_size": "vocab_size",
+}
+
+
+def sizes_of(model: ModelConfig) -> dict[str, Any]:
+    """A model's sizes by their flags; one that knows no key/value heads has as many as query heads."""
+    return {name: getattr(model, size, model.head_count) for name, size in SIZES.items()}
+
+
+def settled(config: Config, model: ModelConfig) -> Config:
+    """The configuration with the sizes that the model of `--init` has, where one is named.
+
+    Raises UsageError for a flag that says otherwise. The vocabulary is left to the tokenizer.
+    """
+    if config.init is None:
+        return config
+    sizes = sizes_of(model)
+    for name, size in sizes.items():
+        flag = getattr(config, name)
+        if flag is not None and flag != size:
+            raise UsageError(
+                f"{as_flag(name, flag)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
+                "it out, or leave out --init for a model from nothing"
+            )
+    return dataclasses.replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as it is written on a command line."""
+    text = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{text}" if value else f"--no-{text}"
+    return f"--{text} {value}"

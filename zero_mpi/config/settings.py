@@ -7,20 +7,68 @@ keep when it is resumed, beside the sizes of its model, because another value wo
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm.kinds import CHOICES
-from zero_mpi.config.defaults import ANY, LENGTH, STEPS, defaults
-from zero_mpi.config.step_range import warmup_steps
-from zero_mpi.data.bos import AUTO, BOS
-from zero_mpi.data.control_tokens import READINGS
+from zero_mpi.data.control_tokens import AUTO, BOS, READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
 from zero_mpi.environment import portable
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
+
+FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
+FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model
+ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters beside them, which start from nothing
+LR_TIMES_WIDTH = 0.8  # at most, of adapters: 2e-4 beside a width of 4096, as is usual
+LENGTH = {"steps", "epochs"}  # settings that say the same
+STEPS: dict[str, Any] = {"steps": 440}  # of a model from nothing, where no epochs are asked for
+ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
+EPOCHS, MOST_CONTEXT = 3, 1024  # of conversations
+FEW_WINDOWS = 214  # below which a batch of these is smaller, down to 4, so that three epochs are 40 steps
+
+
+def batch_size(windows: int) -> int:
+    """The default for so many windows of conversations; the number of ranks has no part in it."""
+    return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
+
+
+def told(name: str) -> str:
+    """What `--help` says of a setting in the tables above; empty for another."""
+    if name in ANY:
+        return f" (default: {ANY[name]}{'' if name == 'warmup' else '; with --init by the conversations'})"
+    if name not in FROM_NOTHING:
+        return ""
+    lora = f", with --lora {ADAPTERS[name]} or {LR_TIMES_WIDTH} / width" if name in ADAPTERS else ""
+    return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')}{lora})"
+
+
+def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
+    """`--trace-steps` as (first, stop) for a run of `steps`, if known; None if not given. UsageError."""
+    if text is None:
+        return None
+    found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
+    if not found or not 1 <= int(found[1]) < int(found[2]):
+        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+    if steps is not None and int(found[1]) > steps:
+        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
+    return int(found[1]), int(found[2])
+
+
+def warmup_steps(wanted: Any, steps: int | None) -> int:
+    """`--warmup` as a number; a share of all stays text until `steps` are known. Raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
+    if not found or float(found[2] or 0) > 100:
+        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a share of all such as 5%")
+    if found[1]:
+        return int(found[1])
+    share: int = wanted if steps is None else round(float(found[2]) / 100 * steps)
+    return share
 
 
 def flag(
@@ -263,7 +311,8 @@ class Config:
         if self.init is None or not self.unsaid >= LENGTH:
             self.unsaid -= LENGTH
         steps = STEPS if self.init is None and self.epochs is None else {}
-        for name, value in (ANY | defaults(self.init, self.lora) | steps).items():
+        begun = FROM_NOTHING if self.init is None else FURTHER if self.lora is None else ADAPTERS
+        for name, value in (ANY | begun | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self.warmup = warmup_steps(self.warmup, self.steps)

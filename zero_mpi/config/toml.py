@@ -11,7 +11,7 @@ from zero_mpi.cli.parser import REMOVED, nearest
 from zero_mpi.config.bounds import LARGEST
 from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.files.foreign import LONGEST, show, shown
+from zero_mpi.files.foreign import LONGEST, quoted, show, shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
 
@@ -62,13 +62,10 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of texts")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UsageError(f"--config {shown(path)}: {key} = {quoted(value)}, expected {kind.__name__}")
+        raise UsageError(
+            f"--config {shown(path)}: {key} = {quoted(value, LONGEST)}, expected {kind.__name__}"
+        )
     return value
-
-
-def quoted(value: Any) -> str:
-    """A value of a TOML file for people, a text in quotes."""
-    return show(value, LONGEST) if isinstance(value, str) else shown(value)
 
 
 def write_toml(config: Config) -> str:

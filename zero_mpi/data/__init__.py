@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
 from zero_mpi.data.loader import Batch, EvalLoader, HeldOut, StepLoader, Windows, WindowSource
-from zero_mpi.data.mixture import MixedWindows
 from zero_mpi.data.packing import PackedWindows, windows_over
 from zero_mpi.data.sample_order import SampleOrder, window_of
-from zero_mpi.data.sources import files_of, holds_token_files, sources_of
+from zero_mpi.data.sources import MixedWindows, files_of, holds_token_files, sources_of
 from zero_mpi.data.text_files import collect_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer

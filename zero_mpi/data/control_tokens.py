@@ -18,6 +18,26 @@ from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
+AUTO, ALWAYS, NEVER = BOS = ("auto", "always", "never")
+
+
+def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
+    """Return the id that begins a text by `--bos`, None for none; without a tokenizer there is none.
+
+    AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS with a tokenizer that has no bos.
+    """
+    if tokenizer is None or asked == NEVER or (asked == AUTO and not tokenizer.add_bos):
+        return None
+    if tokenizer.bos is None:
+        raise UsageError(f"--bos {asked}: the tokenizer has no bos token: use --bos {NEVER}")
+    return tokenizer.bos
+
+
+def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
+    """Return ids (n,) that begin with bos once: a chat template may have written it. None: as they are."""
+    return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)
+
+
 PARSE, PLAIN = "parse", "plain"
 READINGS = (PARSE, PLAIN)
 _NAMED = 3  # control tokens that a note names

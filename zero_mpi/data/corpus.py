@@ -131,6 +131,8 @@ def load_corpus(
 
 def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
     """The corpus of all sources."""
+    digests = [each.digest for each in splits]
+    of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
         parts=tuple(
             Part(each.source.name, stream_of(each.train), each.source.share, each.bos)
@@ -140,7 +142,7 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
         held_out=tuple(
             Part(each.source.name, stream_of(each.val), bos=each.bos) for each in splits if each.val
         ),
-        sha256=_joint_digest([each.digest for each in splits]),
+        sha256=digests[0] if len(digests) == 1 else of_all,
         documents=sum(_count(each.train) + _count(each.val) - each.alone for each in splits),
         val_documents=sum(_count(each.val) - each.alone for each in splits),
         notes=tuple(note for each in splits for note in each.notes),
@@ -239,11 +241,6 @@ def _digest(documents: Sequence[Document]) -> str:
         name = os.fsencode(document.name)
         total.update(len(name).to_bytes(8, "little") + name + document.digest)
     return total.hexdigest()
-
-
-def _joint_digest(digests: Sequence[str]) -> str:
-    """One digest for those of all sources, and of what is held out instead."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def unigram_entropy(tokens: Ids) -> float:

@@ -5,25 +5,74 @@ eos), a token file, whose ids are taken as they are, or a conversation, as its c
 it.
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from zero_mpi.data.control_tokens import TextReader
+import numpy as np
+
+from zero_mpi.data.control_tokens import PARSE, TextReader
 from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.row_facts import BadRows, Totals
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
-from zero_mpi.data.file_kinds import HEAD
-from zero_mpi.data.text_documents import Text, separator_notes, text_documents
+from zero_mpi.data.file_kinds import HEAD, TextFilter
 from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
-from zero_mpi.data.text_filter import TextFilter
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
+from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
+
+Text = tuple[str, bytes]
+"""The name of a text, and its bytes."""
+
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
+
+
+def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
+    """Each text encoded and closed, in their order; a few MiB of them are held at a time."""
+    for group in _groups(texts):
+        yield from _encoded(group, reader)
+
+
+def separator(tokenizer: Tokenizer) -> int | None:
+    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
+    return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
+
+
+def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
+    """A line where nothing closes a document."""
+    if separator(tokenizer) is None:
+        yield "the tokenizer has neither eos nor bos: nothing stands between documents"
+
+
+def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Texts in their order, in groups of about `_ENCODED` bytes."""
+    group, size = list[Text](), 0
+    for name, data in texts:
+        group.append((name, data))
+        size += len(data)
+        if size >= _ENCODED:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _encoded(texts: Sequence[Text], reader: TextReader) -> Iterator[Document]:
+    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
+    last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
+    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
+        if ids.size and last is not None:
+            closed = np.empty(ids.size + 1, ids.dtype)
+            closed[:-1], closed[-1] = ids, last
+            ids = closed
+        yield Document(name, ids, hashlib.sha256(data).digest() + mark)
 
 
 class DocumentReader(NamedTuple):

@@ -92,24 +92,17 @@ def through(
     Raises UsageError for files that cannot be read, or change while they are.
     """
     entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
-    if entry is None:
-        return held(encode)
-    kept = found(entry, vocab, batches.beat)
-    if kept is None:
+    kept = None if entry is None else found(entry, vocab, batches.beat)
+    if entry is not None and kept is None:
         shutil.rmtree(entry, ignore_errors=True)  # what is not sound
-        try:
+        with suppress(OSError):  # no room, or not ours
             make(entry, encode, batches)
-        except OSError:  # no room, or not ours
-            return held(encode)
-        if entry_of(files, settings, batches.beat) != entry:
-            shutil.rmtree(entry, ignore_errors=True)
-            raise UsageError("--data changed while it was read: start again")
-        kept = found(entry, vocab, batches.beat)
-    return held(encode) if kept is None else kept
-
-
-def held(encode: Encode) -> Reading:
-    """The documents with their ids in memory."""
+            if entry_of(files, settings, batches.beat) != entry:
+                shutil.rmtree(entry, ignore_errors=True)
+                raise UsageError("--data changed while it was read: start again")
+            kept = found(entry, vocab, batches.beat)
+    if kept is not None:
+        return kept
     notes = list[str]()
     return list(encode(notes)), notes
 
@@ -123,13 +116,11 @@ def is_large(files: Files) -> bool:
 
 
 def folder() -> Path | None:
-    """Where entries lie; None where that is nowhere."""
-    if given := os.environ.get("ZERO_MPI_CACHE"):
-        return Path(given)
-    for name, below in (("XDG_CACHE_HOME", ""), ("HOME", ".cache")):
-        if given := os.environ.get(name):
-            return Path(given, below, "zero_mpi", "encoded")
-    return None
+    """Return where entries lie; None where that is nowhere."""
+    places = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
+    return next(
+        (Path(os.environ[name], below) for name, below in places.items() if os.environ.get(name)), None
+    )
 
 
 def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path | None:
@@ -214,14 +205,9 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
             os.fsync(file)
 
 
-def sums(entry: Path, beat: Beat) -> bytes:
-    """The digests of an entry's files, in the form of sha256sum. OSError where one is not there."""
-    return b"".join(sum_of(entry, name, beat) for name in (IDS, COUNTED, ABOUT))
-
-
-def sum_of(entry: Path, name: str, beat: Beat) -> bytes:
-    """Return the line of one file."""
-    return f"{digest_of(entry / name, beat)}  {name}\n".encode()
+def sums(entry: Path, beat: Beat, names: Sequence[str] = (IDS, COUNTED, ABOUT)) -> bytes:
+    """Return the digests of an entry's files, in the form of sha256sum. OSError where one is not there."""
+    return "".join(f"{digest_of(entry / name, beat)}  {name}\n" for name in names).encode()
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
@@ -232,7 +218,7 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     try:
         recorded = read_file(entry / SUMS, 1 << 10)
         is_long = (entry / ABOUT).stat().st_size > MOST_ABOUT
-        if is_long or not recorded.endswith(sum_of(entry, ABOUT, beat)):
+        if is_long or not recorded.endswith(sums(entry, beat, (ABOUT,))):
             return None
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]

@@ -1,24 +1,27 @@
-"""What a file is that is no text, by its first bytes: a name for it, and what makes text of it.
+"""Kinds of files that are no text, by their first bytes: a name for each, and what makes text of it.
 
-The beginnings are those that formats are known by. One that a text may have too ("BM", "GGUF") counts only
-with bytes that no text has. Text that is not in UTF-8 is text: in Latin-1 or Shift JIS, say, byte by byte.
-UTF-16 and UTF-32 are not, for most of their bytes are zero.
+The beginnings are those that formats are known by. One that a text may have too ("GGUF") counts only with
+bytes that no text has, and whatever else has such bytes is binary data. Text that is not in UTF-8 is text: in
+Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, for most of their bytes are zero.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 
 BLOCK = 1 << 20
 HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
 LINES = (".jsonl", ".ndjson")
-UNPACK = "unpack it first"
 TOKENIZE = "zero-mpi tokenize makes token files of it"
-EXTRACT = "extract its texts first, say with pyarrow or the datasets package, into files in UTF-8"
 
 
 class Kind(NamedTuple):
@@ -29,61 +32,35 @@ class Kind(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """Bytes at a place of the head that mean a kind."""
+    """Bytes at a place of the head, and others anywhere in it, that mean a kind."""
 
     data: bytes
     name: str
     remedy: str
     at: int = 0
+    inside: bytes = b""
 
 
 TABLES = "conversations in it take a column such as messages, and pip install 'zero-mpi[arrow]'"
 MODEL = "a model is named by --init"
+ZIP = b"PK\x03\x04"
 BEGINNINGS = (
     Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
-    Beginning(b"ARROW1\0", "an Arrow file", f"{EXTRACT}; {TABLES}"),
-    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"{EXTRACT}; {TABLES}"),
-    Beginning(b"\x89HDF\r\n\x1a\n", "an HDF5 file", EXTRACT),
-    Beginning(b"ORC", "an ORC file", EXTRACT),
-    Beginning(b"Obj\x01", "an Avro file", EXTRACT),
-    Beginning(b"SQLite format 3\0", "an SQLite database", EXTRACT),
+    Beginning(b"ARROW1\0", "an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}"),
+    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"extract its texts first; {TABLES}"),
     Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (named .gz)"),
     Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (named .zst)"),
     Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
     Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
     Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
-    Beginning(b"\xff\x06\0\0sNaPpY", "Snappy", UNPACK),
-    Beginning(b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
-    Beginning(b"Rar!\x1a\x07", "a RAR archive", UNPACK),
     Beginning(b"ustar", "a tar archive", "unpack it first: tar -xf FILE", 257),
+    Beginning(ZIP, "NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", inside=b".npy"),
+    Beginning(ZIP, "a PyTorch file", "--init takes models, as GGUF or safetensors", inside=b"data.pkl"),
+    Beginning(ZIP, "a zip archive", "unpack it first: unzip FILE"),
     Beginning(b"GGUF", "a GGUF model", MODEL),
     Beginning(b"\x93NUMPY", "a NumPy array", "token files are named .npy"),
-    Beginning(b"\x7fELF", "a program", "name text"),
-    Beginning(b"MZ", "a program for Windows", "name text"),
-    Beginning(b"\xca\xfe\xba\xbe", "a compiled program", "name text"),
-    Beginning(b"\xcf\xfa\xed\xfe", "a compiled program", "name text"),
-    Beginning(b"\0asm", "a compiled program", "name text"),
-    Beginning(b"\x89PNG\r\n\x1a\n", "a PNG image", "name text"),
-    Beginning(b"\xff\xd8\xff", "a JPEG image", "name text"),
-    Beginning(b"GIF8", "a GIF image", "name text"),
-    Beginning(b"BM", "a BMP image", "name text"),
-    Beginning(b"II*\0", "a TIFF image", "name text"),
-    Beginning(b"MM\0*", "a TIFF image", "name text"),
-    Beginning(b"RIFF", "an image, a sound or a film", "name text"),
-    Beginning(b"OggS", "a sound", "name text"),
-    Beginning(b"ID3", "a sound", "name text"),
-    Beginning(b"ftyp", "a film", "name text", 4),
     Beginning(b"%PDF-", "a PDF document", "make text of it first: pdftotext FILE"),
-    Beginning(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office document", "save it as plain text first"),
     Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
-)
-# What a zip archive holds tells what it is.
-ZIPPED = (
-    (b".npy", Kind("NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32")),
-    (b"data.pkl", Kind("a PyTorch file", "name text; --init takes models, as GGUF or safetensors")),
-    (b"word/", Kind("a Word document", "save it as plain text first")),
-    (b"mimetypeapplication/epub", Kind("an EPUB book", "make text of it first: pandoc -t plain FILE")),
-    (b"", Kind("a zip archive", "unpack it first: unzip FILE")),
 )
 WIDE = (  # the longer ones first: UTF-32 begins as UTF-16 does
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -91,7 +68,6 @@ WIDE = (  # the longer ones first: UTF-32 begins as UTF-16 does
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-PICKLED = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 LINES_REMEDY = (
     f"{TOKENIZE} (named .jsonl); or write out the field that is the text, say: jq -r .text FILE > NEW.txt; "
     "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
@@ -109,31 +85,30 @@ CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 
 
 def kind_of(head: bytes, name: str) -> Kind | None:
-    """What a file is, by its first `HEAD` bytes and its name; None for text."""
-    return next((kind for look in LOOKS if (kind := look(head, name)) is not None), None)
-
-
-def known(head: bytes, name: str) -> Kind | None:
-    """By the bytes that its format begins with."""
+    """Return what a file is, by its first `HEAD` bytes and its name; None for text."""
+    is_wrong = not is_utf8(head, whole=False)
     for begin in BEGINNINGS:
         surely = len(begin.data) > 4 and not begin.at
-        if head[begin.at :].startswith(begin.data) and (surely or no_text(head)):
+        is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
+        if is_so and (surely or is_wrong or b"\0" in head):
             return Kind(begin.name, begin.remedy)
-    if head.startswith(b"PK\x03\x04"):
-        return next(kind for part, kind in ZIPPED if part in head)
+    if encoding := wide(head):
+        return Kind(f"text in {encoding}", f"convert it first: iconv -f {encoding} -t UTF-8 FILE > NEW.txt")
+    if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
+        return Kind("a safetensors model", MODEL)
+    if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
+        return BINARY
+    if has_objects(head, name):
+        return Kind("JSON Lines", LINES_REMEDY)
+    if name.lower().endswith(".json") and ARRAY.match(head):
+        return Kind("an array of JSON objects", ROWS_REMEDY)
     return None
 
 
-def wide(head: bytes, name: str) -> Kind | None:
-    """Text in which a character has two or four bytes, by its mark, or by where its zeros are."""
-    encoding = next((found for mark, found in WIDE if head.startswith(mark)), "") or unmarked(head)
-    if not encoding:
-        return None
-    return Kind(f"text in {encoding}", f"convert it first: iconv -f {encoding} -t UTF-8 FILE > NEW.txt")
-
-
-def unmarked(head: bytes) -> str:
-    """The encoding of wide text without a mark: most letters are of one byte and zeros. Empty: none."""
+def wide(head: bytes) -> str:
+    """Return the encoding of text of two or four bytes a character, by its mark or its zeros; or ""."""
+    if marked := next((found for mark, found in WIDE if head.startswith(mark)), ""):
+        return marked
     for width in (4, 2):
         whole = head[: len(head) // width * width]
         zeros = sorted(whole[place::width].count(0) * width / max(1, len(whole)) for place in range(width))
@@ -142,43 +117,18 @@ def unmarked(head: bytes) -> str:
     return ""
 
 
-def model(head: bytes, name: str) -> Kind | None:
-    """Weights: safetensors begins with the length of a JSON object, a pickle with its protocol."""
-    if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":
-        return Kind("a safetensors model", MODEL)
-    if head.startswith(PICKLED) and no_text(head):
-        return Kind("a pickle of Python", "write its texts into files in UTF-8 first")
-    return None
-
-
-def binary(head: bytes, name: str) -> Kind | None:
-    """Whatever has bytes that no text has."""
-    return BINARY if b"\0" in head or (not is_utf8(head, whole=False) and controls(head) > 0.05) else None
-
-
-def json_lines(head: bytes, name: str) -> Kind | None:
-    """A JSON object in each line: markup and numbers would be learned beside the text."""
+def has_objects(head: bytes, name: str) -> bool:
+    """Return whether there is a JSON object in each line: its markup would be learned beside the text."""
     if not head.startswith(b"{"):
-        return None
-    lines = head.split(b"\n")
-    whole = [line for line in lines[:-1] if line.strip()][:2]
+        return False
     by_name = name.lower().endswith(LINES)
-    found = all(map(is_object, whole)) if len(whole) == 2 or (whole and by_name) else by_name
-    return Kind("JSON Lines", LINES_REMEDY) if found else None
-
-
-def json_rows(head: bytes, name: str) -> Kind | None:
-    """An array of JSON objects by name and beginning: its markup would be learned beside the text."""
-    is_one = name.lower().endswith(".json") and ARRAY.match(head) is not None
-    return Kind("an array of JSON objects", ROWS_REMEDY) if is_one else None
-
-
-LOOKS: tuple[Callable[[bytes, str], Kind | None], ...] = (known, wide, model, binary, json_lines, json_rows)
-
-
-def no_text(head: bytes) -> bool:
-    """Whether bytes are in the head that no text in UTF-8 has."""
-    return b"\0" in head or not is_utf8(head, whole=False)
+    whole = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
+    if len(whole) < 2 - by_name:
+        return by_name
+    try:
+        return all(isinstance(json.loads(line), dict) for line in whole)
+    except (ValueError, RecursionError):
+        return False
 
 
 def is_utf8(data: bytes, whole: bool = True) -> bool:
@@ -192,14 +142,58 @@ def is_utf8(data: bytes, whole: bool = True) -> bool:
     return True
 
 
-def controls(head: bytes) -> float:
-    """The share of bytes that are control letters in every encoding of text."""
-    return sum(byte in CONTROLS for byte in head) / max(1, len(head))
+SHOWN_LETTERS = 60  # letters of a name that are shown
+SHOWN_NAMES = 3  # names
 
 
-def is_object(line: bytes) -> bool:
-    """Whether a line is a JSON object."""
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+class TextFilter:
+    """Looks at one file after the other; `notes` say what was found: `out`, `taken` and `odd`.
+
+    paths       what was named: files and folders
+    any_bytes   whether named files are taken as they are, whatever they look like
+    flag        what the paths were named by
+    """
+
+    def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
+        self._flag = flag
+        self._named, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
+        self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
+
+    def takes(self, name: str, path: Path, head: bytes) -> bool:
+        """Whether a file is read, by its first bytes. Raises UsageError for a named one that is no text."""
+        kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
+        if kind is None:
+            return True
+        about = f"{shown(name, SHOWN_LETTERS)}: {kind.name}"
+        if os.path.realpath(path) not in self._named:
+            self.out.append(about)
+            return False
+        if not self._any_bytes:
+            raise UsageError(
+                f"{self._flag} {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} "
+                "(--tokenizer byte would take its bytes as they are)"
+            )
+        self.taken.append(about)
+        return True
+
+    def read(self, name: str, data: bytes) -> None:
+        """Take note of the encoding of a file that was read whole."""
+        if self._named and not self._any_bytes and not is_utf8(data):
+            self.odd.append(shown(name, SHOWN_LETTERS))
+
+    def notes(self) -> Iterator[str]:
+        """The notes: a line for each sort of thing that was found."""
+        if self.out:
+            yield f"files that are no text left out: {some(self.out)}"
+        if self.taken:
+            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self.taken)}"
+        if self.odd:
+            yield (
+                f"text that is not UTF-8, taken byte by byte: {some(self.odd)}; iconv -f ENCODING -t UTF-8 "
+                "converts it"
+            )
+
+
+def some(found: Sequence[str]) -> str:
+    """A text: how many there are, and the first of them."""
+    return f"{len(found):,} ({', '.join(found[:SHOWN_NAMES])}{', ...' if len(found) > SHOWN_NAMES else ''})"

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from zero_mpi.data.text_files import collect_files
+from zero_mpi.data.loader import Batch, WindowSource, inside
+from zero_mpi.data.sample_order import Places
+from zero_mpi.data.text_files import MANIFEST, TOKENIZER, collect_files
 from zero_mpi.data.token_formats import are_tokens
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import is_file, is_folder
 
 LEAST_SHARE = 1e-3  # of all samples: a block of `sample_order` has some of each source
 _SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
@@ -72,3 +76,67 @@ def holds_token_files(data: Sequence[str]) -> bool:
     """Whether all sources are token files, which need no tokenizer; UsageError if only a part of one is."""
     kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are looked at
     return all(kinds)
+
+
+class MixedWindows:
+    """Windows of several sources, of one context, as one row of them, those of the first source first."""
+
+    kind = "window"
+
+    def __init__(self, parts: Sequence[WindowSource]) -> None:
+        self.parts, self.context = parts, parts[0].context
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _by_part(self, indices: ArrayLike) -> list[tuple[WindowSource, Places, Places]]:
+        """(part, rows of these indices that are of it, its own numbers of them), of parts that have any."""
+        wanted = inside(indices, len(self))
+        of = np.searchsorted(self._ends, wanted, "right")
+        rows = [np.flatnonzero(of == number) for number in range(len(self.parts))]
+        begins = self._ends - [len(part) for part in self.parts]
+        return [
+            (part, here, wanted[here] - begins[number])
+            for number, (part, here) in enumerate(zip(self.parts, rows, strict=True))
+            if here.size
+        ]
+
+    def counted(self, indices: ArrayLike) -> int:
+        return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
+
+    def batch(self, indices: ArrayLike) -> Batch:
+        """The windows `indices` (b,); a row of running text is one document where others hold several."""
+        cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
+        if len(cut) == 1:
+            return cut[0][1]
+        shape = (np.size(indices), self.context)
+        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        packed = any(batch.begins is not None for _, batch in cut)
+        begins = np.zeros(shape, np.int64) if packed else None
+        for rows, batch in cut:
+            inputs[rows], targets[rows] = batch.inputs, batch.targets
+            if begins is not None and batch.begins is not None:
+                begins[rows] = batch.begins
+        return Batch(inputs, targets, begins)
+
+    def about(self) -> str:
+        return "; ".join(filter(None, (part.about() for part in self.parts)))
+
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes()]
+
+
+UNFINISHED = ".tokenize"  # what a job keeps there until all parts are complete
+
+
+def tokenizers_of(data: Sequence[str]) -> list[Path]:
+    """The tokenizers that lie in the folders of `--data`; raises UsageError for a folder not finished."""
+    folders = [Path(path) for source in sources_of(data) for path in source.paths]
+    for folder in folders:
+        if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
+            raise UsageError(
+                f"--data {shown(folder)}: not all of its token files are written: run zero-mpi tokenize "
+                "again, with the same flags"
+            )
+    return [folder / TOKENIZER for folder in folders if is_file(folder / TOKENIZER)]

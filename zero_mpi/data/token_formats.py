@@ -3,24 +3,183 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zero_mpi.data.arrow_tokens import arrow_layout
-from zero_mpi.data.bin_tokens import is_llm_c, is_megatron, llm_c_layout, megatron_layout, nanogpt_layout
 from zero_mpi.data.conversations.formats import holds_conversations
 from zero_mpi.data.documents import Document
-from zero_mpi.data.npy_tokens import npy_layout
 from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
-from zero_mpi.data.token_file import TokenLayout, look_at
+from zero_mpi.data.token_file import BLOCK, TokenLayout, blocks, check_length, exactly, look_at
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
 _BESIDE = frozenset({MANIFEST, TOKENIZER})  # the files of `zero-mpi tokenize`
+LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
+LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # by magic number and version
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
+MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
+MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+MEGATRON_MOST = (1 << 31) - 1  # ids of a document: its size is an int32
+MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
+
+
+def is_llm_c(path: Path) -> bool:
+    """Whether a file begins as llm.c's token files do."""
+    try:
+        with path.open("rb") as file:
+            return int.from_bytes(file.read(4), "little") in {magic for magic, _ in LLM_C}
+    except OSError:  # said where it is read
+        return False
+
+
+def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
+    """Where llm.c's files have their ids; ValueError for what is none."""
+    magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
+    dtype = LLM_C.get((magic, version))
+    if dtype is None or count < 0:
+        known = " or ".join(f"{magic} version {version}" for magic, version in LLM_C)
+        raise ValueError(f"expected llm.c's {known}, found {magic} version {version} with {count} ids")
+    check_length(file, LLM_C_HEADER + count * dtype.itemsize)
+    return TokenLayout([(LLM_C_HEADER, count)], dtype)
+
+
+def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
+    """All of the file as uint16; ValueError for an odd number of bytes."""
+    length = os.fstat(file.fileno()).st_size
+    if length % 2:
+        raise ValueError(f"expected ids of two bytes each, found {length} bytes")
+    return TokenLayout([(0, length // 2)], np.dtype("<u2"))
+
+
+def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
+    """Where the ids are by the index beside the file; ValueError for one that does not fit it."""
+    with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
+        head = exactly(index, MEGATRON_HEAD)
+        version, code = int.from_bytes(head[9:17], "little"), head[17]
+        sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+        if head[:9] != MEGATRON or version != 1:
+            raise ValueError(f"expected Megatron's index, version 1, found {head[:9]!r}, version {version}")
+        dtype = MEGATRON_TYPES.get(code)
+        if dtype is None:
+            found = MEGATRON_NAMES.get(code, f"type {code}")
+            raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {found} in its index")
+        check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
+        count = sum(int(sizes.sum(dtype=np.int64)) for sizes in blocks(index, sequences, np.dtype("<i4")))
+        check_length(file, count * dtype.itemsize)
+        if max(sequences, documents) > count + BLOCK:  # of a sparse file, which may tell of any number
+            raise ValueError(
+                f"expected about as many sequences as ids in its index, {count}, found {sequences}"
+            )
+        index.seek(MEGATRON_HEAD)
+        sizes = np.frombuffer(exactly(index, 4 * sequences), "<i4")
+        places = np.frombuffer(exactly(index, 8 * sequences), "<i8")
+        borders = np.frombuffer(exactly(index, 8 * documents), "<i8")
+    stops = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    if (sizes < 0).any() or not np.array_equal(places, stops[:-1] * dtype.itemsize):
+        raise ValueError("expected sequences one behind the other in its index, found others")
+    if not documents or borders[0] or borders[-1] != sequences or (np.diff(borders) < 0).any():
+        raise ValueError(f"expected borders of documents from 0 to {sequences} in its index, found others")
+    return TokenLayout([(0, count)], dtype, stops[borders[1:]])
+
+
+def megatron_dtype(vocab: int) -> np.dtype[Any]:
+    """The type of ids below `vocab` in a file of Megatron's; the narrowest that its readers know."""
+    return MEGATRON_TYPES[8 if vocab <= 1 << 16 else 4]
+
+
+def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+    """The index of a file of documents of these sizes (D,), one behind the other, each a sequence."""
+    code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
+    count = len(sizes)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    places = (ends - sizes) * dtype.itemsize
+    counts = np.array([count, count + 1], "<u8")
+    head = MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + counts.tobytes()
+    borders = np.arange(count + 1, dtype="<i8")
+    return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
+
+
+MAGIC = b"\x93NUMPY"
+LENGTHS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # version of the format -> bytes of the header's length
+MAX_HEADER = 1 << 16  # bytes; NumPy writes 118
+MAX_DIMS = 64  # NumPy's own limit
+TYPES: dict[str, np.dtype[Any]] = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
+NAMES = {np.dtype(code).str: np.dtype(code).name for code in "?bBhHiIlLqQefdFD"}
+_QUOTED = r"'[^'\\]*'|\"[^\"\\]*\""
+_PAIR = re.compile(rf"\s*({_QUOTED})\s*:\s*({_QUOTED}|True|False|\([0-9L,\s]*\))\s*(?:,\s*|$)")
+_DTYPE = re.compile(r"[<>|=]?[a-zA-Z?][0-9]{0,9}")
+
+
+class Header(NamedTuple):
+    """What a file says of its array; `start`: the byte where the elements begin."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def npy_layout(path: Path, file: FileIO) -> TokenLayout:
+    """Where a .npy has its ids; UsageError for another array, ValueError for what is none."""
+    header = _header(file)
+    dtype = TYPES.get(header.dtype)
+    if dtype is None or len(header.shape) != 1:
+        found = f"found {NAMES.get(header.dtype, shown(header.dtype))} of shape {header.shape}"
+        raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
+    (count,) = header.shape
+    check_length(file, header.start + count * dtype.itemsize)
+    return TokenLayout([(header.start, count)], dtype)
+
+
+def _header(file: FileIO) -> Header:
+    """The header; ValueError for what is none."""
+    head = exactly(file, 8)
+    width = LENGTHS.get((head[6], head[7]))
+    if head[:6] != MAGIC or width is None:
+        raise ValueError(f"expected an array of NumPy that starts with {MAGIC!r}, found {head!r}")
+    length = int.from_bytes(exactly(file, width), "little")
+    if length > MAX_HEADER:
+        raise ValueError(f"expected a header of at most {MAX_HEADER} bytes, found {length}")
+    values = _dictionary(exactly(file, length).decode("latin-1"))
+    dtype, shape = values["descr"][1:-1], _shape(values["shape"])
+    if not _DTYPE.fullmatch(dtype) or dtype.endswith("O") or values["fortran_order"] not in ("True", "False"):
+        raise ValueError(f"expected numbers, found elements of type {shown(dtype, 40)}")
+    return Header(dtype, shape, 8 + width + length)
+
+
+def _dictionary(text: str) -> dict[str, str]:
+    """The three values of a header, as they are written there."""
+    inner = text.strip()
+    found: dict[str, str] = {}
+    at, end = 1, len(inner) - 1
+    if inner[:1] == "{" and inner[-1:] == "}":
+        while at < end and (pair := _PAIR.match(inner, at, end)):
+            found[pair[1][1:-1]] = pair[2]
+            at = pair.end()
+    if at < end or found.keys() != {"descr", "fortran_order", "shape"} or found["descr"][0] not in "'\"":
+        raise ValueError(f"expected the header of an array of numbers, found {shown(text, 80)}")
+    return found
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = [part.strip().removesuffix("L") for part in text[1:-1].split(",") if part.strip()]
+    if text[:1] != "(" or len(parts) > MAX_DIMS or not all(0 < len(p) < 20 and p.isdigit() for p in parts):
+        raise ValueError(f"expected a shape of whole numbers, found {shown(text, 80)}")
+    return tuple(map(int, parts))
+
+
+# What the package datasets notes beside its files, and what lies beside those of `zero-mpi tokenize`.
 
 
 class TokenFormat(NamedTuple):
@@ -42,7 +201,11 @@ def _is_arrow(name: str, path: Path) -> bool:
 FORMATS = (
     TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
     TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
-    TokenFormat("Megatron", lambda name, path: path.suffix == ".bin" and is_megatron(path), megatron_layout),
+    TokenFormat(
+        "Megatron",
+        lambda name, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(),
+        megatron_layout,
+    ),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
     TokenFormat("Arrow", _is_arrow, arrow_layout),
 )

@@ -5,9 +5,11 @@ describe it, and how to read itself back from such keys. Sizes are named as in G
 here: subclasses in other modules have them in their own signatures.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -240,3 +242,22 @@ def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> li
     if tied:
         return [Stage("output_norm", norm), Stage("token_embd", Linear("token_embd", width, vocabulary_size))]
     return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
+
+
+MOST_BLOCKS = 2_000  # twice the deepest that was ever trained; a plan of more takes minutes
+
+
+def elements(model: ModelConfig) -> int:
+    """The number of elements of all parameters; blocks may differ, as with adapters in some of them."""
+    return sum(param.size for param in model.params().values())
+
+
+def check_blocks(model: ModelConfig) -> ModelConfig:
+    """The model of flags itself; raises UsageError for one that would take minutes to build."""
+    if model.block_count > MOST_BLOCKS:
+        one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # its blocks are alike
+        raise UsageError(
+            f"--layers {model.block_count}: expected at most {MOST_BLOCKS:,}; this model would have "
+            f"{one + (model.block_count - 1) * (two - one):,} parameters"
+        )
+    return model

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, takewhile
+from math import gcd
 from typing import Any
 
+from zero_mpi.models import ModelConfig
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Machine
-from zero_mpi.plan.max_size import Largest, largest
 from zero_mpi.plan.rank_memory import Memory, plan_memory
 from zero_mpi.plan.step_time import StepTime, save_seconds, step_time, tokens_per_second
 from zero_mpi.plan.traffic import Traffic, plan_traffic
@@ -64,3 +70,145 @@ def make_plan(case: Case, machine: Machine) -> Plan:
         None if machine.memory is None else largest(case, machine.memory),
         save_seconds(case, machine),
     )
+
+
+MOST_RANKS = 16384
+LEAST_EFFICIENCY = 0.5
+STAYS = 0.98  # of a rank's memory, by twice the ranks: it no longer falls
+
+
+@dataclass(frozen=True)
+class Point:
+    """Some number of ranks. efficiency: tokens a second a rank, over those of one rank alone."""
+
+    ranks: int
+    nodes: int
+    memory: int
+    seconds: float
+    exposed: float
+    tokens_per_second: float
+    efficiency: float
+    save: float | None = None  # seconds of a checkpoint
+
+
+def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
+    """A point for each power of two up to `most`."""
+    points: list[Point] = []
+    for ranks in (1 << power for power in range(most.bit_length())):
+        here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
+        time = step_time(here, machine)
+        speed = tokens_per_second(here, time)
+        alone = points[0].tokens_per_second if points else speed
+        taken, save = (plan_memory(here).total, time.seconds, time.exposed), save_seconds(here, machine)
+        points.append(Point(ranks, here.nodes, *taken, speed, speed / alone / ranks, save))
+    return points
+
+
+def limits(case: Case, points: Sequence[Point]) -> list[str]:
+    """What ends the scaling, each from how many ranks on up to the end, the first of them first."""
+
+    tests: dict[str, Callable[[Point, Point], bool]] = {
+        f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
+        "memory of a rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
+        "there is less than one micro-batch a rank": lambda _, here: here.ranks > case.rounds.micro_batches,
+    }
+    found = []
+    for reason, test in tests.items():
+        outcomes = [(here.ranks, test(before, here)) for before, here in pairwise(points)]
+        held = [ranks for ranks, _ in takewhile(lambda outcome: outcome[1], reversed(outcomes))]
+        if held:
+            found.append((held[-1], reason))
+    return [f"from {ranks} ranks on {reason}" for ranks, reason in sorted(found, key=lambda item: item[0])]
+
+
+BLOCK = re.compile(r"blk\.([0-9]+)\.(.*)")
+MOST = 256  # of blocks, of sequences, or times the least width; a plan of more blocks takes seconds
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What fits: sequences in a micro-batch; the depth; the width; elements of the deepest and widest model.
+
+    0 where not even the least does; `MOST` of something means that more may fit.
+    """
+
+    micro_batch: int
+    layers: int
+    layers_parameters: int
+    width: int
+    width_parameters: int
+
+
+def largest(case: Case, limit: int) -> Largest:
+    """What fits into `limit` bytes of a rank, one size changed at a time."""
+
+    def total(changed: Case) -> int:
+        try:
+            return plan_memory(changed).total
+        except MemoryError:  # this machine does not even have the addresses of a unit's buffers
+            return sys.maxsize
+
+    def rows(count: int) -> Case:  # as many micro-batches as before
+        return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
+
+    def deep(count: int) -> Case:
+        return replace(case, model=stored_alike(replace(case.model, block_count=count), case.model))
+
+    def wide(count: int) -> Case:
+        return replace(case, model=stored_alike(widened(case.model, count, steps), case.model))
+
+    def parameters(changed: Callable[[int], Case], count: int) -> int:
+        return elements(changed(count).model) if count else 0
+
+    # In how many equal steps it is so wide, each of whole heads and the key/value heads of these.
+    heads = case.model.head_count
+    steps = gcd(heads, getattr(case.model, "head_count_kv", heads), case.model.embedding_length)
+    sequences = most(lambda count: total(rows(count)), limit)
+    layers = most(lambda count: total(deep(count)), limit)
+    widest = most(lambda count: total(wide(count)), limit)
+    width = case.model.embedding_length // steps * widest
+    return Largest(sequences, layers, parameters(deep, layers), width, parameters(wide, widest))
+
+
+def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
+    """A model of another size whose base stays in blocks as that of `like` does, of block n as there."""
+    if like.lora is None or not like.stored:
+        return model
+    kinds, found = like.stored, []
+    for name, param in model.params().items():
+        number = BLOCK.match(name)
+        known = f"blk.{int(number[1]) % like.block_count}.{number[2]}" if number else name
+        if known in kinds and param.size % kinds[known].elements == 0:
+            found.append((name, kinds[known]))
+    return replace(model, lora=replace(like.lora, stored=tuple(found)))
+
+
+def most(size: Callable[[int], int], limit: int) -> int:
+    """The largest whole number up to MOST whose size is within the limit; 0 if not even 1 is.
+
+    Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
+    and halves what is left. A size is worth a simulation, so few are asked for.
+    """
+    low, high, stride = 0, MOST + 1, 1  # low fits; high does not, or is more than is wanted
+    first, second = size(2), size(4)
+    slope = max(1, second - first) / 2
+    probe = min(max(1, 4 + int((limit - second) / slope)), MOST)  # where the line meets the limit
+    while high - low > 1:
+        if size(probe) <= limit:
+            low, probe = probe, probe + stride
+        else:
+            high, probe = probe, probe - stride
+        stride *= 2
+        if not low < probe < high:
+            probe = (low + high) // 2
+    return low
+
+
+def widened(model: ModelConfig, count: int, steps: int) -> ModelConfig:
+    """The model `count` steps wide, that has `steps` now; its feed-forward keeps its ratio to the width."""
+    names = ("embedding_length", "head_count", "head_count_kv")
+    changed: dict[str, Any] = {
+        name: getattr(model, name) // steps * count for name in names if hasattr(model, name)
+    }
+    wanted = model.feed_forward_length * changed["embedding_length"] / model.embedding_length
+    return replace(model, feed_forward_length=max(1, round(wanted)), **changed)

@@ -8,14 +8,11 @@ from typing import TypeVar
 
 from zero_mpi.cli.text import gibibytes, seconds, size
 from zero_mpi.files.foreign import shown
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
-from zero_mpi.plan.max_size import MOST, Largest
-from zero_mpi.plan.plan import Plan
-from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, keeps_slices, titles
-from zero_mpi.plan.resident import Resident
-from zero_mpi.plan.scaling import Point
+from zero_mpi.plan.plan import MOST, Largest, Plan, Point
+from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
 from zero_mpi.sharding.host_masters import STATE
 
 TITLE, COLUMN = 34, 16  # widths

@@ -22,7 +22,7 @@ from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
 from zero_mpi.plan.case import Case, SimulatedComm
-from zero_mpi.plan.fake_array import FakeMemory, without_memory
+from zero_mpi.plan.fake_ops import FakeMemory, without_memory
 from zero_mpi.plan.workspaces import Compiled, OnGPU
 from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.host_masters import NONE

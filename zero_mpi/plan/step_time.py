@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
-from zero_mpi.checkpoint.writers import assigned
+from zero_mpi.checkpoint.parallel_write import assigned
 from zero_mpi.comm import kinds
 from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
 from zero_mpi.files.file_systems import OF_MANY
@@ -209,16 +209,8 @@ def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1
     return max(moved, latency + moved / rings)
 
 
-def reduce_cost(case: Case, machine: Machine, unit: int) -> Cost:
-    """To sum a unit's gradient into slices."""
-    if case.passes_sums:
-        own = case.partitions[unit].counts[0]
-        return chain_cost(case, machine, case.partitions[unit].length, own)
-    return Cost(reduce_seconds(case, machine, unit))
-
-
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """The same where every slice comes to its owner straight."""
+    """To sum a unit's gradient into slices, where every slice comes to its owner straight."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
@@ -274,7 +266,10 @@ def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
         return Cost(gather_seconds(case, machine, unit, itemsize))
     if kind == ALLREDUCE:
         return Cost(allreduce_seconds(case, machine, BYTES * case.partitions[unit].length))
-    return reduce_cost(case, machine, unit)
+    if case.passes_sums:
+        partition = case.partitions[unit]
+        return chain_cost(case, machine, partition.length, partition.counts[0])
+    return Cost(reduce_seconds(case, machine, unit))
 
 
 def saved_bytes(case: Case) -> int:
@@ -304,13 +299,8 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine = machine.joining(case.nodes)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    brought = brought_bytes(case) * machine.between.beta
+    # What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices.
+    is_there = case.hybrid or case.checkpoint_io != "gather"
+    brought = 0.0 if is_there else saved_bytes(case) * (1 - case.per_node / case.ranks) * machine.between.beta
     moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)
     return moved + MEETINGS * arrays * latency
-
-
-def brought_bytes(case: Case) -> float:
-    """What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices."""
-    if case.hybrid or case.checkpoint_io != "gather":
-        return 0.0
-    return saved_bytes(case) * (1 - case.per_node / case.ranks)

@@ -15,7 +15,7 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.ops import sizes
 from zero_mpi.ops.reference import chunk_rows
-from zero_mpi.plan.fake_array import FakeMemory
+from zero_mpi.plan.fake_ops import FakeMemory
 
 Gradients = tuple[Array, Array, Array]
 

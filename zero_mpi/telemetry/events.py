@@ -41,7 +41,9 @@ class Events:
         """
         self._step = step
         if before.get("state") == "running":
-            self.note(LOST, reason=last_heard(before), step=before.get("step", 0))
+            ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
+            reason = f"{ranks} rank(s), rank 0 on {host}, last heard of at {at}: killed, or a host was lost"
+            self.note(LOST, reason=reason, step=before.get("step", 0))
         self.note(STARTED, **about)
         self._begun = True
         if self._rank == 0:
@@ -101,12 +103,6 @@ def append_line(path: Path, text: str) -> None:
         os.write(handle, ("\n" * cut_off + text + "\n").encode())
     finally:
         os.close(handle)
-
-
-def last_heard(before: Mapping[str, Any]) -> str:
-    """What is known of a job that ended without a word, from its status.json."""
-    ranks, host, updated = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
-    return f"{ranks} rank(s), rank 0 on {host}, last heard of at {updated}: killed, or a host was lost"
 
 
 def utc() -> str:

@@ -83,7 +83,9 @@ class Status:
         said = self._read()
         if said.get("state") == RUNNING and self._rank != 0:  # the job's place and time are rank 0's
             self._about = {key: said.get(key) for key in self._about}
-        is_over = said.get("state") in (DONE, STOPPED, FAILED) and self._is_ours(said)
+        # Only rank 0 knows whether this job has written that.
+        is_ours = self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
+        is_over = said.get("state") in (DONE, STOPPED, FAILED) and is_ours
         if state != FAILED or not is_over:
             self._write(state, reason)
         if locked:
@@ -95,10 +97,6 @@ class Status:
         self.end(FAILED, reason)
         if before:
             self._put(before)
-
-    def _is_ours(self, said: Mapping[str, Any]) -> bool:
-        """Whether this job has written that; only rank 0 can know."""
-        return self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
 
     def _read(self) -> dict[str, Any]:
         return read_status(self._path)

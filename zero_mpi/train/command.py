@@ -19,11 +19,11 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.train import dry_run, early_stop
-from zero_mpi.train.early_claims import obey_early
-from zero_mpi.train.outcome import Outcome
 from zero_mpi.train.resolve import resolve
+from zero_mpi.train.same_bits import obey_early
 from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.setup import build
+from zero_mpi.train.summary import Outcome
 from zero_mpi.train.trainer import Trainer
 
 
@@ -51,7 +51,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
     session.notes += world.on_root(lambda: dry_run.check_disk(session.config, session.model)) or ()
     world.on_root(lambda: early_stop.begin(session))
     world.on_root(lambda: write_config(session.out, session.config))
-    session.notes += removed_at_start(world)
+    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
+    if sizes:
+        files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
+        session.notes.append(f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}")
     return Trainer(world, session, watchdog, outcome).run()
 
 
@@ -68,13 +71,6 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
     return watchdog, outcome
-
-
-def removed_at_start(world: World) -> list[str]:
-    """Return a note on what was removed from shared memory of all nodes, if anything was. Collective."""
-    sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
-    files, size = plural(len(sizes), "file"), sum(sizes) / 2**20
-    return [f"removed {files} ({size:.1f} MiB) of killed jobs in {dev_shm.PLACE}"] if sizes else []
 
 
 def main() -> None:

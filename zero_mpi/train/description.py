@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero_mpi.checkpoint import adapter, folders
+from zero_mpi.checkpoint import folders, merged
+from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
-from zero_mpi.config.settings import Config
+from zero_mpi.config.replay import PATHS
+from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.files.gguf_keys import TEMPLATE
+from zero_mpi.launch import consistency
 from zero_mpi.models import ModelConfig
 from zero_mpi.train.resume import ResumePoint
 
@@ -46,8 +49,8 @@ def describe(
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
     if model.lora is not None and init is not None:
-        metadata = adapter.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
-        settings["base"] = adapter.weights_digest(init)
+        metadata = merged.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
+        settings["base"] = merged.weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
     about = (model.arch, metadata, settings, machine, config.plan())
@@ -97,3 +100,37 @@ def as_json(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # of settings, all of which move bits
+EVALUATIONS = ("eval_every", "eval_windows", "patience")
+OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
+NAMES = tuple(
+    name
+    for name, field in FIELDS.items()
+    if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
+)
+READ = ("packing", "control_tokens")  # of these a description has what they came to with the data
+SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The settings that move bits, but for paths."""
+    return {name: getattr(config, name) for name in NAMES}
+
+
+def identity(
+    config: Config, description: Description, weights: Mapping[str, WeightSource | None]
+) -> dict[str, Any]:
+    """What the bits of a run depend on, as JSON has it.
+
+    weights: the files that it begins from, by their settings; raises FileError for one that cannot be read.
+    """
+    facts = {key: value for key, value in description.settings.items() if key not in NAMES or key in READ}
+    begun = {name: None if file is None else weights_digest(file) for name, file in weights.items()}
+    return {
+        SETTINGS: settings_of(config),
+        FACTS: {**facts, **begun},
+        MACHINE: dict(description.machine),
+        CODE: consistency.own_source(),
+    }

@@ -29,9 +29,8 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.machine import ASSUMED, assumed
 from zero_mpi.plan.plan import make_plan
-from zero_mpi.plan.rank_memory import plan_memory
+from zero_mpi.plan.rank_memory import plan_memory, resident, text_of
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
-from zero_mpi.plan.resident import resident, text_of
 from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.lr_schedule import described

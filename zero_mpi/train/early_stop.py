@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.best import Best, read_best
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import keys_of
+from zero_mpi.checkpoint.state import Best, read_best
 from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.foreign import shown
 from zero_mpi.telemetry import events, log
@@ -70,11 +70,6 @@ def reason(best: Best) -> str:
     """Why a run ends before its last step."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without a new best"
-
-
-def is_used_up(session: Session) -> bool:
-    """Whether the run that a job goes on with had stopped early; the same on all ranks."""
-    return session.progress.best.is_used_up(session.config.patience)
 
 
 def begin(session: Session) -> None:

@@ -6,19 +6,74 @@ into the record of the step, a line of metrics.jsonl.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_mpi.comm.meter import Meter
+from zero_mpi.errors import JobError
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.optim.optimizer import StepResult
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.telemetry import log
-from zero_mpi.telemetry.metrics import Records
-from zero_mpi.train.divergence import Divergence
-from zero_mpi.train.outcome import Outcome
+from zero_mpi.telemetry.metrics import METRICS, Records, last_record
+from zero_mpi.train.summary import Outcome
+
+MOST = 20  # steps in a row
+REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
+
+
+class Divergence:
+    """What the steps of a job were like."""
+
+    def __init__(self) -> None:
+        self._steps = self._bad = 0  # steps that were seen, and how many of the last were not finite
+        self._loss = 0.0
+
+    def saw(self, step: int, loss: float, skipped: bool, searching: bool) -> None:
+        """A step was made; JobError on all ranks if it was one too many that was not finite.
+
+        skipped: its gradient was not finite; searching: for float16 a lower factor of the loss is tried next.
+        """
+        self._steps, self._loss = self._steps + 1, loss
+        if not math.isfinite(loss) or (skipped and not searching):
+            self._bad += 1
+        elif not skipped:
+            self._bad = 0
+        if self._bad >= MOST:
+            raise JobError(
+                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}, and such "
+                f"steps change nothing: the run has diverged; {REMEDY}"
+            )
+
+    def worth_saving(self, step: int) -> bool:
+        """Whether the weights may be sound; if not it is said, for they are not to push out good ones."""
+        if math.isfinite(self._loss):
+            return True
+        log.warning("no checkpoint of step %d is made, for its loss is not finite", step)
+        return False
+
+    def check_end(self, step: int) -> None:
+        """Raise JobError on all ranks if the run has come to its last step with nothing to show for it."""
+        if not math.isfinite(self._loss):
+            raise JobError(not_finite(step))
+        if self._bad and self._bad == self._steps:
+            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learnt; {REMEDY}")
+
+
+def not_finite(step: int) -> str:
+    """Why a run that has made all its steps is not done."""
+    return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
+
+
+def check_recorded(out: Path, step: int) -> None:
+    """Raise JobError if the records of a run that has made its last step say that it ended so."""
+    record = last_record(out / METRICS)
+    if record.get("step") == step and record.get("loss", 0.0) is None:
+        raise JobError(not_finite(step))
 
 
 @dataclass(frozen=True)

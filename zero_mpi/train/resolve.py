@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device, environment, ops
-from zero_mpi.checkpoint.adapter import open_adapter, weights_digest
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
+from zero_mpi.checkpoint.merged import open_adapter, weights_digest
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, rate_scales, thread_count
-from zero_mpi.config.defaults import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, batch_size
-from zero_mpi.config.epochs import cautions, in_steps
+from zero_mpi.config.epochs import cautions, in_steps, remarks, threads_within
 from zero_mpi.config.inputs import (
     BYTE,
     adapted,
@@ -35,12 +34,11 @@ from zero_mpi.config.inputs import (
     open_init,
     passed_over,
     read_model,
+    settled,
     shortened,
     template_inputs,
 )
-from zero_mpi.config.model_sizes import settled
-from zero_mpi.config.remarks import remarks, threads_within
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
 from zero_mpi.data import (
     Corpus,
     EvalLoader,
@@ -54,7 +52,7 @@ from zero_mpi.data import (
     load_corpus,
     windows_over,
 )
-from zero_mpi.data.bos import bos_of
+from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark, Stream
@@ -83,7 +81,7 @@ from zero_mpi.train.resume import (
     settled_day,
     tokenizer_as_begun,
 )
-from zero_mpi.train.same_flags import check_settings
+from zero_mpi.train.same_bits import check_settings
 from zero_mpi.train.transport import check_wish
 
 

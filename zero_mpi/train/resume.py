@@ -19,14 +19,12 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
-from zero_mpi.config.inputs import fingerprint, kinds_of_data
-from zero_mpi.config.model_sizes import SIZES
+from zero_mpi.config.inputs import SIZES, fingerprint, kinds_of_data
 from zero_mpi.config.optimizer import ADAMW
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
-from zero_mpi.data.bos import ALWAYS, AUTO, NEVER, bos_of
-from zero_mpi.data.control_tokens import PLAIN
+from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, PLAIN, bos_of
 from zero_mpi.data.conversations.chat_template import DAY, asks_day
 from zero_mpi.data.packing import NONE
 from zero_mpi.data.tokenizers.huggingface_rules import RULES

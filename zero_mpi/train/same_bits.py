@@ -7,8 +7,11 @@ number of threads counts by itself where the host computes, for a trial cannot h
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,14 @@ import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
 from zero_mpi.cli.text import ranks as named
-from zero_mpi.comm.agree import odd_one
+from zero_mpi.comm.agree import NOTHING, odd_one
+from zero_mpi.config.command_line import parse
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.launch.consistency import blas
+from zero_mpi.launch.consistency import blas, check
+from zero_mpi.launch.world import World
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
@@ -65,7 +72,8 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
     Unless `exact`: then a note says it. `found`: host and machine of each rank.
     """
-    values = [judged(of_rank) for _, of_rank in found]
+    # A GPU's bits do not depend on the threads of its host.
+    values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
     odd = odd_one(values)
     if odd is None:
         return
@@ -80,12 +88,6 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
     if exact:
         raise UsageError(f"{text}; {REMEDY}")
     notes.append(log.Caution(text))
-
-
-def judged(of_rank: Machine) -> str:
-    """What must be alike; a GPU's bits do not depend on the threads of its host."""
-    threads = "" if "device" in of_rank else of_rank[THREADS]
-    return f"{of_rank[TRIAL]} {threads}"
 
 
 def names(mine: Machine, usual: Machine) -> tuple[str, str]:
@@ -113,3 +115,29 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         made = "operations of other bits by a trial, under the same names of processor and libraries"
     if made:
         yield f"{what} was made with {made}: the last bits may change"
+
+
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
+
+
+def check_settings(world: World, config: Config) -> None:
+    """The flags, and the variables that stand for flags. Collective; raises UsageError."""
+    check(world.comm, settings(config), "start all ranks with the same flags and variables")
+
+
+def settings(config: Config) -> dict[str, str]:
+    """Every setting by its flag, and the variables by their names."""
+    flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
+    return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
+
+
+def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
+    """Pin bits and claim a GPU before MPI starts, as flags ask; wrong ones are told later, by one rank."""
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            config = read(arguments)
+        except (UsageError, SystemExit):
+            return
+    portable.claim(config.bits)
+    device.claim(config.device)

@@ -13,8 +13,8 @@ from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.data import unigram_entropy
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
-from zero_mpi.train.divergence import check_recorded
-from zero_mpi.train.early_stop import is_used_up, reason
+from zero_mpi.train.early_stop import reason
+from zero_mpi.train.observers import check_recorded
 from zero_mpi.train.setup import Session
 from zero_mpi.train.text_model import TextModel
 
@@ -22,25 +22,21 @@ from zero_mpi.train.text_model import TextModel
 def is_over(session: Session) -> bool:
     """Whether the run that a job goes on with has ended before; the same on all ranks."""
     made_all = session.progress.step >= session.config.steps
-    return session.resumed is not None and (made_all or is_used_up(session))
+    has_stopped = session.progress.best.is_used_up(session.config.patience)
+    return session.resumed is not None and (made_all or has_stopped)
 
 
 def say_over(session: Session) -> None:
     """Say that there is nothing left to do; raises JobError if the run did not end well."""
     step, steps = session.progress.step, session.config.steps
     check_recorded(session.out, step)
+    state = f"and --steps is {steps}; for more give a larger --steps (or --epochs)"
     if step < steps:
-        log.info(
-            "nothing to do: %s is at step %d, where the run stopped early, %s; for more give a larger "
-            "--patience, for another run another --out",
-            session.resumed, step, reason(session.progress.best),
-        )  # fmt: skip
-        return
+        why = reason(session.progress.best)
+        state = f"where the run stopped early, {why}; for more give a larger --patience"
     log.info(
-        "nothing to do: %s is at step %d, and --steps is %d; for more give a larger --steps "
-        "(or --epochs), for another run another --out",
-        session.resumed, step, steps,
-    )  # fmt: skip
+        "nothing to do: %s is at step %d, %s, for another run another --out", session.resumed, step, state
+    )
 
 
 def compare_with_letters(session: Session, val_loss: float | None) -> None:

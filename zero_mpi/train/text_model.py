@@ -6,8 +6,10 @@ is full the newest half of it is read again, and generation goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,61 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.train.sampling import choose
+
+# Below it nothing but the likeliest is ever drawn: two float32 logits that differ do so by 1e-45 at least.
+COLDEST = 1e-48
+
+
+def choose(
+    logits: Array,
+    temperature: float,
+    top_k: int,
+    generator: np.random.Generator,
+    *,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> int:
+    """An id drawn by `weights_of` the logits; temperature 0: the likeliest."""
+    if temperature < COLDEST:
+        return int(np.argmax(logits))
+    weights = weights_of(logits, temperature, top_k, top_p, min_p)
+    return int(generator.choice(weights.size, p=weights / weights.sum()))
+
+
+def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
+    """exp(logits / temperature) of what is kept, up to a factor, and 0 of the rest; (V,) float64.
+
+    logits (V,), finite. `top_k`: of the likeliest so many, 0 all; `top_p`: of them the fewest whose
+    probabilities make up so much; `min_p`: of them those with so large a share of the largest probability.
+    """
+    below = logits.astype(np.float64) - float(logits.max())
+    kept = nucleus(likeliest(logits, top_k), below, top_p)
+    if min_p > 0:  # Nguyen et al., "Turning Up the Heat: Min-p Sampling ...", 2024
+        kept = kept[below[kept] >= math.log(min_p)]
+    weights = np.zeros(logits.size)
+    weights[kept] = np.exp(below[kept] / temperature)
+    return weights
+
+
+def likeliest(logits: Array, top_k: int) -> Any:
+    """Exactly `top_k` ids of the largest logits, in order of ids; 0: all."""
+    if not 0 < top_k < logits.size:
+        return np.arange(logits.size)
+    least = np.partition(logits, -top_k)[-top_k]
+    above, equal = np.flatnonzero(logits > least), np.flatnonzero(logits == least)
+    return np.sort(np.concatenate((above, equal[: top_k - above.size])))
+
+
+def nucleus(ids: Any, below: Array, top_p: float) -> Any:
+    """The fewest of `ids`, likeliest first, whose probabilities among them reach `top_p`; at least one.
+
+    Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
+    """
+    if top_p >= 1:
+        return ids
+    ids = ids[np.argsort(-below[ids], kind="stable")]
+    shares = np.cumsum(np.exp(below[ids]))
+    return ids[: np.searchsorted(shares, top_p * shares[-1]) + 1]
 
 
 class TextModel:

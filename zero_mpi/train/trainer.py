@@ -5,13 +5,18 @@ What a step is stands in `steps`; whatever else happens at one is an observer's 
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
+from zero_mpi.checkpoint.folders import OPTIMIZER
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.replay import recorded
-from zero_mpi.config.step_range import step_range
+from zero_mpi.config.settings import step_range
 from zero_mpi.data import Windows
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
@@ -21,20 +26,18 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
+from zero_mpi.telemetry.proof import JobStart
 from zero_mpi.telemetry.trackers.tracker import TrackedJob
 from zero_mpi.train import mfu, observers
-from zero_mpi.train.divergence import Divergence
+from zero_mpi.train.description import identity
 from zero_mpi.train.early_stop import EarlyStop
-from zero_mpi.train.identity import start_of
-from zero_mpi.train.observers import HeldOutLoss, Observer
-from zero_mpi.train.outcome import Outcome
-from zero_mpi.train.rank_figures import RankFigures
+from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer
 from zero_mpi.train.sample import compare_with_letters, show_sample
 from zero_mpi.train.saving import Saving
 from zero_mpi.train.setup import Session
-from zero_mpi.train.slow_ranks import SlowRanks
+from zero_mpi.train.slow_ranks import RankFigures, SlowRanks
 from zero_mpi.train.steps import Steps
-from zero_mpi.train.summary import Start, cautions, hosts_of, lines, plan
+from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, plan
 from zero_mpi.train.timeline import Tracer
 
 
@@ -63,9 +66,8 @@ class Trainer(Steps):
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
-        is_known = isinstance(
-            session.loader.windows, Windows
-        )  # packed, how much is computed depends on documents
+        # Where windows are packed, how much is computed depends on documents.
+        is_known = isinstance(session.loader.windows, Windows)
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
             self.costs,
@@ -202,3 +204,14 @@ def begin_records(session: Session, rank: int) -> Records:
         trackers=partial(trackers.begin, config, tracked),
         beginning=start_of(session) if rank == 0 else None,
     )
+
+
+def start_of(session: Session) -> JobStart:
+    """What the job of a session begins from; raises FileError where a file cannot be read."""
+    run = identity(session.config, session.description, session.weights)
+    step, folder = session.progress.step, session.resumed
+    if folder is None:
+        return JobStart(step, run)
+    state = GGUFFile.open(folder / OPTIMIZER)
+    own = folder.parent == Path(os.path.realpath(session.out))
+    return JobStart(step, run, keys_of(state).text(ID), keys_of(state).text(STATE_DIGEST), own)

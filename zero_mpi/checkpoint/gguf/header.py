@@ -7,6 +7,7 @@ turns wide items into 32-bit ones.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from zero_mpi.checkpoint.gguf.index import (
     alignment_is_sane,
     padded,
 )
-from zero_mpi.checkpoint.tensor_file import TensorSpec
+from zero_mpi.checkpoint.tensor_file import TensorSpec, TensorStream
 from zero_mpi.files.foreign import show
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -54,7 +55,9 @@ def pack_file(
     alignment = alignment_of(keys)
     offsets, end, lines = {}, 0, []
     for spec in checked_table(tensors).values():
-        lines.append(_pack_tensor(spec, end))
+        dims = [_unsigned(len(spec.shape), 4), *(_unsigned(dim, 8) for dim in reversed(spec.shape))]
+        place = [_unsigned(spec.type, 4), _unsigned(end, 8)]
+        lines.append(b"".join([_pack_name(spec.name, MAX_NAME_BYTES, "tensor"), *dims, *place]))
         offsets[spec.name] = end
         end += padded(spec.nbytes, alignment)
     parts = [MAGIC, _unsigned(VERSION, 4), _unsigned(len(lines), 8), _unsigned(len(keys), 8)]
@@ -99,13 +102,6 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
     return table
 
 
-def _pack_tensor(spec: TensorSpec, offset: int) -> bytes:
-    """One line of the tensor table: the dims from the contiguous one outwards."""
-    dims = [_unsigned(len(spec.shape), 4), *(_unsigned(dim, 8) for dim in reversed(spec.shape))]
-    place = [_unsigned(spec.type, 4), _unsigned(offset, 8)]
-    return b"".join([_pack_name(spec.name, MAX_NAME_BYTES, "tensor"), *dims, *place])
-
-
 def pack_key(key: str, value: Any) -> bytes:
     """Name, type and value of one key as they stand in the file. GGUFError names key and remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
@@ -125,7 +121,10 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, list):
         return GGUFValueType.ARRAY, _pack_strings(value)
     if isinstance(value, np.ndarray):
-        return GGUFValueType.ARRAY, _pack_numbers(value)
+        if value.ndim != 1:
+            raise GGUFError(f"expected a 1-D array, found shape {value.shape}: flatten it")
+        head = _unsigned(_type_of(value), 4) + _unsigned(value.size, 8)
+        return GGUFValueType.ARRAY, head + _little_endian(value)
     number = np.asarray(value if isinstance(value, np.generic) else _widened(value))
     return _type_of(number), _little_endian(number)
 
@@ -141,12 +140,6 @@ def _widened(value: Any) -> np.generic:
             raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: give np.float64")
         return np.float32(value)
     raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
-
-
-def _pack_numbers(array: npt.NDArray[Any]) -> bytes:
-    if array.ndim != 1:
-        raise GGUFError(f"expected a 1-D array, found shape {array.shape}: flatten it")
-    return _unsigned(_type_of(array), 4) + _unsigned(array.size, 8) + _little_endian(array)
 
 
 def _pack_strings(values: list[str]) -> bytes:
@@ -186,3 +179,42 @@ def _little_endian(array: npt.NDArray[Any]) -> bytes:
 
 def _unsigned(value: int, width: int) -> bytes:
     return value.to_bytes(width, "little")
+
+
+class GGUFStream(TensorStream):
+    """Writes one GGUF file, tensor by tensor.
+
+    `metadata` and `tensors` are as `pack_file` takes them; tensors are announced in the order of writing.
+
+    Raises GGUFError, before the file is touched, for a key, value, name or shape that GGUF or llama.cpp
+    would refuse; OSError with the file's name, here and in every method.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        architecture: str,
+        metadata: Mapping[str, Any],
+        tensors: Sequence[Announced],
+    ) -> None:
+        try:
+            header, _, _ = pack_file(architecture, metadata, tensors)
+            self._specs = checked_table(tensors)
+            alignment = alignment_of(metadata)
+        except GGUFError as error:
+            raise GGUFError(f"{os.fspath(path)}: {error}") from None
+        lengths = {name: spec.nbytes for name, spec in self._specs.items()}
+        super().__init__(path, header, lengths, alignment)
+
+    def write(self, name: str, array: npt.NDArray[np.float32]) -> None:
+        """Append the next tensor, of type F32. ValueError unless it is the next one, in shape and dtype."""
+        self.expect_next(name)
+        spec = self._specs[name]
+        if spec.type != GGMLQuantizationType.F32:
+            raise ValueError(
+                f"{self.path}: tensor {show(name)} is {spec.type.name}: give its bytes to write_raw"
+            )
+        if array.dtype != np.float32 or array.shape != spec.shape:
+            found = f"{array.dtype} {array.shape}"
+            raise ValueError(f"{self.path}: tensor {show(name)}: expected float32 {spec.shape}, got {found}")
+        self.write_raw(name, [np.ascontiguousarray(array).data])

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.index import Metadata
-from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
-from zero_mpi.checkpoint.huggingface.config_values import Settings
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass, Settings
 from zero_mpi.checkpoint.huggingface.names import FAMILIES
 from zero_mpi.checkpoint.huggingface.rope import (
     FULL,
@@ -26,7 +25,6 @@ from zero_mpi.checkpoint.huggingface.rope import (
     scaling_keys,
     turned_width,
 )
-from zero_mpi.files.foreign import shown
 
 SIZES = {  # GGUF key -> name in config.json
     "context_length": "max_position_embeddings",
@@ -68,19 +66,6 @@ def architecture(settings: Settings) -> str:
     if not isinstance(found, str) or found not in types:
         raise settings.fault("model_type", f"one of {', '.join(types)}")
     return types[found]
-
-
-def is_tied(arch: str, settings: Settings) -> bool:
-    """Whether the head is the embedding; each class has its own default."""
-    usual = True if arch == "gpt2" else ROTARY_CLASSES[arch].tied
-    return settings.flag("tie_word_embeddings", usual)
-
-
-def dropout_of(arch: str, settings: Settings) -> str:
-    """The kinds of dropout that a configuration asks for, such as "attn_pdrop 0.1"; empty where none."""
-    usual = DROPOUTS.get(arch, DROPOUTS_ROTARY)
-    asked = {name: settings.values.get(name, default) for name, default in usual.items()}
-    return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:

@@ -18,21 +18,20 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
 from zero_mpi.checkpoint.huggingface.config import (
+    DROPOUTS,
+    DROPOUTS_ROTARY,
     architecture,
     biases_of,
-    dropout_of,
-    is_tied,
     keys_of,
 )
-from zero_mpi.checkpoint.huggingface.config_values import Settings
-from zero_mpi.checkpoint.huggingface.names import Order, order_of, place_of, to_gguf
-from zero_mpi.checkpoint.huggingface.permute import interleaved, transposed
+from zero_mpi.checkpoint.huggingface.names import Order, interleaved, order_of, place_of, to_gguf, transposed
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
 from zero_mpi.errors import FileError, prefixed
-from zero_mpi.files.foreign import show
+from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file
 
 CONFIG = "config.json"
@@ -76,7 +75,8 @@ class HuggingFaceFolder:
             arch = architecture(Settings(config))
             settings = of_one_kind(arch, Settings(config))
             metadata = keys_of(arch, settings)
-            biases, tied = biases_of(arch, settings), is_tied(arch, settings)
+            biases, usual = biases_of(arch, settings), arch == "gpt2" or ROTARY_CLASSES[arch].tied
+            tied = settings.flag("tie_word_embeddings", usual)
             width = 0 if arch == "gpt2" else head_width(arch, settings)
         weights = open_weights(folder)
         with prefixed(f"{folder}:"):
@@ -91,8 +91,9 @@ class HuggingFaceFolder:
     @property
     def dropout(self) -> str:
         """The kinds of dropout that the configuration asks for, in words; none is computed here."""
-        settings = Settings(self.config)
-        return dropout_of(architecture(settings), settings)
+        usual = DROPOUTS.get(architecture(Settings(self.config)), DROPOUTS_ROTARY)
+        asked = {name: self.config.get(name, default) for name, default in usual.items()}
+        return ", ".join(f"{name} {shown(value)}" for name, value in asked.items() if value)
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.checkpoint.gguf.index import Metadata
-from zero_mpi.checkpoint.huggingface.config_values import Settings
+from zero_mpi.checkpoint.huggingface.classes import Settings
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceTensor, fill, read_config
 from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, order_of, to_gguf
 from zero_mpi.checkpoint.safetensors import SafetensorsModel

@@ -20,7 +20,7 @@ from zero_mpi.cli.text import FEW, few, plural, short_size
 from zero_mpi.commands.doctor.ranks import NOTE, Ranks, Row, assessed
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
 from zero_mpi.launch.limits import Limits, look
-from zero_mpi.plan.resident import programs
+from zero_mpi.plan.rank_memory import programs
 
 LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers

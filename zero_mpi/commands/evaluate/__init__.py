@@ -1,9 +1,9 @@
 """`zero-mpi evaluate`: how well models predict a text, and which answers they prefer.
 
-`task` reads the flags, `candidate` opens the models, `material` has text and questions (`choices`) on all
-ranks. Both become `sequences`: rows of tokens of which some targets count, each part with a loss of its own.
-`measure` takes them through a model that is sharded over the ranks, `scores` makes figures of the losses,
-`printout` makes text of the figures.
+`task` reads the flags, `candidate` opens the models, `command` has text and questions (`choices`) on all
+ranks. Both become rows of tokens of which some targets count, each part with a loss of its own. `measure`
+takes them through a model that is sharded over the ranks, `scores` makes figures of the losses and text of
+the figures.
 
 All losses of a model meet in one vector, in the order of the text, and every sum is made of that vector: so
 what is printed is the same at any number of ranks and over any transport.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.adapter import adapter_source, weights_digest
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.commands.evaluate.task import MOST_CONTEXT, Task
@@ -24,8 +24,8 @@ from zero_mpi.config.inputs import (
 )
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Tokenizer, holds_token_files
-from zero_mpi.data.bos import ALWAYS, AUTO
-from zero_mpi.data.token_folder import tokenizers_of
+from zero_mpi.data.control_tokens import ALWAYS, AUTO
+from zero_mpi.data.sources import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TOKENS
@@ -52,6 +52,26 @@ class Candidate:
     source: WeightSource
     model: ModelConfig
     lora: str | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer that came with the model; None where there is none that can be read."""
+        try:
+            found = tokenizer_of(self.source, self.model)
+        except UsageError:
+            return None
+        return found if found.vocab_size == self.model.vocab_size else None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Keys of that tokenizer, if there is one."""
+        return {} if self.tokenizer is None else self.tokenizer.metadata()
+
+    @property
+    def tokens(self) -> list[str]:
+        """Texts of its tokens, as far as they are known."""
+        found = self.keys.get(TOKENS)
+        return found if isinstance(found, list) else []
 
     @property
     def name(self) -> str:
@@ -89,7 +109,8 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     check_wish(task.config)
     threads = set_threads(task.config)
     asked = (task.config.init, task.lora), (task.against, None)
-    candidates = tuple(open_candidate(path, lora) for path, lora in asked if path is not None)
+    opened = [(path, open_merged(path, lora), lora) for path, lora in asked if path is not None]
+    candidates = tuple(Candidate(path, source, read_model(source), lora) for path, source, lora in opened)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
@@ -107,12 +128,6 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     }
 
 
-def open_candidate(path: str, lora: str | None) -> Candidate:
-    """The model at a path, with its adapter if it has one; raises UsageError."""
-    source = open_merged(path, lora)
-    return Candidate(path, source, read_model(source), lora)
-
-
 def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
     """The tokenizer that text and questions need; for ids alone the model's own, if it can be read.
 
@@ -123,37 +138,27 @@ def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
     if task.choices is not None or not holds_token_files(config.data):
         found: Tokenizer | None = fitting_tokenizer(config, candidate.source, candidate.model)
     else:
-        found = own_tokenizer(candidate)
+        found = candidate.tokenizer
     for path in tokenizers_of(config.data):
         if found is not None:
             check_same_tokens(shown(candidate.path), found, path, tokenizer_in(path))
     return found
 
 
-def own_tokenizer(candidate: Candidate) -> Tokenizer | None:
-    """The tokenizer that came with a model; None where there is none that can be read."""
-    try:
-        found = tokenizer_of(candidate.source, candidate.model)
-    except UsageError:
-        return None
-    return found if found.vocab_size == candidate.model.vocab_size else None
-
-
 def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
     """Raise UsageError unless two models have the same tokens, for all that their files say."""
     sizes = candidate.model.vocab_size, base.model.vocab_size
-    if sizes[0] != sizes[1]:
+    odd = f"{sizes[1]} tokens, expected {sizes[0]}"
+    if sizes[0] == sizes[1]:
+        pairs = enumerate(zip(candidate.tokens, base.tokens, strict=False))
+        different = ((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        place, (expected, found) = next(different, (0, ("", "")))
+        odd = f"token {place} is {show(found)}, expected {show(expected)}" if expected != found else ""
+    if odd:
         raise UsageError(
-            f"--against {shown(base.path)}: expected the vocabulary of {shown(candidate.path)}, {sizes[0]} "
-            f"tokens, found {sizes[1]}: only models of the same tokens read the same windows"
+            f"--against {shown(base.path)}: {odd} as in {shown(candidate.path)}: only models of the same "
+            "tokens read the same windows"
         )
-    ours, theirs = (known_tokens(each) for each in (candidate, base))
-    for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
-        if expected != found:
-            raise UsageError(
-                f"--against {shown(base.path)}: token {place} is {show(found)}, expected {show(expected)} as "
-                f"in {shown(candidate.path)}: only models of the same tokens read the same windows"
-            )
 
 
 def cautions(task: Task, opened: Opened) -> Iterator[str]:
@@ -161,7 +166,7 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: token files are read as they are, no bos is put in"
-    found = [own_tokenizer(each) for each in opened.candidates]
+    found = [each.tokenizer for each in opened.candidates]
     asks = [each is not None and each.add_bos for each in found]
     if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
@@ -169,25 +174,18 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
             f"--against: {one} asks for bos and {other} does not: both are read as the first one asks; "
             "--bos always or never says it for both"
         )
-    ours, *theirs = ({} if each is None else each.metadata() for each in found)
-    differ = sorted(key for each in theirs for key in ours.keys() & each.keys() if differs(key, ours, each))
+    ours, *theirs = (each.keys for each in opened.candidates)
+    differ = sorted(
+        key
+        for each in theirs
+        for key in ours.keys() & each.keys()
+        if key.startswith(DECIDES) and not np.array_equal(ours[key], each[key])
+    )
     if differ:
         yield (
             f"--against {path}: {', '.join(differ)} are others than in {opened.candidates[0].name}: both "
             "models read what the first one's tokenizer makes of the text"
         )
-
-
-def differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether two tokenizers have other values of a key that decides about ids."""
-    return key.startswith(DECIDES) and not np.array_equal(ours[key], theirs[key])
-
-
-def known_tokens(candidate: Candidate) -> list[str]:
-    """The texts of a model's tokens; none where its tokenizer cannot be read."""
-    tokenizer = own_tokenizer(candidate)
-    found = tokenizer.metadata().get(TOKENS) if tokenizer is not None else None
-    return found if isinstance(found, list) else []
 
 
 def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:

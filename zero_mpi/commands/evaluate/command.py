@@ -4,27 +4,137 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate.candidate import Candidate, Opened, cautions, look
-from zero_mpi.commands.evaluate.material import Material, gather_material
-from zero_mpi.commands.evaluate.measure import measure
-from zero_mpi.commands.evaluate.printout import lines
-from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, text_figures
-from zero_mpi.commands.evaluate.sequences import grouped
+from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
+from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted, grouped, measure
+from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
+from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
+from zero_mpi.data import Corpus, Windows, holds_token_files
+from zero_mpi.data.control_tokens import bos_of
+from zero_mpi.data.corpus import Part
+from zero_mpi.data.documents import Remark
+from zero_mpi.data.encoded_cache import Batches, Beat
+from zero_mpi.data.packing import PackedWindows
 from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
 from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
-from zero_mpi.models.size import elements
+from zero_mpi.models.model_config import elements
 from zero_mpi.telemetry import log
-from zero_mpi.train.early_claims import obey_early
-from zero_mpi.train.resolve import try_operations
+from zero_mpi.train.resolve import read_corpus, try_operations
+from zero_mpi.train.same_bits import obey_early
+from zero_mpi.train.setup import share_corpus
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the models are given to read.
+
+    windows   over the text, if there is one; text: what is known of it, for --json; tokens: of each window
+    answers   of the questions, if there are any, once more where the likeliest ids are asked for
+    choices   the questions
+    """
+
+    windows: WindowSet | None
+    text: dict[str, Any]
+    tokens: np.ndarray[Any, Any]
+    answers: list[AnswerSet]
+    choices: EncodedChoices | None
+
+
+def gather_material(world: World, task: Task, opened: Opened) -> Material:
+    """The material on all ranks. Collective; raises UsageError on all of them."""
+    windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
+    choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
+    if task.config.data:
+        notes, read = list[str](), list[Corpus]()
+        world.from_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
+        corpus = share_corpus(world.comm, read[0] if read else None, notes)
+        cut = cut_up(corpus.parts[0], opened.config.context, task.stride)
+        for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
+            if not isinstance(note, Remark):
+                log.tell(log.Caution(note))
+        windows = WindowSet(cut, opened.config.micro_batch, task.windows)
+        text, tokens = about(cut, windows, corpus, opened)
+    answers = []
+    if choices is not None:
+        scales = (1.0, 0.0) if choices.span in (GREEDY, LAST) else (1.0,)
+        answers = [AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
+    return Material(windows, text, tokens, answers, choices)
+
+
+def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
+    """The questions of --choices, which have to fit every model."""
+    if task.choices is None:
+        return None
+    assert opened.tokenizer is not None, "questions are text"
+    context = min(candidate.model.context_length for candidate in opened.candidates)
+    bos = bos_of(opened.tokenizer, task.config.bos)
+    return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots, task.delimiter)
+
+
+def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
+    """The tokens of --data; raises UsageError, also for a stride longer than a window."""
+    Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
+    tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
+    corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
+    if len(corpus.parts) > 1:
+        raise UsageError("--data: expected paths without shares: evaluate one source after the other")
+    if corpus.train.counted is not None and task.stride is not None:
+        raise UsageError(
+            f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
+        )
+    if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
+        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+    return corpus
+
+
+def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWindows:
+    """The windows of a text; of conversations one each, from its beginning."""
+    if part.stream.counted is None:
+        return Windows(part.stream.ids, context, stride, part.bos)
+    return PackedWindows(part.stream, context, packs=False)
+
+
+def about(
+    cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened
+) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    """What is known of the text, and how many tokens of each window count."""
+    vocabulary = opened.candidates[0].model.vocab_size
+    tokens = counted(windows, np.ones(vocabulary, np.int64))
+    nbytes = None
+    if opened.tokenizer is not None:
+        decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
+        lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text behind each id
+        nbytes = int(counted(windows, lengths).sum())
+    stride, rest, bos = None, 0, corpus.parts[0].bos
+    if isinstance(cut, Windows):
+        first = 1 if bos is None else 0  # token that is predicted
+        stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
+    return {
+        "context": cut.context,
+        "stride": stride,
+        "bos": bos,
+        "windows": windows.count,
+        "windows_of_the_text": len(cut),
+        "tokens": int(tokens.sum()),
+        "bytes": nbytes,
+        "tokens_of_the_text": corpus.train.size,
+        "tokens_after_the_last_window": rest,
+        "sha256": corpus.sha256,
+    }, tokens
+
 
 __all__ = ["command", "main", "make_parser"]
 
@@ -43,7 +153,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
         figures = evaluate_all(world, task, watchdog)
     finally:
         watchdog.stop()
-    world.on_root(lambda: tell(task, figures))
+    world.on_root(lambda: write(lines(figures)))
+    if task.json is not None:
+        world.on_root(lambda: write_json("--json", task.json or "", figures))
     return 0
 
 
@@ -88,33 +200,19 @@ def joined(material: Material, models: list[Figures]) -> Figures:
     found: Figures = {}
     if material.windows is not None:
         found["text"] = material.text
-    if material.choices is not None:
-        found["choices"] = about_choices(material)
+    if (choices := material.choices) is not None:
+        found["choices"] = {
+            "questions": len(choices.counts),
+            "answers": len(choices.sequences),
+            "right": choices.right,
+            "cut": choices.cut,
+            "answer_tokens": grouped(choices.tokens, choices.counts),
+            "answer_bytes": grouped(choices.nbytes, choices.counts),
+        }
     found["models"] = models
     if len(models) > 1:
         found["difference"] = differences(models[0], models[1], material.tokens)
     return found
-
-
-def about_choices(material: Material) -> dict[str, Any]:
-    """What is known of the questions."""
-    choices = material.choices
-    assert choices is not None, "asked for where there are some"
-    return {
-        "questions": len(choices.counts),
-        "answers": len(choices.sequences),
-        "right": choices.right,
-        "cut": choices.cut,
-        "answer_tokens": grouped(choices.tokens, choices.counts),
-        "answer_bytes": grouped(choices.nbytes, choices.counts),
-    }
-
-
-def tell(task: Task, figures: Figures) -> None:
-    """Print the figures, and write them to the file of --json; UsageError if that cannot be."""
-    write(lines(figures))
-    if task.json is not None:
-        write_json("--json", task.json, figures)
 
 
 def main() -> None:

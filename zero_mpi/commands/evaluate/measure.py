@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from zero_mpi import device
+from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint.state import finite
-from zero_mpi.comm import Comm
 from zero_mpi.commands.evaluate.candidate import Candidate
-from zero_mpi.commands.evaluate.sequences import SequenceSet
+from zero_mpi.commands.evaluate.choices import EncodedChoices
 from zero_mpi.config.settings import Config
+from zero_mpi.data import EvalLoader, Windows
+from zero_mpi.data.packing import PackedWindows
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -26,6 +30,77 @@ from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.transport import choose_transport
+
+
+class SequenceSet(Protocol):
+    """Rows of tokens of which some targets count; micro-batch i is the same on any rank."""
+
+    count: int  # losses
+    micro_batches: int
+
+    def micro(self, i: int) -> PartedBatch:
+        """Micro-batch i, from 0."""
+
+
+class WindowSet:
+    """Windows over a text, or conversations: a loss for each, of all the tokens that it predicts first.
+
+    A window has `context` inputs; each predicts the token after it. Where windows overlap, only those targets
+    count that no window before has predicted: the last `stride`, and all of the first window's.
+    """
+
+    def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
+        self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
+        self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
+
+    def micro(self, i: int) -> PartedBatch:
+        """Micro-batch i: a part for each window."""
+        first = i * self._loader.micro_batch
+        batch = self._loader.micro(i)
+        numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
+        parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
+        return PartedBatch(batch.inputs, batch.targets, parts, first)
+
+
+class AnswerSet:
+    """Answers behind their questions: a loss for each answer, of its tokens alone.
+
+    Shorter sequences of a micro-batch are filled up at their ends, which no position before them sees.
+    """
+
+    def __init__(self, choices: EncodedChoices, micro_batch: int, scale: float = 1.0) -> None:
+        self._choices, self._micro_batch, self._scale = choices, micro_batch, scale
+        self.count = len(choices.sequences)
+        self.micro_batches = -(-self.count // micro_batch)
+
+    def micro(self, i: int) -> PartedBatch:
+        """Micro-batch i: a part for each answer."""
+        here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
+        rows, starts = self._choices.sequences[here], self._choices.starts[here]
+        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = row
+        parts = [
+            (place, slice(start - 1, len(row) - 1))
+            for place, (row, start) in enumerate(zip(rows, starts, strict=True))
+        ]
+        x, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        return PartedBatch(x, targets, parts, here.start, self._scale)
+
+
+def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each loss the sum of `values` (V,), by id, over the targets that count."""
+    found: list[int] = []
+    for batch in map(sequences.micro, range(sequences.micro_batches)):
+        targets = [batch.targets[part] for part in batch.parts]
+        found += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
+    return np.array(found, np.int64)
+
+
+def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
+    """`values` in runs of `counts`: those of each question."""
+    ends = np.cumsum(counts).tolist()
+    return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
 def measure(
@@ -40,31 +115,27 @@ def measure(
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.tell(note)
-    module = make_module(config, candidate, comm)
-    fill(world, module, candidate)
-    found = [take_through(module, sequences, candidate, watchdog) for sequences in sets]
-    del module  # before the memory that it lies in
-    comm.close()
-    for losses in found:
-        check_finite(losses, candidate, config)
-    return found
-
-
-def fill(world: World, module: ShardedModule, candidate: Candidate) -> None:
-    """Read this rank's slices; raises UsageError on all ranks. Collective."""
-    world.together(lambda: module.load_slices(finite(candidate.source.read, candidate.source.path)))
-
-
-def make_module(config: Config, candidate: Candidate, comm: Comm) -> ShardedModule:
-    """The model as slices, all of it frozen: so there is no room for gradients."""
-    return ShardedModule(
+    module = ShardedModule(
         candidate.model.stages(),
         comm,
         strategy_named(config.strategy),
         prefetch=config.stages_ahead(device.in_use().name == "cuda"),
-        frozen=config.freeze,
+        frozen=config.freeze,  # all of it, so there is no room for gradients
         precision=precision_named(config.precision),
     ).eval()
+    read = finite(candidate.source.read, candidate.source.path)
+    world.together(partial(module.load_slices, read))
+    found = [take_through(module, sequences, candidate, watchdog) for sequences in sets]
+    del module  # before the memory that it lies in
+    comm.close()
+    for losses in found:
+        if not np.isfinite(losses).all():
+            place = int(np.argmin(np.isfinite(losses)))
+            raise UsageError(
+                f"{shown(candidate.path)}: the loss of sequence {place} is {losses[place]}, expected a "
+                f"number: its weights are damaged, or too large for --precision {config.precision}"
+            )
+    return found
 
 
 def take_through(
@@ -82,13 +153,3 @@ def take_through(
         with np.errstate(all="ignore"):  # what overflows is told below
             losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read)
     return losses
-
-
-def check_finite(losses: Array, candidate: Candidate, config: Config) -> None:
-    """Raise UsageError for a loss that is none."""
-    if not np.isfinite(losses).all():
-        place = int(np.argmin(np.isfinite(losses)))
-        raise UsageError(
-            f"{shown(candidate.path)}: the loss of sequence {place} is {losses[place]}, expected a number: "
-            f"its weights are damaged, or too large for --precision {config.precision}"
-        )

@@ -13,7 +13,7 @@ from zero_mpi.config.command_line import OF_TEMPLATES, add_settings, given
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
-from zero_mpi.train.same_flags import settings
+from zero_mpi.train.same_bits import settings
 
 MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else

@@ -21,18 +21,23 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.adapter import adapter_source, is_adapter_file
 from zero_mpi.checkpoint.folders import replace_folder, sync_folder
-from zero_mpi.checkpoint.gguf.writer import GGUFStream
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
-from zero_mpi.checkpoint.merged import MergedWeights, open_merged
+from zero_mpi.checkpoint.merged import MergedWeights, adapter_source, is_adapter_file, open_merged
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export.encode import FILE_TYPES, encoded, kind_of
-from zero_mpi.commands.export.ends import ends_of
-from zero_mpi.commands.export.peft_folder import write_peft
-from zero_mpi.commands.export.safetensors_folder import COPIED, DTYPES, TOKENIZER, Kinds, write_folder
+from zero_mpi.commands.export.huggingface import ends_of
+from zero_mpi.commands.export.safetensors_folder import (
+    COPIED,
+    DTYPES,
+    TOKENIZER,
+    Kinds,
+    write_folder,
+    write_peft,
+)
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import JobError, UsageError

@@ -15,11 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
 from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, HuggingFaceFolder
-from zero_mpi.checkpoint.huggingface.names import FAMILIES, Order, from_gguf, order_of
-from zero_mpi.checkpoint.huggingface.permute import Floats, halves_of, transposes_of
+from zero_mpi.checkpoint.huggingface.names import (
+    FAMILIES,
+    Floats,
+    Order,
+    from_gguf,
+    halves_of,
+    order_of,
+    transposes_of,
+)
 from zero_mpi.checkpoint.huggingface.rope import (
     FORMER,
     FULL,
@@ -34,10 +42,48 @@ from zero_mpi.checkpoint.huggingface.rope import (
 )
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.export.ends import ends_of
-from zero_mpi.errors import FileError
+from zero_mpi.data import KINDS
+from zero_mpi.data.conversations.chat_template import template_of
+from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, USER_DEFINED, GGUFTokenizer
+from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
+
+ANSWER = "the 17th answer"
+MESSAGES = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": ANSWER}]
+EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
+
+
+def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
+    """Return the tokens that end an answer, eos first, and the key of one that the chat template alone tells.
+
+    Of a tokenizer that is not known here there are none.
+    """
+    kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
+    try:
+        tokenizer = kind(metadata, place) if kind else None
+    except UsageError:  # a model may be exported without it
+        tokenizer = None
+    if tokenizer is None:
+        return [], {}
+    end, first = turn_end(tokenizer), [] if tokenizer.eos is None else [tokenizer.eos]
+    ends = first + sorted((tokenizer.ends if end is None else tokenizer.ends | {end}) - set(first))
+    if end in (None, tokenizer.eos) or (EOT in metadata and end in tokenizer.ends):
+        return ends, {}
+    return ends, {EOM if EOT in metadata else EOT: np.uint32(end)}
+
+
+def turn_end(tokenizer: GGUFTokenizer) -> int | None:
+    """Return the token by which the chat template ends an answer; None if it does not end one by a token."""
+    try:
+        text = template_of(tokenizer).render(MESSAGES).text
+    except (UsageError, ValueError):  # there is none, or it refuses such a conversation
+        return None
+    kinds, behind = (CONTROL, USER_DEFINED), text.rpartition(ANSWER)[2].lstrip()
+    found = [token for token in tokenizer.tokens if behind.startswith(token)]
+    ids = [tokenizer.ids[token] for token in sorted(found, key=len)]
+    return next((token for token in reversed(ids) if tokenizer.types[token] in kinds), None)
+
 
 LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FORMER_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))

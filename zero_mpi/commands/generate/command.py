@@ -11,22 +11,94 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.merged import open_merged
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.generate.chat import Chat
-from zero_mpi.commands.generate.prompts import prompts
-from zero_mpi.commands.generate.reply import Reply, Speaker
 from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
 from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
+from zero_mpi.data import Tokenizer
+from zero_mpi.data.control_tokens import AUTO, bos_of, with_bos
 from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
 from zero_mpi.device.types import Array
-from zero_mpi.errors import UsageError
+from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable
+from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.text_model import TextModel
+
+STOP, LENGTH = "stop", "length"  # why an answer is over, in the words of most servers
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The bytes of an answer, how many tokens they are, and why it is over: STOP or LENGTH."""
+
+    text: bytes
+    tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer, and how the next token is drawn (the flags)."""
+
+    model: TextModel
+    tokenizer: Tokenizer
+    options: argparse.Namespace
+
+    def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
+        """What follows the ids of a prompt, said piece by piece as it comes."""
+        options, pieces = self.options, list[bytes]()
+        ids = self.model.generate(
+            prompt,
+            options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+        )
+        for token in ids:
+            if token in self.tokenizer.ends:
+                return Reply(b"".join(pieces), len(pieces), STOP)
+            pieces.append(self.tokenizer.decode([token]))
+            say(pieces[-1])
+        return Reply(b"".join(pieces), len(pieces), LENGTH)
+
+
+Message = dict[str, str]
+
+
+@dataclass
+class Chat:
+    """What was said so far, as messages of role and content; `system` stands before them."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def asked(self, text: str) -> Array:
+        """Return the ids of the conversation with one more question; UsageError where the template fails."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            rendered = self.template.render(self.messages, generation_prompt=True)
+        except ValueError as error:
+            raise UsageError(f"--chat: {error}") from None
+        return with_bos(self.tokenizer.encode(rendered.text, special=True), bos_of(self.tokenizer, AUTO))
+
+    def answered(self, answer: Reply) -> None:
+        """What the model said becomes a part of the conversation."""
+        self.messages.append({"role": "assistant", "content": answer.text.decode("utf-8", "replace")})
+
 
 EXAMPLES = """\
 Examples:
@@ -72,19 +144,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
         if template is None:
-            go_on(speaker)
+            for number, prompt in enumerate(prompts(options)):
+                said = prompt.encode("utf-8", "surrogateescape")
+                tell(speaker, number, prompt, said, tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
     except BrokenPipeError:  # the reader has enough, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def go_on(speaker: Speaker) -> None:
-    """Print each prompt with what follows it."""
-    for number, prompt in enumerate(prompts(speaker.options)):
-        said = prompt.encode("utf-8", "surrogateescape")
-        tell(speaker, number, prompt, said, speaker.tokenizer.encode_prompt(prompt))
 
 
 def talk(speaker: Speaker, template: ChatTemplate) -> None:
@@ -146,3 +213,45 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
 def main() -> None:
     """The entry point of the command."""
     run("generate", command, sys.argv[1:], alone=True)
+
+
+STANDARD_INPUT = "-"
+DEFAULT = "def "
+MARK = b"> "  # before each line that a person types
+
+
+def prompts(options: argparse.Namespace) -> Iterator[str]:
+    """The prompts of the flags in order, one at least. Raises UsageError for a file that has none.
+
+    With `--chat` and neither flag they are the lines of standard input, as they are typed.
+    """
+    if options.prompts is None and not (options.chat and options.prompt is None):
+        yield DEFAULT if options.prompt is None else options.prompt
+        return
+    found = False
+    for line in typed() if options.prompts in (None, STANDARD_INPUT) else lines_of(Path(options.prompts)):
+        if line.strip():
+            found = True
+            yield line
+    if not found:
+        where = "standard input" if options.prompts in (None, STANDARD_INPUT) else options.prompts
+        raise UsageError(f"--prompts {where}: expected a prompt in each line, found no line")
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file, without their ends."""
+    with prefixed("--prompts"):
+        text = read_file(path, expected="a file of prompts, one in each line")
+    return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]
+
+
+def typed() -> Iterator[str]:
+    """The lines of standard input, each as soon as it is there; a person is shown where to type."""
+    while True:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            sys.stdout.buffer.write(MARK)
+            sys.stdout.buffer.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")

@@ -16,10 +16,16 @@ from typing import Any
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import compare
+from zero_mpi.commands.inspect.compare import (
+    checkpoint_lines,
+    compare,
+    compare_checkpoints,
+    compare_records,
+    is_run,
+    record_line,
+)
 from zero_mpi.commands.inspect.examine import examine
-from zero_mpi.commands.inspect.tensors import Report
-from zero_mpi.commands.inspect.two_runs import checkpoint_lines, compare_runs, is_run, is_same, record_line
+from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.launch.world import World, run
@@ -58,7 +64,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     path = Path(options.path)
     try:
         if options.other is not None:
-            found = compare_paths(path, Path(options.other))
+            other = Path(options.other)
+            found = compare(path, other)
+            if is_run(path) and is_run(other):
+                found["records"] = compare_records(path, other)
+                found["checkpoint"] = compare_checkpoints(path, other)
+                steps = found["records"]["step"], found["checkpoint"]["step"]
+                found["same"] = found["same"] and steps == (None, None)
             lines, sound = comparison_lines(found, options.tensors), found["same"]
         else:
             found = examine(path, keys=options.keys, tensors=options.tensors)
@@ -72,15 +84,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0 if sound else 1
 
 
-def compare_paths(first: Path, second: Path) -> Report:
-    """Return what differs between two models or checkpoints, and between two runs if both paths are runs."""
-    found = compare(first, second)
-    if is_run(first) and is_run(second):
-        runs = compare_runs(first, second)
-        found |= {**runs, "same": found["same"] and is_same(runs)}
-    return found
-
-
 # ---------------------------------------------------------------------------------------------- a report
 
 
@@ -89,9 +92,17 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     yield from section("path", [printable(found["path"])])
     yield from section("files", map(file_line, found["files"]))
     if "model" in found:
-        yield from section("model", model_lines(found["model"]))
+        model = found["model"]
+        lines = wrapped(shown(str(model["architecture"])), model["sizes"])
+        if model["cannot_run"] is not None:
+            lines.append(f"zero_mpi cannot run it: {one_line(model['cannot_run'])}")
+        yield from section("model", lines)
         yield from section("tokenizer", [tokenizer_line(found["tokenizer"])])
-    yield from section("types", map(type_line, found["types"]))
+    types = (
+        f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
+        for kind in found["types"]
+    )
+    yield from section("types", types)
     yield from section("keys", key_lines(found["keys"], all_keys))
     if found["training"] is not None:
         yield from section("training", training_lines(found["training"]))
@@ -140,13 +151,6 @@ def file_line(file: Mapping[str, Any]) -> str:
     )
 
 
-def model_lines(model: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about the architecture and its sizes."""
-    yield from wrapped(shown(str(model["architecture"])), model["sizes"])
-    if model["cannot_run"] is not None:
-        yield f"zero_mpi cannot run it: {one_line(model['cannot_run'])}"
-
-
 def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     """The tokenizer in a line."""
     if tokenizer is None:
@@ -156,11 +160,6 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
     rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
     return ", ".join([kind + pre, *rest])
-
-
-def type_line(kind: Mapping[str, Any]) -> str:
-    """How many tensors of a type."""
-    return f"{kind['type']}: {plural(kind['tensors'], 'tensor')}, {size(kind['bytes'], 'bytes')}"
 
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:

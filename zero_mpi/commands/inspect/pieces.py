@@ -14,17 +14,21 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.checksum import PIECE_BYTES
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import AVERAGE, MODEL, average_beside
+from zero_mpi.checkpoint.sound import (
+    AVERAGE,
+    MODEL,
+    PIECE_BYTES,
+    average_beside,
+    digest_of_pieces,
+    piece_digests,
+)
 from zero_mpi.checkpoint.state import ARCHITECTURE, STATE
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.files.gguf_keys import GGUFKeys
 
 READ_AT_ONCE = 1 << 20  # bytes read at a time
-
-# ----------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,31 @@ def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
         return decode(np.frombuffer(raw, np.uint8), kind)
     except NotImplementedError:
         return None
+
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that was read: its digest, and how many values are not finite (None: it cannot be told)."""
+
+    spec: TensorSpec
+    digest: str
+    not_finite: int | None
+
+
+def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
+    """Digest and count of one tensor, in one pass."""
+    odd: int | None = 0
+
+    def digested() -> Iterator[bytes]:
+        nonlocal odd
+        for raw in pieces(source, spec):
+            values = elements(raw, spec.type)
+            known = values is not None and odd is not None
+            odd = odd + values.size - int(np.count_nonzero(np.isfinite(values))) if known else None
+            yield piece_digests(raw)
+
+    digest = digest_of_pieces(digested())
+    return Tensor(spec, digest, odd)

@@ -2,22 +2,239 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
+from zero_mpi.checkpoint.tensor_file import TensorSpec
+from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.plan.flags import Question, read
+from zero_mpi.commands.export.encode import FILE_TYPES, kind_of
+from zero_mpi.config import inputs
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import given, joined
+from zero_mpi.config.command_line import make_parser as train_parser
+from zero_mpi.config.inputs import settled
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.toml import read_toml
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
-from zero_mpi.plan.plan import make_plan
+from zero_mpi.models import ModelConfig
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.plan.case import Case, check_sums, make_case
+from zero_mpi.plan.machine import (
+    LOW,
+    RATES,
+    Machine,
+    MachineFile,
+    assumed,
+    machine_of,
+    read_doctor,
+    read_machine,
+)
+from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
+from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
-from zero_mpi.plan.resident import resident
-from zero_mpi.plan.scaling import limits, sweep
+from zero_mpi.sharding.strategy import STRATEGIES
+
+SHOWN_GROUPS = ("model", "batch", "sharding")
+SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
+SHOWN |= {"--offload", "--version", "--lora", "--lora-targets"}
+SHOWN |= {"--checkpoint-io", "--writers-per-node"}
+EXAMPLES = """\
+Examples:
+
+  zero-mpi plan --layers 32 --dim 2048 --heads 16 --ranks 64
+  zero-mpi plan --init MODEL.gguf --ranks 16 --nodes 4 --memory 64G"""
+SWEEP = ("ranks_per_node", "most_ranks")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
+
+    cases: tuple[Case, ...]
+    machine: Machine
+    known: tuple[str, ...]  # names of the machine's numbers that were given or measured
+    per_node: int
+    most_ranks: int
+    sweeps: bool
+    json: Path | None
+    text: int = 0
+    sample: bool = False
+
+
+def make_parser() -> Parser:
+    """The parser of `train` with flags of our own; what a plan does not depend on is taken and not shown."""
+    parser = train_parser()
+    parser.prog, parser.epilog = "zero-mpi plan", EXAMPLES
+    parser.description = (
+        "Work out what a run will take: memory of a rank, bytes that travel, time of a step. Takes the flags "
+        "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun, no GPU: "
+        "--device auto is the CPU."
+    )
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            if group.title not in SHOWN_GROUPS and not SHOWN & set(action.option_strings):
+                action.help = argparse.SUPPRESS
+    add_own(parser.add_argument_group("plan"))
+    return parser
+
+
+def add_own(group: Any) -> None:
+    """The flags that only a plan has."""
+    group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
+    group.add_argument(
+        "--nodes", type=int, metavar="M", help="nodes that they are on (default: 1, or by --machine)"
+    )
+    group.add_argument(
+        "--base", choices=tuple(FILE_TYPES), help="type of the GGUF beside --lora, without --init"
+    )
+    group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
+    group.add_argument("--doctor", metavar="FILE", help="rates that zero-mpi doctor measured (its JSON)")
+    group.add_argument("--machine", metavar="FILE", help="a machine that is not at hand, described in TOML")
+    for name, (_, text, *_) in RATES.items():
+        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before a file")
+    group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
+    group.add_argument("--most-ranks", type=int, metavar="N", help=f"of the sweep (default: {MOST_RANKS})")
+    group.add_argument("--json", metavar="FILE", help="write the numbers there as well")
+
+
+def read(arguments: Sequence[str]) -> Question:
+    """The question of a command line; raises UsageError."""
+    flags, own = given(make_parser(), arguments, ("config", *FIELDS))
+    path = flags.pop("config", None)
+    settings = joined(read_toml(Path(path), []) if path else {}, flags)
+    config = Config(**settings)
+    check(config)
+    for name in SWEEP:
+        if name in own and "sweep" not in own:
+            raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
+    described = find_file(own)
+    ranks, nodes = find_places(own, described)
+    model = find_model(config, own.get("base"))
+    config = inputs.shortened(config, model)
+    names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
+    if "strategy" not in settings and config.device == "cuda" and nodes > 1:
+        names.remove("hybrid-shard")
+    cases = tuple(make_case(replace(config, strategy=name), model, ranks, nodes) for name in names)
+    for case in cases:
+        check_sums(case)
+    machine, known = find_machine(own, described, cases[0])
+    a_node = ranks // nodes if described is None else described.ranks
+    text = 0
+    with contextlib.suppress(UsageError, OSError):  # a plan may be made where the data are not
+        text = text_bytes(config, model)
+    return Question(
+        cases,
+        machine,
+        known,
+        per_node=within("ranks_per_node", own.get("ranks_per_node", a_node), 1),
+        most_ranks=within("most_ranks", own.get("most_ranks", MOST_RANKS), 1),
+        sweeps="sweep" in own,
+        json=Path(own["json"]) if "json" in own else None,
+        text=text,
+        sample=config.sample > 0,
+    )
+
+
+def find_file(own: dict[str, Any]) -> MachineFile | None:
+    """What the file of --machine says; raises UsageError beside flags that it leaves no place for."""
+    if "machine" not in own:
+        return None
+    for name in ("doctor", "alpha", "beta"):
+        if name in own:
+            raise UsageError(
+                f"{spelled(name)} {shown(own[name])}: --machine says it as well: give one of them"
+            )
+    return read_machine(Path(own["machine"]))
+
+
+def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int, int]:
+    """Ranks and nodes: where a file describes the machine, as few nodes as have room."""
+    ranks = within("ranks", own.get("ranks", 1), 1)
+    nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
+    if ranks % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+    return ranks, nodes
+
+
+def find_model(config: Config, base: str | None = None) -> ModelConfig:
+    """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
+    init = inputs.open_init(config)
+    if init is not None and base is not None:
+        raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
+    if init is not None:
+        model = inputs.adapted(config, inputs.read_model(init), init, config.device)
+        settled(config, model)  # raises where a flag says otherwise
+    else:
+        tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
+        model = beside_adapters(config, inputs.model_from_flags(config, tokenizer), base)
+    inputs.check_model(inputs.shortened(config, model), model)
+    return model
+
+
+def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> ModelConfig:
+    """A model of sizes with the adapters of the flags; raises UsageError for a base that cannot be.
+
+    base: the type in which `export` would write it, whose blocks it then stays in; None: floats
+    """
+    adapted = replace(model, lora=config.adapters)
+    if base is None:
+        return adapted
+    if adapted.lora is None:
+        raise UsageError(f"--base {base}: beside no adapter: give --lora RANK as well")
+    if config.device == "cuda":
+        raise UsageError(f"--base {base}: on a GPU it is kept as floats: leave it out")
+    wanted = GGMLQuantizationType[base.upper()]
+    kinds = {
+        name: kind_of(TensorSpec(name, param.shape, wanted), wanted).name
+        for name, param in model.params().items()
+    }
+    stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
+    return replace(adapted, lora=replace(adapted.lora, stored=stored))
+
+
+def find_machine(
+    own: dict[str, Any], described: MachineFile | None, case: Case
+) -> tuple[Machine, tuple[str, ...]]:
+    """The machine's numbers, and which of them are known rather than assumed."""
+    numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    if described is not None:
+        numbers = dict(described.numbers)
+    of_bf16 = numbers.pop("bf16_flops", 0.0)
+    base = assumed(case.on_gpu, case.precision_name)
+    if of_bf16 and base in LOW:
+        numbers["flops"] = of_bf16
+    if case.on_gpu and described is None:  # what a doctor measures of computing is the host's
+        numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
+    numbers |= {name: float(own[name]) for name in RATES if name in own}
+    if "memory" in own:
+        numbers["memory"] = read_size(own["memory"])
+    machine = machine_of(numbers, base)
+    if described is not None:
+        machine = replace(machine, levels=described.levels, disk=described.disk)
+    return machine, tuple(numbers)
+
+
+def read_size(text: str) -> float:
+    """Bytes of a text such as 64G (GiB), 512M or a number; raises UsageError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
+    return float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))
 
 
 def command(world: World, arguments: Sequence[str]) -> int:

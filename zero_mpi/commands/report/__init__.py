@@ -1,5 +1,5 @@
 """Command `report`: one HTML page with the curves, events and settings of one or several runs.
 
-`runs` reads run folders, `curves` their records in a bounded number of columns, and `page` makes one Plotly
+`runs` reads run folders, their records in a bounded number of columns, and `page` makes one Plotly
 figure and the tables around it. The page needs no network.
 """

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import size, write
-from zero_mpi.commands.report.curves import LIMIT
-from zero_mpi.commands.report.runs import read_runs
+from zero_mpi.commands.report.runs import LIMIT, read_runs
 from zero_mpi.files.atomic import write_output
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World
@@ -49,7 +48,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Write the page. Return the exit status."""
     options = make_parser().parse_args(arguments)
     paths = [Path(path) for path in options.runs]
-    limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)) // 2 * 2)
+    limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)))
     runs = read_runs(paths, limit)
     from zero_mpi.commands.report.page import page  # with its libraries, which wrong usage does not need
 

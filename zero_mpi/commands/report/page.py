@@ -23,8 +23,7 @@ from markupsafe import Markup
 
 from zero_mpi import __version__
 from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size
-from zero_mpi.commands.report.curves import MEMORY
-from zero_mpi.commands.report.runs import Entry, Run
+from zero_mpi.commands.report.runs import MEMORY, Entry, Run
 from zero_mpi.errors import import_optional
 from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 
@@ -220,10 +219,10 @@ def setting(value: object) -> str:
 
 def figures(run: Run) -> dict[str, str]:
     """Return the numbers that a reader wants first; without those that are not known."""
-    last, started = run.curves.last, run.started
+    last, started, reason = run.curves.last, run.started, run.status.text("reason")
     steps = run.status.count("steps") or run.config.count("steps")
     found = {
-        "State": state_line(run),
+        "State": (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else ""),
         "Step": f"{run.step:,}" + (f" of {steps:,}" if steps else ""),
         "Tokens counted in the loss": number(last, "tokens", count),
         "Loss": number(last, "loss", plain),
@@ -247,12 +246,6 @@ def number(last: dict[str, float], name: str, write: Any) -> str:
     if name not in last:
         return ""
     return str(write(last[name])) if math.isfinite(last[name]) else "not finite"
-
-
-def state_line(run: Run) -> str:
-    """Return the state of a run and its reason."""
-    reason = run.status.text("reason")
-    return (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else "")
 
 
 def newest(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -6,18 +6,22 @@ off by a crash or written by somebody else; what cannot be read is left out.
 
 from __future__ import annotations
 
+import math
 import os
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.commands.report.curves import LIMIT, Curves, is_number, read_curves
 from zero_mpi.config.replay import NAME as CONFIG
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
@@ -25,9 +29,59 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, read_file, read_lines
 from zero_mpi.files.parse import parse_json, parse_toml
 from zero_mpi.telemetry.events import NAME as EVENTS
-from zero_mpi.telemetry.metrics import METRICS
+from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
 from zero_mpi.telemetry.status import NAME as STATUS
 from zero_mpi.telemetry.status import RUNNING, read_status
+
+LIMIT = 2000  # columns of a run
+LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
+MEMORY = "memory_bytes"  # one number a rank in a record; the largest in a curve
+NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
+NUMBERS += ("step_seconds", "wait_seconds", MEMORY)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of JSON is a number that a record may have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def number_of(record: Mapping[str, Any], name: str) -> float:
+    """Return a number of a record: nan if it is not finite or no number, infinity if the record lacks it."""
+    value = record.get(name, math.inf)
+    if name == MEMORY and isinstance(value, list) and value and all(map(is_number, value)):
+        return float(max(value))
+    return float(value) if is_number(value) or value is math.inf else math.nan
+
+
+class Curves:
+    """The numbers of a run, of which neighbouring steps are averaged where there are more than `limit`.
+
+    width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
+    last    the last value of each number, nan if it was not finite
+    """
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = (), limit: int = LIMIT) -> None:
+        steps, values = array("q"), {name: array("d") for name in NUMBERS}
+        for record in records:
+            steps.append(record["step"])
+            for name in NUMBERS:
+                values[name].append(number_of(record, name))
+        self.step, self.width = max(steps, default=0), 1
+        while self.step > self.width * limit:
+            self.width *= 2
+        self._columns = (np.array(steps, np.int64) - 1) // self.width
+        self._values = {name: np.array(each) for name, each in values.items()}
+        there = {name: each[~np.isinf(each)] for name, each in self._values.items()}
+        self.last = {name: float(each[-1]) for name, each in there.items() if each.size}
+
+    def points(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return (last step, mean) of each column that has the number; a mean is nan where one value was."""
+        values = self._values[name]
+        there = ~np.isinf(values)
+        columns, places = np.unique(self._columns[there], return_inverse=True)
+        means = np.bincount(places, values[there]) / np.bincount(places)
+        return np.minimum((columns + 1) * self.width, self.step), means
+
 
 LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
 MOST_KEYS = 500  # settings
@@ -113,7 +167,10 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
     """Read the run in a folder; raises UsageError if there is none, or if it may not be read."""
     check_folder(path)
     try:
-        curves = read_curves(path / METRICS, limit) if os.path.exists(path / METRICS) else Curves(limit)
+        lines = (
+            read_lines(path / METRICS, MARK, "a file of records") if os.path.exists(path / METRICS) else ()
+        )
+        curves = Curves(filter(None, map(record_of, lines)), limit)  # a line that a crash cut off is left out
         status = Entry(read_status(path / STATUS))
         return Run(path, curves, status, read_config(path / CONFIG), read_events(path / EVENTS))
     except OSError as error:

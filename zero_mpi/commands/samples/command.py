@@ -21,7 +21,7 @@ from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.data import Tokenizer, collect_files, named
-from zero_mpi.data.bos import AUTO, bos_of
+from zero_mpi.data.control_tokens import AUTO, bos_of
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
 from zero_mpi.data.conversations.row_sources import HEAD, beginning

@@ -1,9 +1,9 @@
 """Command `supervise`: starts a run, and starts it again on the hosts that are left when it was ended.
 
-`restarts` is the loop: start, wait, decide, pause, ask the hosts, start again. `template` fills the command
-that is supervised, `host_pool` knows the hosts and which of them answer, `attempt` is one start, `decision`
-says what its end means, `run_facts` reads the folder of the run, and `stop_request` takes signals. The run
-itself goes on from the newest checkpoint in its folder, on any number of ranks.
+`restarts` is the loop: start, wait, decide, pause, ask the hosts, start again. `host_pool` fills the command
+that is supervised, and knows the hosts and which of them answer. `attempt` is one start and takes signals,
+`decision` reads the folder of the run and says what an end means. The run itself goes on from the newest
+checkpoint in its folder, on any number of ranks.
 
 Neither NumPy nor MPI is loaded, and nothing is written into the folder of a run while it lives.
 """

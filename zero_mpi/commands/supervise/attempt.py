@@ -15,15 +15,38 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any
 
-from zero_mpi.commands.supervise.decision import Ending
-from zero_mpi.commands.supervise.run_facts import RunFacts
-from zero_mpi.commands.supervise.stop_request import StopRequest
+from zero_mpi.commands.supervise.decision import Ending, RunFacts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import reason
+from zero_mpi.launch import stopping
+from zero_mpi.launch.stopping import SIGNALS, TWICE
 from zero_mpi.telemetry import status as words
+
+
+class StopRequest:
+    """What this process was told: `told`, the first signal's name, and `at_once`."""
+
+    def __init__(self) -> None:
+        self.told, self.at_once = "", False
+        self._interrupted = 0.0
+
+    def listen(self) -> None:
+        """Take the signals from now on."""
+        for number in SIGNALS:
+            stopping.handle(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.told = self.told or signal.Signals(number).name
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self.at_once |= bool(self._interrupted) and now - self._interrupted > TWICE
+            self._interrupted = self._interrupted or now
+
 
 LOOK = 0.1  # seconds between looks at the process
 LOOK_AT_RUN = 1.0  # and at the folder of the run
@@ -58,7 +81,7 @@ class Attempt:
                 env=os.environ | settings,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # once its parent is gone
             )
         except OSError as error:
             raise UsageError(f"{show(command[0])} cannot be started: {reason(error)}") from None
@@ -70,18 +93,16 @@ class Attempt:
         finally:  # whatever goes wrong here, nobody is left behind
             if not has_ended(job):
                 end_group(job)
-            code = reap(job)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(job.pid, signal.SIGKILL)  # whoever is left of the group
+            code = job.wait()
         return Ending(
             128 - code if code < 0 else code,
             self._said(),
             ended_for,
             self._facts.step(),
-            self._has_progressed(),
+            self._facts.checkpoint() not in (self._checkpoint, ("", 0)),
         )
-
-    def _has_progressed(self) -> bool:
-        """Return whether the run has a new checkpoint."""
-        return self._facts.checkpoint() not in (self._checkpoint, ("", 0))
 
     def _said(self) -> Mapping[str, Any]:
         """What the run has said of itself since this start."""
@@ -118,11 +139,6 @@ class Attempt:
             os.kill(job.pid, signal.SIGUSR1)  # it is not reaped yet, so nobody else has its number
 
 
-def _end_with_parent() -> None:
-    """Let the kernel tell the launcher when its parent is gone."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
     """Whether the leader has ended; it is not reaped, so that its group's number stays its own."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -134,10 +150,3 @@ def end_group(job: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + GRACE
     while not has_ended(job) and time.monotonic() < until:
         time.sleep(LOOK)
-
-
-def reap(job: subprocess.Popen[bytes]) -> int:
-    """The status of the leader, after whoever is left of its group was killed."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(job.pid, signal.SIGKILL)
-    return job.wait()

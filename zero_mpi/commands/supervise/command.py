@@ -11,10 +11,9 @@ from pathlib import Path
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.hostfile.host_entries import LINES
-from zero_mpi.commands.supervise.host_pool import HostPool, find_pool
+from zero_mpi.commands.supervise.decision import RunFacts
+from zero_mpi.commands.supervise.host_pool import PLACEHOLDERS, HostPool, Template, find_pool
 from zero_mpi.commands.supervise.restarts import RestartLimits, Restarts
-from zero_mpi.commands.supervise.run_facts import RunFacts
-from zero_mpi.commands.supervise.template import PLACEHOLDERS, Template
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.launch.ending import BAD_USAGE, say

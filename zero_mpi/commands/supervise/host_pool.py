@@ -17,8 +17,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
-from zero_mpi.commands.hostfile.host_entries import HostEntry, read_file, read_hosts
+from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_file, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
@@ -51,7 +53,9 @@ class HostPool:
 
     def silent(self) -> list[str]:
         """Return the names of the hosts that do not answer."""
-        asked = [host.name for host in self.hosts if host.name not in own_names()]
+        name = platform.node()
+        own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+        asked = [host.name for host in self.hosts if host.name not in own]
         parts = (asked[begin : begin + AT_ONCE] for begin in range(0, len(asked), AT_ONCE))
         return [name for part in parts for name in self._ask(part)]
 
@@ -76,12 +80,6 @@ def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
         return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     except OSError:
         return None
-
-
-def own_names() -> set[str]:
-    """Return the names of this host."""
-    name = platform.node()
-    return {name, name.partition(".")[0], "localhost", "127.0.0.1"}
 
 
 # ------------------------------------------------------------------------------------- where they are named
@@ -122,3 +120,66 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
     counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
     pairs = zip(names, counts, strict=False)
     return tuple(HostEntry(host.name, max(1, count)) for host, count in pairs)
+
+
+PLACEHOLDERS = HOSTFILE, HOSTS, NODES, RANKS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"
+DEFAULT_OUT = "runs/default"  # of train
+
+
+@dataclass(frozen=True)
+class Template:
+    """The words of a command; `form` is that of its hostfile."""
+
+    words: tuple[str, ...]
+    form: str
+
+    @property
+    def takes_hosts(self) -> bool:
+        """Return whether the command has a placeholder."""
+        return any(name in word for word in self.words for name in PLACEHOLDERS)
+
+    def fill(self, hosts: Sequence[HostEntry], folder: Path) -> tuple[str, ...]:
+        """Return the words for some hosts; the hostfile is written into `folder`."""
+        if not self.takes_hosts:
+            return self.words
+        path = folder / "hosts"
+        path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
+        names = ",".join(host.name for host in hosts)
+        values = (str(path), names, str(len(hosts)), str(ranks_of(hosts)))
+        words = list(self.words)
+        for placeholder, value in zip(PLACEHOLDERS, values, strict=True):
+            words = [word.replace(placeholder, value) for word in words]
+        return tuple(words)
+
+    def resuming(self) -> Template:
+        """Return the command that goes on from the run's own newest checkpoint, whatever it began from."""
+        words, is_given = list(self.words), False
+        for number, word in enumerate(words):
+            if word == "--resume" and number + 1 < len(words):
+                words[number + 1], is_given = "auto", True
+            elif word.startswith("--resume="):
+                words[number], is_given = "--resume=auto", True
+        if self._is_training() and not is_given:
+            words += ["--resume", "auto"]
+        return Template(tuple(words), self.form)
+
+    def out(self) -> Path | None:
+        """Return the folder of the run, or None if the command does not train; raises UsageError."""
+        given = [after for word, after in pairwise((*self.words, "")) if word == "--out"]
+        given += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
+        if given:
+            return Path(given[-1])
+        if any(word.partition("=")[0] == "--config" for word in self.words):
+            raise UsageError(
+                "--run: expected the folder of the run, for the command has --config and no --out"
+            )
+        return Path(DEFAULT_OUT) if self._is_training() else None
+
+    def _is_training(self) -> bool:
+        names = [Path(word).name for word in self.words]
+        return "zero_mpi.train" in names or ("zero-mpi", "train") in pairwise(names)
+
+
+def ranks_of(hosts: Sequence[HostEntry]) -> int:
+    """Return how many ranks some hosts take."""
+    return sum(host.slots for host in hosts)

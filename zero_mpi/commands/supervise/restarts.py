@@ -15,12 +15,9 @@ from pathlib import Path
 
 from zero_mpi.cli.text import duration, few, plural
 from zero_mpi.commands.hostfile.host_entries import HostEntry
-from zero_mpi.commands.supervise.attempt import Attempt
-from zero_mpi.commands.supervise.decision import Ending, failure_status, final_status, fingerprint
-from zero_mpi.commands.supervise.host_pool import HostPool
-from zero_mpi.commands.supervise.run_facts import RunFacts
-from zero_mpi.commands.supervise.stop_request import StopRequest
-from zero_mpi.commands.supervise.template import Template, ranks_of
+from zero_mpi.commands.supervise.attempt import Attempt, StopRequest
+from zero_mpi.commands.supervise.decision import Ending, RunFacts, failure_status, final_status, fingerprint
+from zero_mpi.commands.supervise.host_pool import HostPool, Template, ranks_of
 from zero_mpi.launch.ending import FAILED, REQUEUE, say
 from zero_mpi.launch.stopping import INTERRUPTED
 from zero_mpi.telemetry import events
@@ -63,8 +60,10 @@ class Restarts:
             hosts = self._pool.choose() if self._pool else ()
             while True:
                 settings = BESIDE if self._has_started else {}
+                is_changed = self._facts.checkpoint() not in (self._first_checkpoint, ("", 0))
+                template = self._template.resuming() if is_changed else self._template
                 ending = Attempt(self._facts, self.stop, self._limits.hang_after).run(
-                    self._command(hosts, Path(folder)), settings
+                    template.fill(hosts, Path(folder)), settings
                 )
                 self._has_started = True
                 status = INTERRUPTED if self.stop.at_once else final_status(ending, bool(self.stop.told))
@@ -76,16 +75,6 @@ class Restarts:
                 if isinstance(found, int):
                     return found
                 hosts = found
-
-    # ----------------------------------------------------------------------------------- what is started
-
-    def _command(self, hosts: Sequence[HostEntry], folder: Path) -> Sequence[str]:
-        """Return the words of the next start."""
-        is_changed = self._facts.checkpoint() not in (self._first_checkpoint, ("", 0))
-        template = self._template.resuming() if is_changed else self._template
-        return template.fill(hosts, folder)
-
-    # ------------------------------------------------------------------------------ whether, and where
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
         """Whether another start has a chance; says why not."""
@@ -133,8 +122,6 @@ class Restarts:
         while not self.stop.told and time.monotonic() < until:
             time.sleep(min(LOOK, seconds))
         return not self.stop.told
-
-    # ------------------------------------------------------------------------------------- what is said
 
     def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
         """Say what is started and where, and write it down."""

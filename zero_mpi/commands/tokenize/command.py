@@ -18,7 +18,7 @@ from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
-from zero_mpi.data.text_documents import separator
+from zero_mpi.data.document_reader import separator
 from zero_mpi.data.text_files import TOKENIZER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND

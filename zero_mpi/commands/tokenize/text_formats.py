@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_mpi.data.arrow_tokens import open_table
-from zero_mpi.data.bin_tokens import MEGATRON_MOST
-from zero_mpi.data.file_kinds import HEAD
-from zero_mpi.data.text_documents import Text
-from zero_mpi.data.text_filter import TextFilter
+from zero_mpi.data.document_reader import Text
+from zero_mpi.data.file_kinds import HEAD, TextFilter
+from zero_mpi.data.token_formats import MEGATRON_MOST
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.json_lines import is_text

@@ -2,32 +2,159 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import few, plural, write
-from zero_mpi.commands.verify.claim import Claim, check_tensors, examine
-from zero_mpi.commands.verify.findings import Differs, agreed, of_root
-from zero_mpi.commands.verify.premises import check_config, check_facts
-from zero_mpi.commands.verify.recompute import compute
-from zero_mpi.commands.verify.request import MOST_SEED, Request, config_then, make_parser, read_request
-from zero_mpi.commands.verify.stretches import Stretch, between, drawn, gaps
+from zero_mpi.commands.verify.compute import check_config, check_facts, compute
+from zero_mpi.commands.verify.history import (
+    Differs,
+    History,
+    Segment,
+    Steps,
+    agreed,
+    between,
+    check_tensors,
+    drawn,
+    gaps,
+    of_root,
+    read_history,
+    steps_of,
+)
+from zero_mpi.config import replay
+from zero_mpi.config.bounds import check, within
+from zero_mpi.config.command_line import add_settings, given, joined
+from zero_mpi.config.settings import Config
+from zero_mpi.config.toml import checked_type, read_toml
+from zero_mpi.data.control_tokens import NEVER
+from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.consistency import check, check_installation, check_not_alone
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import exists
+from zero_mpi.launch.consistency import check as check_same
+from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.early_claims import obey_early
-from zero_mpi.train.identity import SETTINGS
+from zero_mpi.train.description import NAMES, SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
+from zero_mpi.train.same_bits import obey_early, settings
+
+PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
+MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # of computing, which move no bit
+OWN = {
+    **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
+    **dict.fromkeys(MEANS, "(default: as in the run)"),
+}
+MOST_SEED = 1 << 32
+EXAMPLES = """\
+Examples:
+
+  mpirun -n 2 zero-mpi verify runs/mine
+  mpirun -n 4 zero-mpi verify runs/mine --sample 3
+  zero-mpi verify runs/mine --from 200 --to 300 --data TEXT
+
+Exit status 0: the run is what it says; 1: it is not, and a line says what differs first; 3: nothing
+differs, but not all that was asked for could be computed again."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be verified.
+
+    run       the folder
+    config    the settings of the run, but for where things lie now and how is computed
+    first, last   states between which the steps are to be computed; None: all
+    sample    how many stretches at most; None: all
+    seed      by which they are drawn; None: by any
+    expect    the digest that the chain has to end with
+    """
+
+    run: Path
+    config: Config
+    first: int | None = None
+    last: int | None = None
+    sample: int | None = None
+    seed: int | None = None
+    expect: str | None = None
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must share."""
+        own = {name: str(value) for name, value in vars(self).items() if name != "config"}
+        return settings(self.config) | own
+
+
+def make_parser() -> Parser:
+    """The command line. Flags that are not given are absent from the result."""
+    parser = Parser(
+        prog="mpirun -n N zero-mpi verify",
+        usage="%(prog)s DIR [flags]",
+        description="Whether a run is what its folder says: its steps are computed again, on any number of "
+        "ranks, and every bit is compared.",
+        epilog=EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
+    parser.add_argument("--from", type=int, metavar="STEP", help="compute from the state after this step on")
+    parser.add_argument("--to", type=int, metavar="STEP", help="up to the state after this step")
+    parser.add_argument(
+        "--sample", type=int, metavar="K", help="compute K of the stretches between checkpoints; 0: none"
+    )
+    parser.add_argument("--seed", type=int, help="by which these are drawn (default: any, which is told)")
+    parser.add_argument("--expect", metavar="HEX", help="what the run has printed as its proof at the end")
+    add_settings(parser, OWN)
+    return parser
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """What a command line asks for; raises UsageError for what cannot be meant."""
+    now, own = given(make_parser(), arguments, OWN)
+    run, first, last = Path(own.pop("run")), own.get("from"), own.get("to")
+    for name in ("from", "to", "sample", "seed"):
+        within(name, own.get(name, 0), 0, MOST_SEED)
+    return Request(
+        run, config_of(run, now), first, last, own.get("sample"), own.get("seed"), own.get("expect")
+    )
+
+
+def config_of(run: Path, now: dict[str, Any]) -> Config:
+    """The settings of a run folder with what is given now; raises UsageError for a folder that is none."""
+    place = run / replay.NAME
+    if not exists(place):
+        raise UsageError(
+            f"{shown(run)}: expected a run folder, --out of zero_mpi.train; there is no {replay.NAME} in it"
+        )
+    # Nothing is to be written or gone on with: the folder of this job is none.
+    now |= {"out": os.devnull, "resume": "never", "dry_run": False}
+    config = Config(**joined(read_toml(place, []), now))
+    check(config)
+    return config
+
+
+def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
+    """The settings with those that a job of the run has said; raises UsageError for what is no setting."""
+    said = {"bos": NEVER, "template_date": DAY, **said}  # as before there were such settings
+    then = {name: said.get(name) for name in NAMES if name in said}
+    checked = {
+        name: value if value is None else checked_type(proof, name, value) for name, value in then.items()
+    }
+    found: Config = replace(config, **checked)  # type: ignore[arg-type]
+    check(found)
+    return found
+
 
 __all__ = ["command", "main", "make_parser"]
 INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
-Steps = tuple[int, int]  # start and last
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -36,7 +163,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check_installation(world)
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
-    check(world.comm, request.facts(), "start all ranks with the same flags and variables")
+    check_same(world.comm, request.facts(), "start all ranks with the same flags and variables")
     watchdog = Watchdog(world.rank, request.config.timeout, world.kill)
     try:
         status, last = verify(world, request, watchdog)
@@ -51,32 +178,32 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str]:
     """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
-    claim: Claim = of_root(world, lambda: examine(request.run, request.expect))
-    say(world, *([f"chain: whole, proof {claim.head}"] if claim.head else []))
-    say(world, *(f"note: {note}" for note in claim.notes))
-    for step in claim.saved:
+    history: History = of_root(world, lambda: read_history(request.run, request.expect))
+    say(world, *([f"chain: whole, proof {history.head}"] if history.head else []))
+    say(world, *(f"note: {note}" for note in history.notes))
+    for step in history.kept:
         watchdog.beat(f"reading the checkpoint of step {step}")
         agreed(world, partial(check_tensors, request.run, step, world))
-    agreed(world, lambda: check_config(request, claim))
-    if claim.steps != (request.config.steps or claim.steps):
-        say(world, f"note: {claim.steps} of {request.config.steps} steps were made")
-    say(world, f"files: sound, the tensors of {plural(len(claim.saved), 'checkpoint')} too")
-    bounds = request.first or 0, claim.steps if request.last is None else request.last
-    asked = between(claim.stretches, *bounds)
-    runs, usual = claim.runs, request.config.reduction
-    exact = [one for one in asked if runs[one.run].get(SETTINGS, {}).get("reduction", usual) == "exact"]
+    agreed(world, lambda: check_config(request.run, request.config, history))
+    if history.at != (request.config.steps or history.at):
+        say(world, f"note: {history.at} of {request.config.steps} steps were made")
+    say(world, f"files: sound, the tensors of {plural(len(history.kept), 'checkpoint')} too")
+    bounds = request.first or 0, history.at if request.last is None else request.last
+    asked = between(history.segments, *bounds)
+    said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
+    kinds = [each.get("reduction", request.config.reduction) for each in said]
+    exact = [one for one, kind in zip(asked, kinds, strict=True) if kind == "exact"]
     chosen = choose(world, request, bounds, exact)
-    for _, group in groupby(chosen, key=lambda stretch: stretch.run):
-        stretches = list(group)
-        spec = look(world, request, claim, stretches, watchdog)
-        compute(world, request.run, spec, stretches, watchdog, lambda text: say(world, text))
+    for _, group in groupby(chosen, key=lambda segment: segment.run):
+        segments = list(group)
+        watchdog.beat("reading the data")
+        spec = look(world, request, history, segments)
+        compute(world, request.run, spec, segments, watchdog, lambda text: say(world, text))
     inexact = [(one.start, one.last) for one in asked if one not in exact]
-    return answer(world, claim, chosen, gaps(asked, *bounds), inexact)
+    return answer(world.size, history.head, chosen, gaps(asked, *bounds), inexact)
 
 
-def choose(
-    world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Stretch]
-) -> Sequence[Stretch]:
+def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segment]) -> Sequence[Segment]:
     """Return the stretches to compute, the same on all ranks. Collective; raises UsageError."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
@@ -93,49 +220,34 @@ def choose(
     return chosen
 
 
-def look(
-    world: World, request: Request, claim: Claim, stretches: Sequence[Stretch], watchdog: Watchdog
-) -> RunSpec:
-    """What a job of the run was, its data and files looked at; raises Differs for others. Collective."""
-    watchdog.beat("reading the data")
-    said = claim.runs[stretches[0].run]
+def look(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
+    """Return a job of the run, its data and files looked at; raises Differs for others. Collective."""
+    said = history.runs[segments[0].run]
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
     spec = resolve(world, config, cached=False)
-    notes = of_root(world, lambda: check_facts(spec, said, request.run, stretches))
+    notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
 
 def answer(
-    world: World, claim: Claim, chosen: Sequence[Stretch], missing: Sequence[Steps], inexact: Sequence[Steps]
+    ranks: int, head: str, chosen: Sequence[Segment], missing: Sequence[Steps], inexact: Sequence[Steps]
 ) -> tuple[int, str]:
     """Return the exit status, and a line that says what is true of the run and what nobody can compute."""
-    made = few([f"{one.start + 1}-{one.last}" for one in joined(chosen)])
-    parts = ["its files are those that it has written" if claim.head else "its files agree"]
-    if made:
-        parts.append(
-            f"steps {', '.join(made)} have the same bits, computed again on {plural(world.size, 'rank')}"
-        )
-    else:
-        parts.append("no step was computed again")
-    for steps, why in ((missing, "cannot be, from this folder"), (inexact, "have no --reduction exact")):
+    found = {
+        f"have the same bits, computed again on {plural(ranks, 'rank')}": steps_of(chosen),
+        "cannot be, from this folder": missing,
+        "have no --reduction exact": inexact,
+    }
+    parts = ["its files are those that it has written" if head else "its files agree"]
+    parts += [] if chosen else ["no step was computed again"]
+    for text, steps in found.items():
         if steps:
-            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {why}")
+            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
     whole = chosen and not missing and not inexact
     return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
-
-
-def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Segments in their order, those that follow on each other as one."""
-    found: list[Stretch] = []
-    for one in stretches:
-        if found and found[-1].last == one.start:
-            found[-1] = Stretch(found[-1].start, one.last, one.ends, one.run)
-        else:
-            found.append(one)
-    return found
 
 
 def say(world: World, *texts: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.bos import with_bos
+from zero_mpi.data.control_tokens import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
 from zero_mpi.data.conversations.chat_template import (
     NO_INPUTS,

@@ -14,8 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zero_mpi.errors import import_optional
-from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, numbers
 
 EVERY_SECONDS = 1.0
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # that a request may have; letters of a value

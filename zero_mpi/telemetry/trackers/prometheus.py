@@ -16,8 +16,7 @@ from typing import Any
 
 from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import shown
-from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, numbers
 
 EVERY_SECONDS = 1.0
 PREFIX = "zero_mpi_"

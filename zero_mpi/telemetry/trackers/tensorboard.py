@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.errors import import_optional, naming
-from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import TrackedJob
+from zero_mpi.telemetry.trackers.tracker import TrackedJob, numbers
 
 FOLDER = "tensorboard"
 NEEDS = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,3 +74,21 @@ class Guarded:
 def explained(error: Exception) -> str:
     """An exception of a library in one line."""
     return one_line(f"{type(error).__name__}: {error}")
+
+
+TAGS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "wait_seconds", "sent_bytes")
+OF_RANKS = ("memory_bytes", "micro_batch_seconds")
+MOST_RANKS = 16  # who have tags of their own; of more there is the largest figure only
+
+
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values of a record."""
+    for tag in TAGS:
+        if tag in record:
+            yield tag, record[tag]
+    for tag in OF_RANKS:
+        figures = {rank: value for rank, value in enumerate(record.get(tag, [])) if value is not None}
+        if figures:
+            yield f"{tag}/largest", max(figures.values())
+        for rank, value in figures.items() if len(figures) <= MOST_RANKS else []:
+            yield f"{tag}/rank_{rank:02d}", value

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_mpi.errors import import_optional
-from zero_mpi.telemetry.trackers.tags import numbers
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
+from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, numbers
 
 
 def check(wish: str) -> Any:

@@ -1,0 +1,19 @@
+"""Checkpoints written and read in one call, by the parts that a run writes and reads them with."""
+
+from zero_mpi.checkpoint.folders import step_folder
+from zero_mpi.checkpoint.saver import Saver
+from zero_mpi.checkpoint.sound import open_checkpoint
+from zero_mpi.checkpoint.state import load_state
+
+
+def save_checkpoint(out, optimizer, progress, description, keep=0):
+    """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder."""
+    saver = Saver(out, optimizer, description, keep=keep)
+    saver.save(progress)
+    saver.close()
+    return step_folder(out, progress.step)
+
+
+def load_checkpoint(folder, optimizer):
+    """Fill parameters and moments from a checkpoint. Returns where the run stood."""
+    return load_state(open_checkpoint(folder), optimizer)

@@ -1,0 +1,356 @@
+"""History of a run: its files held to each other, and the segments of steps that can be computed again.
+
+The chain, metrics.jsonl, the checkpoints and `latest` are read by rank 0, a line at a time; the tensors of
+the checkpoints are looked at by all ranks. A segment begins at a state which is in the run folder: a
+checkpoint, or the first weights. It ends at the next checkpoint that is there, so what `--keep` has removed
+lies within one; the last may end where the records do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.sound import ID, check_digests, keys_of, open_checkpoint
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import quoted, shown
+from zero_mpi.files.open import exists, read_lines
+from zero_mpi.launch.world import World
+from zero_mpi.telemetry import status
+from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
+from zero_mpi.telemetry.proof import (
+    CHAIN,
+    CHECKPOINT,
+    ORIGIN,
+    PROOF,
+    RECORD,
+    RUN,
+    Broken,
+    Line,
+    bits_of,
+    read_proof,
+)
+from zero_mpi.telemetry.proof import ID as NAME
+from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
+
+MOST_JOBS = 1 << 14  # of a run: all that each has said is kept
+T = TypeVar("T")
+Record = Mapping[str, Any]
+Steps = tuple[int, int]  # start and last
+
+
+class Differs(Exception):
+    """A run is not what it says: the first difference, in a line."""
+
+
+@contextmanager
+def differing() -> Iterator[None]:
+    """Let what a file of the run should not be (UsageError) be a difference."""
+    try:
+        yield
+    except UsageError as error:
+        raise Differs(str(error)) from error
+
+
+def agreed(world: World, action: Callable[[], T]) -> T:
+    """action() of this rank; the first difference that any rank finds is raised on all. Collective.
+
+    It must not communicate. Raises as `World.together` as well.
+    """
+    found: list[T] = []
+
+    def attempt() -> str:
+        try:
+            found.append(action())
+        except Differs as difference:
+            return str(difference)
+        return ""
+
+    told = next(filter(None, world.results(attempt)), "")
+    if told:
+        raise Differs(told)
+    return found[0]
+
+
+def of_root(world: World, action: Callable[[], T]) -> T:
+    """action() of rank 0, on all ranks; raises as `agreed`. Collective."""
+    found = agreed(world, lambda: action() if world.rank == 0 else None)
+    told: T = world.comm.broadcast_object(found)
+    return told
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps that can be computed again.
+
+    start   the step of the checkpoint that it begins at; 0: of the first weights
+    last    the last step of it
+    ends    whether there is a checkpoint of that step
+    run     which of the run's jobs says what is computed, as a place in `History.runs`
+    """
+
+    start: int
+    last: int
+    ends: bool
+    run: int
+
+    @property
+    def text(self) -> str:
+        return f"steps {self.start + 1} to {self.last}"
+
+
+@dataclass
+class History:
+    """Events of a run, noted in their order, and the segments that come of them.
+
+    folders   the checkpoints that are there, by step
+    runs      what each job said that its bits depend on; empty of one that said nothing
+    segments  what can be computed again
+    saved     steps of the checkpoints that were told of, by what was saved or gone on from
+    at        the last step
+    head      the digest of the chain's last line; empty where there is no chain
+    notes     what is worth to know
+    """
+
+    folders: Mapping[int, Path]
+    runs: list[Record] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    at: int = -1
+    head: str = ""
+    notes: list[str] = field(default_factory=list)
+    _since: int = 0
+    _is_there: bool = False
+    _tip: tuple[int, Any] = (-1, None)
+
+    @property
+    def kept(self) -> list[int]:
+        """Steps of the checkpoints of the run that are there."""
+        return [step for step in self.saved if step in self.folders]
+
+    def id_of(self, step: int) -> str | None:
+        """Return the id of the checkpoint of a step, None where there is none; Differs for a damaged one."""
+        if step not in self.folders:
+            return None
+        with differing():
+            return keys_of(open_checkpoint(self.folders[step]).state).text(ID)
+
+    def begin(self, step: int, run: Mapping[str, Any]) -> None:
+        """A job begins at a step; raises Differs for one that cannot."""
+        origin = run.get(ORIGIN)
+        continues = origin == CHAIN and step == self.at
+        if continues and step == self._tip[0]:
+            origin = self._tip[1]
+        goes_on = continues or (step, origin) == self._tip
+        if step < self.at or (step == 0) != (origin is None):
+            raise Differs(f"no job can begin at step {step} from {quoted(origin)} after step {self.at}")
+        if len(self.runs) == MOST_JOBS:
+            raise Differs(f"expected at most {MOST_JOBS} jobs of a run")
+        stays = goes_on and run.get(SETTINGS) == self.runs[-1].get(SETTINGS)
+        if not stays and not (goes_on and self._is_there and self._since == step):
+            self.close(self.at, ends=False)
+            self._since = step
+            self._is_there = origin is None or self.id_of(step) == origin
+            if origin is not None and self._is_there and step not in self.saved:
+                self.saved.append(step)
+        self.at, self._tip = step, (step, origin)
+        self.runs.append(run)
+
+    def record(self, step: int) -> None:
+        """A step was made; raises Differs if it is not the next one."""
+        if not self.runs or step != self.at + 1:
+            raise Differs(f"step {step} follows on step {self.at}")
+        self.at = step
+
+    def save(self, step: int, name: object) -> None:
+        """A checkpoint was written, maybe behind later steps; raises Differs if the folder has another."""
+        in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
+        if not self.runs or not in_order:
+            raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
+        found = self.id_of(step)
+        if found is not None and found != name:
+            raise Differs(
+                f"the checkpoint of step {step} has the id {quoted(found)}, expected {quoted(name)}"
+            )
+        self.saved.append(step)
+        self._tip = step, name
+        if found is not None:
+            self.close(step, ends=True)
+            self._since, self._is_there = step, True
+
+    def close(self, step: int, *, ends: bool) -> None:
+        """End the segment that is open at a step."""
+        if self._is_there and step > self._since:
+            self.segments.append(Segment(self._since, step, ends, len(self.runs) - 1))
+
+
+def between(segments: Sequence[Segment], first: int, last: int) -> list[Segment]:
+    """Return those with a step after `first`, up to `last`."""
+    return [segment for segment in segments if segment.last > first and segment.start < last]
+
+
+def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
+    """Return (start, last) of the steps after `first`, up to `last`, that are in none of these in between."""
+    found, reached = [], first
+    for segment in [*segments, Segment(last, last, False, 0)]:
+        if segment.start > reached:
+            found.append((reached, segment.start))
+        reached = segment.last
+    return found
+
+
+def drawn(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
+    """So many of them, drawn by a seed, in their order."""
+    places = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
+    return [segments[place] for place in sorted(places)]
+
+
+def steps_of(segments: Sequence[Segment]) -> list[Steps]:
+    """Return (start, last) of segments in their order, those that follow on each other as one."""
+    found: list[Steps] = []
+    for one in segments:
+        start = found.pop()[0] if found and found[-1][1] == one.start else one.start
+        found.append((start, one.last))
+    return found
+
+
+class Records:
+    """Records of a run one after the other; `ahead` is the next one, empty at the end."""
+
+    def __init__(self, run: Path) -> None:
+        self._rest = records_of(run)
+        self.ahead: Record = next(self._rest, {})
+
+    @property
+    def step(self) -> int:
+        """Step of the next record; 0 where there is none."""
+        return int(self.ahead.get("step", 0))
+
+    def take(self) -> Record:
+        """Return the next record, and go on to the one after it."""
+        taken, self.ahead = self.ahead, next(self._rest, {})
+        return taken
+
+
+def records_of(run: Path) -> Iterator[Record]:
+    """The records of a run folder, in the order of the file; none where there is no such file."""
+    if exists(run / METRICS):
+        yield from filter(None, map(record_of, read_lines(run / METRICS, MARK, "a file of records")))
+
+
+def read_history(run: Path, expect: str | None) -> History:
+    """Read a run folder; Differs where it contradicts itself, UsageError where it says nothing."""
+    records, history = Records(run), History(dict(folders.steps(run)))
+    ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
+    if exists(run / PROOF):
+        follow(run, records, history, ended)
+    elif not records.step:
+        raise UsageError(f"{shown(run)}: nothing to verify: neither {PROOF} nor records in {METRICS}")
+    else:
+        history.notes.append(
+            f"there is no {PROOF}: the run has no chain, so records are held to computing alone"
+        )
+        replay(records, history)
+    if expect is not None and history.head != expect:
+        raise Differs(f"{PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")
+    history.close(history.at, ends=False)
+    history.notes += check_links(run, history, ended)
+    return history
+
+
+def follow(run: Path, records: Records, history: History, ended: bool) -> None:
+    """Note what a chain tells, whose records are those of metrics.jsonl; raises Differs.
+
+    `ended`: the last job came to its end, so the last line of each file is whole.
+    """
+    try:
+        with closing(read_proof(run / PROOF)) as lines:
+            for line in lines:
+                try:
+                    tell(line, records, history)
+                except Differs as difference:
+                    raise Differs(f"{PROOF}, line {line.number}: {difference}") from None
+                history.head = line.head
+    except Broken as broken:
+        if ended or not broken.torn:
+            raise Differs(f"{PROOF}, {broken}") from None
+        history.notes.append(f"the last line of {PROOF} was cut off, as by a kill")
+    if not history.head:
+        raise Differs(f"{PROOF} has no line")
+    if records.step:
+        after = f"{METRICS} has a record of step {records.step} after the last of {PROOF}, step {history.at}"
+        if ended or records.step != history.at + 1:
+            raise Differs(after)
+        history.notes.append(f"{after}, as after a kill: it is held to computing alone")
+        history.record(records.step)
+
+
+def tell(line: Line, records: Records, history: History) -> None:
+    """Note a line of the chain; raises Differs where it cannot be so."""
+    if line.kind == RUN:
+        if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
+            raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
+        first = max(history.at, 0) + 1
+        if line.step >= first:
+            history.notes.append(f"steps {first} to {line.step} are not in {PROOF}: they are held to nothing")
+            while 0 < records.step <= line.step:
+                records.take()
+        history.begin(line.step, line.value)
+    elif line.kind == CHECKPOINT:
+        history.save(line.step, line.value.get(NAME))
+    elif line.kind == RECORD:
+        history.record(line.step)
+        if records.step != line.step:
+            found = f"one of step {records.step}" if records.step else "the end"
+            raise Differs(f"expected a record of step {line.step} in {METRICS}, found {found}")
+        if difference := other(bits_of(records.take()), line.value):
+            name, found, said = difference
+            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
+
+
+def replay(records: Records, history: History) -> None:
+    """Note what a run without a chain tells by its records and checkpoints; raises Differs."""
+    first = records.step - 1
+    history.begin(first, {} if first == 0 else {"from": history.id_of(first) or ""})
+    while records.step:
+        step = int(records.take()["step"])
+        try:
+            history.record(step)
+        except Differs as difference:
+            raise Differs(f"{METRICS}: {difference}") from None
+        if step in history.folders:
+            history.save(step, history.id_of(step))
+
+
+def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
+    """The first part of a record that is another one: its name, and both values for people."""
+    for name in dict.fromkeys((*expected, *found)):
+        if found.get(name) != expected.get(name) or (name in found) != (name in expected):
+            mine, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
+            return name, mine, theirs
+    return None
+
+
+def check_links(run: Path, history: History, ended: bool) -> Iterator[str]:
+    """Yield notes on checkpoints that the chain does not tell of; raises Differs if `latest` names one."""
+    name = folders.named(run, folders.LATEST)
+    latest = folders.STEP_FOLDER.fullmatch(name)
+    if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
+        raise Differs(f"{folders.LATEST} names {shown(name)}, which the records do not tell of")
+    untold = [path.name for step, path in history.folders.items() if step not in history.saved]
+    if untold:
+        yield f"not of this run, or given up by it: {', '.join(untold[:8])}{' and more' * (len(untold) > 8)}"
+    if gone := len(history.saved) - len(history.kept):
+        yield f"{gone} of {len(history.saved)} checkpoints are not there any more"
+
+
+def check_tensors(run: Path, step: int, world: World) -> None:
+    """Raise Differs unless a checkpoint holds the tensors that were written; this rank's share of them."""
+    with differing():
+        files = open_checkpoint(folders.step_folder(run, step))
+        check_digests(files, world.rank, world.size, world.meter.beat)
