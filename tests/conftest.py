@@ -55,11 +55,9 @@ class Alone:
     rank, size = 0, 1
 
     def allgather(self, item):
-        """The items of all ranks."""
         return [item]
 
     def bcast(self, item):
-        """Rank 0's item."""
         return item
 
     def Barrier(self):
@@ -180,15 +178,12 @@ class Harness:
         return None
 
     def is_its_place(self, item):
-        """Whether this is the world, of those that a test runs in, where most is asked of it."""
         return TESTS / "serial" in item.path.parents or self.world.size == nearest(sizes_of(item))
 
     def pytest_report_collectionfinish(self):
-        """One line for each reason why tests were left out."""
         return [f"deselected {count}: {reason}" for reason, count in self.deselected.items()]
 
     def pytest_collectreport(self, report):
-        """A module that only another rank cannot import would not show in rank 0's report."""
         if report.failed and self.world.rank != 0:
             self.shout(f"cannot collect {report.nodeid}\n{str(report.longrepr)[-3000:]}")
 
@@ -244,18 +239,15 @@ class Harness:
 
 
 def sizes_of(item):
-    """The numbers of ranks, of the suite's, that a test runs at."""
     marker = item.get_closest_marker("world")
     return set(marker.args if marker else SUITE_SIZES) & set(SUITE_SIZES)
 
 
 def nearest(sizes):
-    """Which of some numbers of ranks --quick runs a test at."""
     return min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
 
 
 def failure_text(report):
-    """Traceback and captured output of a failed phase."""
     captured = "".join(f"\n--- {title} ---\n{text[-2000:]}" for title, text in report.sections)
     return f"{report.longreprtext[-6000:]}{captured}"
 
@@ -276,7 +268,6 @@ def merge_outcomes(report, outcomes, own_rank):
 
 
 def pytest_addoption(parser):
-    """The option of `make test`."""
     parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
 
 
@@ -309,7 +300,6 @@ class Unavailable(pytest.Module):
     reason = ""
 
     def collect(self):
-        """Skip."""
         pytest.skip(self.reason, allow_module_level=True)
 
 

@@ -80,17 +80,14 @@ CONFIGS = {
 
 
 def norms_less_one(config):
-    """Whether weights of norms are kept as what is added to one."""
     return config["model_type"] == "gemma3_text"
 
 
 def is_tied(config):
-    """Each class has its default."""
     return config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "smollm3", "gemma3_text"))
 
 
 def shapes(config):
-    """Name -> shape of all tensors."""
     return gpt2_shapes(config) if config["model_type"] == "gpt2" else rotary_shapes(config)
 
 
@@ -170,7 +167,6 @@ def write_folder(folder, config, tensors):
 
 
 def softmax(x):
-    """Over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
@@ -188,7 +184,6 @@ def attend(q, k, v, scale=None, window=None):
 
 
 def rms_norm(x, weight, eps):
-    """Over the last axis."""
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
@@ -230,12 +225,10 @@ def yarn(freqs, config, D):
 
 
 def first_context(config):
-    """Phi 3's class has it beside the scaling, with a default of its own."""
     return config.get("original_max_position_embeddings", 4096)
 
 
 def magnitude(config):
-    """What YaRN and LongRoPE multiply q and k by."""
     scaling, old = config.get("rope_scaling") or {}, first_context(config)
     if scaling.get("attention_factor"):
         return scaling["attention_factor"]
@@ -288,7 +281,6 @@ BRANCHES = {
 
 
 def linear(w, name, x):
-    """A projection of a block, with its bias if it has one."""
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
 
@@ -320,7 +312,6 @@ def self_attention(config, w, i, x):
 
 
 def feed_forward(config, w, i, x):
-    """Feed-forward of block i."""
     if config["model_type"] == "phi3":
         gate, up = np.split(linear(w, f"layers.{i}.mlp.gate_up_proj", x), 2, axis=-1)
     else:
@@ -330,7 +321,6 @@ def feed_forward(config, w, i, x):
 
 
 def gelu(x):
-    """The tanh form."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 

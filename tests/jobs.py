@@ -53,7 +53,6 @@ _running: set[int] = set()
 
 
 def inside_job() -> bool:
-    """Whether a launcher started this process."""
     return any(name in os.environ for name in RANK_VARIABLES)
 
 
@@ -132,7 +131,6 @@ def run_job(
 
 
 def is_module(args: Sequence[str | os.PathLike[str]]) -> bool:
-    """Whether arguments of Python name a module or a file, and no option of its own."""
     return bool(args) and (args[0] == "-m" or not str(args[0]).startswith("-"))
 
 
@@ -197,14 +195,12 @@ class Server:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """End the server, and ranks that are left."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def ranks_said(errors: str) -> str:
-    """The stderr of a job that failed, without what its launcher adds to any failure."""
     return NOTES.sub("", errors)
 
 
@@ -221,7 +217,6 @@ LIBRARY = (
 
 
 def library() -> str:
-    """Name and version of the MPI library that mpi4py opens here, or why there is none."""
     status, said, errors = run_command([sys.executable, "-c", LIBRARY], timeout=20)
     lines = (said if status == 0 else errors).strip().splitlines() or ["nothing was said"]
     return " ".join(lines[0 if status == 0 else -1].partition(", package")[0].split())
@@ -288,6 +283,5 @@ def kill_running() -> None:
 
 
 def read(file: IO[bytes]) -> str:
-    """The whole text of an output file."""
     file.seek(0)
     return file.read().decode(errors="replace")

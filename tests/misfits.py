@@ -15,7 +15,6 @@ RATES = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8,
 
 
 def numbers(*shape: int) -> np.ndarray:
-    """Random float32 numbers, the same for the same shape."""
     return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 
 
@@ -78,7 +77,6 @@ FREE: dict[tuple[str, str], tuple[Any, ...]] = {
 
 
 def resized(x: np.ndarray, axis: int, by: int) -> np.ndarray:
-    """The array, one shorter or repeated by one along an axis."""
     return np.delete(x, -1, axis) if by < 0 else np.concatenate((x, x.take([-1], axis)), axis)
 
 
@@ -119,7 +117,6 @@ def call(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> tuple[A
 
 
 def is_refused(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> bool:
-    """Whether a call raises ValueError and names the operation."""
     try:
         call(name, given, place)
     except ValueError as error:

@@ -31,7 +31,6 @@ STEPS, MICRO_BATCHES, SEQUENCES = 20, 2, 2
 
 
 def tokens_of(step, index):
-    """Tokens and targets of a micro-batch, by whole numbers."""
     shape = SEQUENCES, SIZES["context_length"] + 1
     found = (np.arange(shape[0] * shape[1]) * 7919 + 31 * step + index) % 1009 % SIZES["vocab_size"]
     return found.reshape(shape)[:, :-1], found.reshape(shape)[:, 1:]

@@ -16,7 +16,6 @@ def pretend(monkeypatch, folder, kind):
 
 
 def plain_layout(stripes, stripe_bytes, magic=0x0BD10BD0):
-    """Lustre's attribute of a file in one part."""
     return struct.pack("=II16xIHH", magic, 1, stripe_bytes, stripes, 0) + bytes(24 * (stripes % 0xFFFF))
 
 

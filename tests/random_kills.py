@@ -55,7 +55,6 @@ def processes(mark):
 
 
 def kill(pid):
-    """Kill a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -68,12 +67,10 @@ def newest(out):
 
 
 def segments():
-    """How many segments of MPI libraries there are."""
     return sum(len(list(PLACE.glob(pattern))) for pattern in SEGMENTS)
 
 
 def sound_step(folder):
-    """The step of a checkpoint whose two files are what was written."""
     files = open_checkpoint(folder)
     check_digests(files)
     return int(files.state.metadata["training.iteration_count"])
@@ -119,7 +116,6 @@ def trial(out, flags, draw):
 
 
 def bytes_of(out):
-    """The records and the model of a run."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], (
         out / "latest" / "model.gguf"

@@ -151,12 +151,10 @@ def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def plural(ranks: int) -> str:
-    """A number of ranks for people."""
     return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def is_under(folder: str, path: str) -> bool:
-    """Whether a path (or a pytest node id) is of one of the folders of tests."""
     return ROOT / "tests" / folder in within(path)
 
 

@@ -50,7 +50,6 @@ def micro_batch(step, number, config, rows=2):
 
 
 def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **options):
-    """A sharded module with initial values."""
     module = ShardedModule(config.stages(recompute), comm, strategy, **options)
     module.initialize(seed)
     return module

@@ -89,7 +89,6 @@ class Server:
                     return asked
 
     def leave(self) -> None:
-        """End, and all ranks too."""
         for pid in {pid for pid, _, _ in self.ranks.values()}:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
@@ -203,7 +202,6 @@ def remember(module: object, name: str, argument: object) -> None:
 
 
 def forget() -> None:
-    """Have everything computed again, for a script that may change what it is computed by."""
     for module, name, function in remembered:
         setattr(module, name, function)
 

@@ -71,7 +71,6 @@ def need(mpi: str) -> None:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[tuple[Path, list[str]]]:
-    """The run that all others are to equal, and its flags."""
     folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
     flags = ["--data", *write_text(folder), *FLAGS]
     train_compiled(1, folder / "one", *flags)
@@ -173,7 +172,6 @@ def test_a_link_can_be_cut_and_mended(slow_hosts):
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -181,7 +179,6 @@ def gone(pid: int) -> bool:
 
 
 def wait_until(condition, seconds: float = 20) -> bool:
-    """Whether a condition comes true in time."""
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)

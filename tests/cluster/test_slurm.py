@@ -37,34 +37,29 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Slurm]:
-    """One Slurm for all tests."""
     with slurm(cpus=8) as found:
         yield found
 
 
 @pytest.fixture
 def here(up) -> Iterator[Slurm]:
-    """The Slurm, without jobs of other tests."""
     yield up
     up.cancel_all()
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    """A small model on a few small texts."""
     return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
 
 
 @pytest.fixture(scope="module")
 def unbroken(flags, tmp_path_factory) -> Path:
-    """The run that was never stopped, on one rank and without Slurm."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     train(1, out, *flags, "--steps", str(STEPS))
     return out
 
 
 def on_one_node(script: str, ranks: int) -> list[str]:
-    """The options that a script needs to fit into this Slurm, in which all have the same `ranks`."""
     return [f"--ntasks-per-node={ranks}", "--nodes=1"] + (["--gpus-per-node=1"] if "gpu" in script else [])
 
 
@@ -80,18 +75,15 @@ def prepared(here: Slurm, launch: str, mpi: str) -> tuple[str, dict[str, str]]:
 
 
 def steps_done(out: Path) -> int:
-    """The steps that have been recorded so far."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def until_steps(here: Slurm, job: str, out: Path, count: int) -> None:
-    """Wait until the run has done so many steps."""
     here.until(lambda: steps_done(out) >= count, job, f"no {count} steps")
 
 
 def assert_saved(out: Path) -> int:
-    """The newest checkpoint is of the last step that was recorded, which is returned."""
     done = len(fields(out))
     assert os.readlink(out / "latest") == f"step-{done:08d}"
     return done

@@ -33,26 +33,22 @@ PATIENCE = 20.0
 
 @functools.cache
 def streams():
-    """The device, chosen once."""
     return DriverSide()
 
 
 @functools.cache
 def communicator(name):
-    """One of each kind for all tests."""
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
     return DeviceComm(inner, CudaAwareBackend(streams(), **SETTINGS[name]), streams(), name)
 
 
 @functools.cache
 def on_host():
-    """The transport for the host, with which all are compared."""
     return MPIComm(threaded=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
-    """The progress thread ends with the module."""
     yield
     if communicator.cache_info().currsize:
         communicator("thread")._inner._progress.close()

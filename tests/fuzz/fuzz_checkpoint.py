@@ -56,7 +56,6 @@ def trained() -> dict[str, tuple[Keys, list[tuple[str, np.ndarray]], bytes]]:
 
 
 def parts(path: Path) -> tuple[Keys, list[tuple[str, np.ndarray]], bytes]:
-    """What a file is made of."""
     file = GGUFFile.open(path)
     return file.metadata, [(name, file.tensor(name)) for name in file.tensors], path.read_bytes()
 
@@ -112,7 +111,6 @@ def packed(keys: Keys, tensors: list[tuple[str, np.ndarray]]) -> bytes:
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
-    """A run folder with one checkpoint."""
     place = folder / "out" / "step-00000001"
     place.mkdir(parents=True)
     (folder / "out" / "latest").symlink_to("step-00000001")
@@ -122,7 +120,6 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def command(random: Random, folder: Path) -> list[str]:
-    """A command that reads the checkpoint."""
     flags = random.sample(["--keys", "--tensors", "--json"], random.randint(0, 2))
     commands = [
         ["-m", "zero_mpi", "inspect", "out", *flags],
@@ -138,7 +135,6 @@ def command(random: Random, folder: Path) -> list[str]:
 
 
 def keys(random: Random, folder: Path) -> list[str]:
-    """Keys of other types, or gone."""
     write(folder, changed(random))
     return command(random, folder)
 

@@ -22,12 +22,10 @@ F32, F16 = 0, 1
 
 
 def string(text: bytes) -> bytes:
-    """Length and bytes."""
     return struct.pack("<Q", len(text)) + text
 
 
 def encoded(text: str) -> bytes:
-    """UTF-8, with halves of pairs as a careless writer leaves them."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -46,20 +44,17 @@ def scalar(kind: int, value: Any) -> bytes:
 
 
 def typed(kind: int, value: Any) -> bytes:
-    """A value with its type before it."""
     if kind == STRING:
         return struct.pack("<I", STRING) + string(encoded(value))
     return struct.pack("<I", kind) + scalar(kind, value)
 
 
 def array(kind: int, values: list[Any], count: int | None = None) -> bytes:
-    """An array, which may lie about its length."""
     items = b"".join(string(encoded(v)) if kind == STRING else scalar(kind, v) for v in values)
     return struct.pack("<IIQ", ARRAY, kind, len(values) if count is None else count) + items
 
 
 def plain(value: Any) -> bytes:
-    """A value as the usual writer types it."""
     if isinstance(value, bool):
         return typed(BOOL, value)
     if isinstance(value, str):
@@ -90,7 +85,6 @@ class File:
         return b"".join(lines), offset
 
     def bytes(self) -> bytes:
-        """The whole file."""
         lines, size = self.table()
         counts = (self.counts.get("tensors", len(self.tensors)), self.counts.get("keys", len(self.keys)))
         keys = b"".join(string(encoded(key)) + value for key, value in self.keys)
@@ -101,7 +95,6 @@ class File:
 
 @cache
 def values(size: int) -> bytes:
-    """Small finite float32."""
     return np.random.default_rng(0).normal(0, 0.05, size // 4 + 1).astype(np.float32).tobytes()[:size]
 
 
@@ -168,7 +161,6 @@ def model(random: Random, odd_frequencies: float = 0.3) -> File:
 
 
 def odd_value(random: Random) -> bytes:
-    """A value of any type."""
     kind = random.choice([*FORMATS, STRING, STRING, ARRAY, ARRAY, ARRAY])
     if kind == STRING:
         return typed(STRING, wild.text(random))
@@ -276,13 +268,11 @@ def train(folder: Path, *flags: str) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """As it should be."""
     (folder / "x.gguf").write_bytes(model(random, odd_frequencies=0).bytes())
     return command(random, folder)
 
 
 def keys(random: Random, folder: Path) -> list[str]:
-    """Keys of other types, names and numbers."""
     file = model(random)
     changed_keys(random, file)
     (folder / "x.gguf").write_bytes(file.bytes())
@@ -290,7 +280,6 @@ def keys(random: Random, folder: Path) -> list[str]:
 
 
 def tensors(random: Random, folder: Path) -> list[str]:
-    """A tensor table that does not fit."""
     file = model(random)
     changed_tensors(random, file)
     (folder / "x.gguf").write_bytes(file.bytes())
@@ -329,7 +318,6 @@ def noise(random: Random, folder: Path) -> list[str]:
 
 
 def numbers(random: Random, folder: Path) -> list[str]:
-    """Weights that are not finite, or huge."""
     file = model(random)
     size = file.table()[1]
     data = np.frombuffer(values(size), np.float32).copy()

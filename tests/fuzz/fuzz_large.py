@@ -26,7 +26,6 @@ LARGE_PARTS = ("--part-mb", "1")
 
 
 def sparse(path: Path, head: bytes, size: int) -> None:
-    """A file of which only the head was written."""
     path.write_bytes(head)
     os.truncate(path, max(size, len(head)))
 

@@ -126,13 +126,11 @@ def put(random: Random, path: Path, kind: str) -> None:
 
 
 def command(random: Random) -> list[str]:
-    """One that reads or writes a run folder."""
     others = [["-m", "zero_mpi", "inspect", "run"], fuzz_run_folder.command(random)]
     return random.choice([GOES_ON, GOES_ON, [*GOES_ON, "--resume", "never"], TOKENIZE, *others])
 
 
 def links(random: Random, folder: Path) -> list[str]:
-    """Links, pipes and folders in the place of one file or some."""
     write(folder)
     kinds = random.choice([LINKS, LINKS[:2]])
     for name in random.sample(NAMES, random.choice([1, 2, 6])):
@@ -152,7 +150,6 @@ def moved(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Nothing is another thing, and nothing moves."""
     write(folder)
     return GOES_ON
 

@@ -45,7 +45,6 @@ def settings(random: Random) -> dict[str, Any]:
 
 
 def as_toml(content: Any) -> str:
-    """TOML of a table, without what TOML cannot say."""
     return tomli_w.dumps(sayable(content))
 
 
@@ -59,7 +58,6 @@ def sayable(value: Any) -> Any:
 
 
 def clean(text: str) -> str:
-    """A text that UTF-8 can hold."""
     return text.encode(errors="ignore").decode()
 
 
@@ -73,7 +71,6 @@ def command(random: Random, folder: Path) -> list[str]:
 
 
 def types(random: Random, folder: Path) -> list[str]:
-    """Values of other types and sizes."""
     (folder / "run.toml").write_text(as_toml(settings(random)))
     return command(random, folder)
 
@@ -111,7 +108,6 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 
 def places(random: Random, folder: Path) -> list[str]:
-    """Something else than a file, and odd names."""
     args = command(random, folder)
     if random.random() < 0.5:
         wild.special(random, folder / "run.toml")
@@ -123,7 +119,6 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def flags(random: Random, folder: Path) -> list[str]:
-    """Odd values on the command line."""
     args = command(random, folder)
     (folder / "run.toml").write_text(as_toml(ALWAYS))
     name = random.choice([name for name in FIELDS if name not in BIG])
@@ -133,7 +128,6 @@ def flags(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Settings that nothing is wrong with."""
     (folder / "run.toml").write_text(as_toml(ALWAYS))
     return command(random, folder)
 

@@ -162,14 +162,12 @@ def become_child(folder: Path, output: Path, written: int) -> None:
 
 
 def bound(what: int, most: int) -> None:
-    """Set a limit, below what stands."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 @functools.cache
 def uses_intel_mpi() -> bool:
-    """Whether mpi4py opens that library here."""
     return "Intel" in library()
 
 
@@ -189,12 +187,10 @@ def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def data_size() -> int:
-    """Bytes of memory that count against RLIMIT_DATA."""
     return int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -220,7 +216,6 @@ def run_command(args: list[str]) -> None:
 
 
 def run_alone(args: list[str]) -> None:
-    """The same in a fresh interpreter, which takes a second or two to start."""
     os.execv(sys.executable, [sys.executable, *args])
 
 
@@ -318,7 +313,6 @@ class Fuzz:
 
 
 def contents(folder: Path) -> dict[Path, bytes | str]:
-    """What lies in a folder, links as what they name."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
     return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 

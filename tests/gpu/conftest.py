@@ -28,7 +28,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def the_gpu():
-    """The device, chosen once in a process."""
     before = device.in_use()
     yield device.use("cuda")
     device.adopt(before)
@@ -36,7 +35,6 @@ def the_gpu():
 
 @pytest.fixture
 def gpu(the_gpu):
-    """The GPU as the device in use, its operations ready."""
     device.adopt(the_gpu)
     ops.prepare()
     yield the_gpu

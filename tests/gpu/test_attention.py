@@ -28,7 +28,6 @@ pytestmark = pytest.mark.world(1)  # a process alone
 
 
 def case(kind, shape, seed=0):
-    """q, k, v, dy."""
     b, t, s, h, kv, d, e = shape
     return [
         draw(kind, *x, seed=seed + i)
@@ -47,12 +46,10 @@ def near(got, want, kind):
 
 @pytest.fixture
 def take_way(monkeypatch):
-    """Sets the way that attention goes."""
     return lambda way: monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", way)
 
 
 def cudnn_or_skip():
-    """cuDNN on this GPU."""
     from zero_mpi.ops.gpu.sdpa import sdpa
 
     found, why_not = sdpa()
@@ -62,7 +59,6 @@ def cudnn_or_skip():
 
 
 def both(gpu, arrays, scale=0.3):
-    """y, dq, dk, dv on the host."""
     q, k, v, dy = (gpu.from_host(x) if isinstance(x, np.ndarray) else x for x in arrays)
     y, kept = ops.causal_attention(q, k, v, scale)
     return [gpu.to_host(x) for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, scale))]

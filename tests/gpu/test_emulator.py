@@ -22,19 +22,16 @@ REVERSE += "x[threadIdx.x] = room[63 - threadIdx.x]; }"
 
 @pytest.fixture
 def pretend(the_gpu: Any) -> Any:
-    """The pretend GPU."""
     if not hasattr(the_gpu.cupy.cuda, "is_device_address"):
         pytest.skip("this CuPy is a real one: what it runs is not emulated")
     return device.adopt(the_gpu)
 
 
 def function(gpu: Any, code: str, name: str) -> Any:
-    """A kernel of a source."""
     return gpu.cupy.RawModule(code=code, options=("-std=c++17",)).get_function(name)
 
 
 def run(gpu: Any, code: str, name: str, threads: int, *arguments: Any, **named: Any) -> None:
-    """Run a kernel on one block and wait."""
     function(gpu, code, name)((1,), (threads,), arguments, **named)
     gpu.synchronize()
 

@@ -22,7 +22,6 @@ RATES = {"grad_scale": 0.37, "lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    """Random float32 numbers of many sizes, the same for the same shape and seed."""
     rng = np.random.default_rng([seed, *shape])
     return (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, shape)).astype(np.float32)
 
@@ -37,7 +36,6 @@ def state(size: int) -> list[np.ndarray]:
 
 
 def there(gpu: Any, x: np.ndarray, first: int = 0) -> Any:
-    """A copy on the GPU that begins `first` elements behind an aligned place."""
     room = np.zeros(x.size + first, x.dtype)
     room[first:] = x
     return gpu.from_host(room)[first:]

@@ -36,13 +36,11 @@ Case = tuple[list[Any], dict[str, Any]]
 def numbers(
     *shape: int, seed: int = 0, kind: Any = F32, scale: float = 1.0, shift: float = 0.0
 ) -> np.ndarray:
-    """Random numbers, the same for the same shape and seed."""
     drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
     return (drawn * scale + shift).astype(np.float32).astype(kind)
 
 
 def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
-    """Random whole numbers below `count`."""
     return np.random.default_rng([count, *shape]).integers(count, size=shape).astype(kind)
 
 
@@ -84,7 +82,6 @@ def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
 
 
 def aligned(x: np.ndarray) -> tuple[Any, Any]:
-    """In the middle of NaN, beginning where packs are loaded at once."""
     return surrounded(x, 64)
 
 
@@ -102,7 +99,6 @@ LAYOUTS = [plain, aligned, surrounded, columns]
 
 
 def bits(x: Any) -> bytes:
-    """The bits of an array of either side."""
     return device.in_use().to_host(x).tobytes()
 
 
@@ -157,7 +153,6 @@ def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Operations on elements."""
     x, y, z = (numbers(*shape, seed=s, kind=kind, scale=scale) for s, scale in ((0, 4), (1, 1), (2, 1)))
     return {
         "add": ([x, y], {}),
@@ -189,7 +184,6 @@ def row_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def all_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """All operations of the table on one shape."""
     return norm_cases(shape, kind) | pointwise_cases(shape, kind) | row_cases(shape, kind)
 
 
@@ -232,12 +226,10 @@ def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
 
 
 def around(room: Any, x: Any) -> bytes:
-    """The bits of a room without those of the array in it."""
     return around_bytes(bits(room), room, x)
 
 
 def around_bytes(given: bytes, room: Any, x: Any) -> bytes:
-    """`given`, the bits of a room, without the part of a contiguous array in it."""
     start = x.data.ptr - room.data.ptr
     return given[:start] + given[start + x.nbytes :]
 

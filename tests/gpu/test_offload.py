@@ -26,13 +26,11 @@ DESCRIPTION = Description("gpt2", CONFIG.metadata(), {"seed": 0}, {"threads": 1}
 
 
 def is_pretend():
-    """Whether streams are threads that a test can hold up."""
     return hasattr(sys.modules["cupy"].cuda.Stream, "do")
 
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """Pieces of two runs of decay, so that most units have several, and a device that is late."""
     monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2048)
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
 

@@ -50,13 +50,11 @@ def train(case, rounds):
 
 @pytest.fixture
 def own_attention(monkeypatch):
-    """What cuDNN takes for itself is not known to the byte."""
     monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "own")
 
 
 @pytest.fixture(autouse=True)
 def pools_stay():
-    """Those of other tests."""
     pools = dict(arrays._pools)
     yield
     arrays._pools.clear()

@@ -27,12 +27,10 @@ pytestmark = pytest.mark.world(1)  # a process alone
 
 
 def draw(kind, *shape, seed=0, scale=1.0):
-    """Numbers that are exact in the type."""
     return (np.random.default_rng([seed, *shape]).normal(size=shape) * scale).astype(KINDS[kind])
 
 
 def close(got, want, kind, slack=2e-6):
-    """Whether two results agree but for the order of float32 sums and, in low types, one rounding."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     allowed = LOW.get(kind, 0.0) * np.abs(want) + slack * (1.0 + np.abs(want).max(initial=0.0))
@@ -43,7 +41,6 @@ def close(got, want, kind, slack=2e-6):
 
 
 def defined(name):
-    """The definition of an operation, for low types as well."""
     return low_precision.accept_low(name, getattr(reference, name))
 
 
@@ -219,7 +216,6 @@ def test_float64_is_left_to_the_definition(gpu):
 
 
 def head_case(kind, n, c, v, own=None):
-    """x, w, b, targets, dw, db of a head."""
     x, w, b = draw(kind, n, c), draw(kind, v, c, scale=c**-0.5), draw(kind, v, scale=0.1)
     targets = np.random.default_rng(n).integers(0, v, n)
     return (

@@ -44,7 +44,6 @@ def on_the_host(name, precision):
 
 @functools.cache
 def alone(name, precision):
-    """The run of one process on the GPU."""
     return tiny.train(SerialComm(), MODELS[name], precision=PRECISIONS[precision])
 
 

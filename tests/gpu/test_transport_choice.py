@@ -25,13 +25,11 @@ one_rank = pytest.mark.world(1)
 
 @pytest.fixture(autouse=True)
 def gpu(the_gpu):
-    """The GPU."""
     device.adopt(the_gpu)
     return the_gpu
 
 
 def child(*lines, end="pass"):
-    """A process that says something in the place of the live test, and how it ends."""
     said = "".join(f"os.write(1, {json.dumps(line).encode()!r} + bytes([10])); " for line in lines)
     return [sys.executable, "-c", f"import os, signal; {said}{end}"]
 

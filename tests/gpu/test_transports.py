@@ -97,13 +97,11 @@ def communicator(name):
 
 @functools.cache
 def on_host():
-    """The transport that all others are compared with."""
     return MPIComm(threaded=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
-    """The progress threads end with the module."""
     yield
     for name in NAMES:
         if name.endswith("thread"):
@@ -130,14 +128,12 @@ def exact(request, gpu):
 
 
 def on_device(values):
-    """A copy on the GPU, which is still on its way."""
     array = device.in_use().empty(values.size, values.dtype)
     array.set(values, stream=device.in_use().stream)
     return array
 
 
 def host(array):
-    """What an array holds after all that computing was asked for."""
     return device.in_use().to_host(array)
 
 
@@ -580,7 +576,6 @@ def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
 
 @pytest.fixture
 def fault(gpu):
-    """What the pretend GPU answers instead of its events' states."""
     if not hasattr(gpu.cupy.cuda, "fault"):
         pytest.skip("a GPU that works cannot be made to fail")
     yield gpu.cupy.cuda.fault

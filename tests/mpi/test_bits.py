@@ -66,7 +66,6 @@ def test_other_architectures(exact, arch, recompute):
 
 @functools.cache
 def alone_of(arch):
-    """The run of one process of another architecture."""
     return tiny.train(SerialComm(), tiny.OTHERS[arch], steps=2, prefetch=0)
 
 

@@ -79,7 +79,6 @@ def test_a_wait_for_a_late_rank_is_counted(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
-    """The progress threads end with the module."""
     yield
     for name in THREADED:
         communicator(name)._progress.close()
@@ -119,7 +118,6 @@ def same_bits(a, b):
 
 
 def wild(rank, length, dtype=np.float32):
-    """Numbers of very different magnitude, other ones on each rank, and the same in every call."""
     generator = np.random.default_rng([rank, length])
     scale = 10.0 ** generator.integers(-4, 5, length)
     return (generator.standard_normal(length) * scale).astype(dtype)
@@ -135,13 +133,11 @@ def nothing(length, dtype=np.float32):
 
 
 def in_order(parts, before=None):
-    """The sum from left to right in the type of the parts, beginning with `before`."""
     terms = list(parts) if before is None else [before, *parts]
     return functools.reduce(np.add, terms)
 
 
 def close(actual, parts):
-    """Whether `actual` is the sum of the parts up to rounding."""
     wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
     size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
     return bool(np.all(np.abs(actual - wanted) <= 8 * len(parts) * np.finfo(actual.dtype).eps * size))
@@ -226,13 +222,11 @@ def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32,
 
 
 def terms(partition, contributors, accumulate, dtype=np.float32):
-    """The arrays that a reduction adds, in order, in full length."""
     parts = [wild(rank, partition.length, dtype) for rank in range(contributors)]
     return [wild(1000, partition.length, dtype), *parts] if accumulate else parts
 
 
 def ordered(partition, contributors, accumulate, dtype=np.float32):
-    """The exact result, in full length."""
     parts = terms(partition, contributors, accumulate, dtype)
     return in_order(parts) if parts else np.zeros(partition.length, dtype)
 

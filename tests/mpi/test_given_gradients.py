@@ -64,7 +64,6 @@ def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
 
 
 def refused(comm, call, message):
-    """All ranks get the error, and go on together."""
     with pytest.raises(ValueError, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size

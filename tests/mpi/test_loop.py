@@ -28,7 +28,6 @@ class Run:
         self.optimizer, self.accum = ShardedAdamW(self.module, lr=1e-2), GradAccum(self.module, COUNT)
 
     def rounds(self, step):
-        """What the loop gave."""
         given = []
         for micro_batch in self.accum:
             given.append(micro_batch)
@@ -36,14 +35,12 @@ class Run:
         return given
 
     def end(self):
-        """Loss, norm and parameters after the step."""
         loss, norm = self.accum.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
         return loss, norm, tiny.digest(self.module.state_dict())
 
 
 @pytest.fixture
 def unbroken(exact):
-    """What a step of nothing but its rounds ends with."""
     run = Run(exact)
     run.rounds(0)
     return run.end()

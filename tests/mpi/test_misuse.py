@@ -67,18 +67,15 @@ class Kit:
         self.state = self.module.state_dict()
 
     def round(self):
-        """One round, as it should be."""
         criterion = partial(cross_entropy, targets=TOKENS, scale=1e-2)
         idle = self.accum.next_micro_batch is None
         self.accum.accumulate(None if idle else TOKENS, criterion)
 
     def rounds(self, times=1):
-        """Whole steps without an update."""
         for _ in range(2 * times):
             self.round()
 
     def forward(self):
-        """Logits."""
         return self.module.forward(TOKENS)
 
 
@@ -93,7 +90,6 @@ def kit(comm):
 
 
 def fails(comm, call, message):
-    """All ranks get the error, and go on together."""
     with pytest.raises(ValueError, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size

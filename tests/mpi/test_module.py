@@ -142,7 +142,6 @@ def test_a_step_drops_what_was_gathered_before_it(exact):
 
 
 def one_round(module, rank):
-    """Forward and backward of the micro-batch with the rank's number."""
     x, targets = tiny.micro_batch(0, rank, CONFIG)
     _, dy = cross_entropy(module.forward(x), targets, 1 / (module.comm.size * targets.size))
     module.backward(dy)

@@ -44,7 +44,6 @@ def criterion(y):
 
 
 def train(optimizer, steps):
-    """Losses of some steps."""
     accum, losses = GradAccum(optimizer.module, COUNT), []
     for step in steps:
         for number in accum:
@@ -59,7 +58,6 @@ def train(optimizer, steps):
 
 
 def saved(comm, folder, strategy=FULL_SHARD, steps=2, **options):
-    """The folder of a module after some steps."""
     module, optimizer = make(comm, strategy, **options)
     train(optimizer, range(steps))
     return zero_mpi.save(folder, module, optimizer)
@@ -128,7 +126,6 @@ def test_frozen_parameters_have_no_moments_and_come_back(exact, ranks_folder):
 
 
 def refused(comm, call, message, kind=UsageError):
-    """All ranks get the error, and go on together."""
     with pytest.raises(kind, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size

@@ -33,7 +33,6 @@ ORDINARY, MANY_PIECES = chain_sum.chain_piece(2), 700  # elements
 
 @contextmanager
 def nodes_of(ranks):
-    """Every `ranks` ranks are a node."""
     before = os.environ.get(PRETEND)
     os.environ[PRETEND] = str(ranks)
     try:
@@ -55,7 +54,6 @@ def transport(kind, ranks, **options):
 
 
 def per_node():
-    """The ways to cut the world into like nodes of more than one rank."""
     return [count for count in (2, 4) if WORLD.size % count == 0 and WORLD.size > count]
 
 
@@ -74,7 +72,6 @@ def in_order(length, contributors, rounds):
 
 
 def reduce_rounds(comm, size, index, length, contributors, rounds, pool, dawdle=None):
-    """This rank's slice of the sums of some rounds."""
     partition = Partition(length, size, 16)
     out = np.full(partition.counts[index], np.nan, np.float32)
     for round_ in range(rounds):
@@ -196,7 +193,6 @@ KNOWN = {}
 
 
 def alone(**options):
-    """The run of one process."""
     key = repr(sorted(options.items()))
     if key not in KNOWN:
         KNOWN[key] = tiny.train(SerialComm(), DEEP, **options)

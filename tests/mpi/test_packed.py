@@ -49,7 +49,6 @@ def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
 
 @functools.cache
 def alone(name, counts):
-    """The run of one process."""
     return train(SerialComm(), name, counts=counts)
 
 

@@ -83,7 +83,6 @@ def after_step(comm, case):
 
 
 def check_traffic(comm, case):
-    """What each rank gave in a step is what the plan says, by the transport's account and by the calls."""
     recording = Recorder(comm)
     before = comm.meter.sent_bytes
     after_step(recording, case)

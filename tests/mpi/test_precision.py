@@ -22,7 +22,6 @@ SETTINGS = [  # strategy, prefetch, recompute, bucket MiB, micro-batches a step
 
 @functools.cache
 def alone(name, precision, micro_batches):
-    """The run of one process."""
     return tiny.train(
         SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, precision=PRECISIONS[precision]
     )

@@ -149,7 +149,6 @@ def test_rows_and_ranks_that_dawdle(shared, micro_batches, monkeypatch):
 
 
 def late(rank, comm, seconds=0.1):
-    """Let one rank be behind the others."""
     if comm.rank == rank:
         time.sleep(seconds)
 

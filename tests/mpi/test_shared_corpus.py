@@ -11,7 +11,6 @@ from zero_mpi.train.shared_corpus import share_corpus
 
 @pytest.fixture
 def shared_file(tmp_path, mpi):
-    """A token file at a path that all ranks know."""
     path = mpi.broadcast_object(str(tmp_path / "ids.npy") if mpi.rank == 0 else None)
     if mpi.rank == 0:
         np.save(path, np.arange(5000, dtype=np.uint16) % 250)

@@ -30,13 +30,11 @@ __all__ = ["apart"]  # a fixture
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "own head"])
 def base(request):
-    """A model and its bytes."""
     return tiny_blocks.base(request.param)
 
 
 @pytest.fixture(scope="module")
 def floats(base):
-    """What one process gives with the base in floats."""
     return {
         kind.name: tiny_blocks.train(SerialComm(), *base, stored=False, precision=kind)
         for kind in (FP32, BF16)

@@ -155,7 +155,6 @@ LARGE = (100, 1000)  # 400 kB in float32
 
 
 def place(array):
-    """Where an array lies."""
     return array.__array_interface__["data"][0]
 
 

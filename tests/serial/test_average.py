@@ -140,7 +140,6 @@ FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text, as flags."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
     return ["--data", str(path)]
@@ -148,7 +147,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
-    """A run of one rank, with two checkpoints."""
     out = tmp_path_factory.mktemp("alone") / "run"
     train(1, out, *SIZES, *FLAGS, *text, "--save-every", "2")
     return out

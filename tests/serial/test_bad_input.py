@@ -27,7 +27,6 @@ SMALL += ["--batch-size", "2", "--micro-batch", "1", "--sample", "0"]
 
 
 def ids(path: Path, values: list[int], dtype: type = np.uint16) -> None:
-    """A token file."""
     np.save(path, np.array(values, dtype))
 
 
@@ -247,7 +246,6 @@ def test_the_same_of_all_on_three_ranks(flags, expected, things, tmp_path):
 
 
 def cut(path: Path) -> None:
-    """A file whose end is missing."""
     os.truncate(path, path.stat().st_size - 100)
 
 

@@ -48,7 +48,6 @@ QSTAT = """Job Id: 123.server
 
 
 def program(folder: Path, name: str, text: str) -> Path:
-    """An executable shell script in a folder."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\n{text}\n")
@@ -145,7 +144,6 @@ def test_a_pbs_job_is_found(monkeypatch):
 
 
 def job_that_asks(*question: str, at_start: float | None = None) -> BatchJob:
-    """A Slurm job with this question."""
     return BatchJob("Slurm job 1", question, slurm_left, at_start)
 
 
@@ -199,7 +197,6 @@ def test_the_own_limit_counts_from_the_start_of_the_process():
 
 
 def without_a_thread(monkeypatch) -> None:
-    """A batch system that is never asked."""
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
 
 
@@ -273,7 +270,6 @@ def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
 
 
 def body(path: Path) -> list[str]:
-    """The lines of a script after its header."""
     lines = path.read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 

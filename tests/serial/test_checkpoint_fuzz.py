@@ -101,7 +101,6 @@ class Bench:
         return True
 
     def run(self, pair: Pair) -> bool:
-        """`load`, in little time and memory."""
         begun = time.process_time()
         tracemalloc.start()
         try:
@@ -208,7 +207,6 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
 
 
 def tensor_bytes(bench: Bench, name: str) -> set[int]:
-    """The places of a file that hold a tensor's data."""
     tensors = bench.file(bench.folder / "whole" / "latest", name).tensors.values()
     return {at for info in tensors for at in range(info.offset, info.offset + info.nbytes)}
 
@@ -262,7 +260,6 @@ def test_settings_that_were_changed_are_refused(old, new, bench):
 
 
 def after_name(content: bytes, tensor: str) -> int:
-    """Where the tensor table goes on after a tensor's name."""
     head = struct.pack("<Q", len(tensor)) + tensor.encode()
     assert content.count(head) == 1
     return content.index(head) + len(head)
@@ -284,7 +281,6 @@ def test_numbers_of_the_index_that_were_changed_are_refused(name, bench):
 
 
 def swapped(content: bytes, first: bytes, second: bytes) -> bytes:
-    """Two words of one length change places, everywhere."""
     assert len(first) == len(second)
     return (
         content.replace(first, b"\0" * len(first)).replace(second, first).replace(b"\0" * len(first), second)

@@ -50,7 +50,6 @@ train_command.main()
 
 @pytest.fixture
 def env(monkeypatch):
-    """Two pretended GPUs, and no launcher."""
     for name in LOCAL_RANK:
         monkeypatch.delenv(name, raising=False)
     return {"PYTHONPATH": str(PRETEND), "PRETEND_CUPY_GPUS": "2"}

@@ -237,7 +237,6 @@ printf '%s\n' "${COMPREPLY[@]}"; }
 
 @pytest.fixture(scope="module")
 def script():
-    """What `zero-mpi completion bash` prints."""
     status, printed, errors = python("-m", "zero_mpi", "completion", "bash")
     assert (status, errors) == (0, "")
     return printed

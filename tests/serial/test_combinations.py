@@ -73,7 +73,6 @@ IDLE_WITH_TOKENS = {
 
 
 def said(*flags, is_text=True):
-    """The lines on flags without effect."""
     return list(without_effect(FlagContext(parse(" ".join(flags).split()), is_text)))
 
 

@@ -52,7 +52,6 @@ HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 
 
 def no_launcher() -> bool:
-    """Whether jobs cannot be started here."""
     try:
         return not launcher()
     except FileNotFoundError:
@@ -102,19 +101,16 @@ def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Both files of the newest checkpoint."""
     return {name: (out / "latest" / name).read_bytes() for name in ("model.gguf", "optimizer.gguf")}
 
 
 def assert_same_run(out: Path, reference: Path) -> None:
-    """Same curve, same files, byte for byte."""
     assert fields(out) == fields(reference)
     found, expected = files(out), files(reference)
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a GGUF file, by a reader that is not ours."""
     return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
 
 

@@ -64,21 +64,18 @@ def other_value(name):
 
 
 def as_flags(name, value):
-    """The command line that sets one value."""
     if isinstance(value, bool):
         return [spelled(name) if value else spelled(name).replace("--", "--no-", 1)]
     return [spelled(name), *map(str, value if isinstance(value, list) else [value])]
 
 
 def from_file(tmp_path, text, *flags):
-    """The configuration of a TOML file and flags."""
     path = tmp_path / "run.toml"
     path.write_text(text)
     return parse(["--config", str(path), *flags])
 
 
 def changed(config):
-    """The settings that differ from the default."""
     pairs = zip(dataclasses.asdict(config).items(), dataclasses.asdict(Config()).items(), strict=True)
     return {name: value for (name, value), (_, default) in pairs if value != default}
 
@@ -262,7 +259,6 @@ def test_what_is_no_thread_count_is_refused(text):
 
 @pytest.fixture(scope="module")
 def shown():
-    """What three ranks print for --help."""
     status, printed, errors = run_job(
         3, ["-m", "zero_mpi.train", "--help"], env={"COLUMNS": "100"}, timeout=30
     )

@@ -28,7 +28,6 @@ RUN = [sys.executable, "-m", "zero_mpi.train"]
 
 
 def copy_of_package(folder):
-    """Another copy of the package's source, in `folder`."""
     ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
     return shutil.copytree(PACKAGE, folder / "zero_mpi", ignore=ignored)
 
@@ -40,7 +39,6 @@ class Ranks:
         self.values = values
 
     def allgather_object(self, value):
-        """Problems and digests first, then hosts and facts."""
         if len(value) == 3:
             return [("", "", repr(facts)) for facts in self.values]
         return [(f"node{number}", facts) for number, facts in enumerate(self.values)]
@@ -48,7 +46,6 @@ class Ranks:
 
 @pytest.fixture
 def flags(tmp_path):
-    """A small run."""
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 

@@ -67,7 +67,6 @@ def put_ids(path, ids, dtype=np.uint16):
 
 
 def many(root, count=40, size=50):
-    """`count` documents, each of `size` times its own byte."""
     return write(root, **{f"d{i:02}": bytes([i + 1]) * size for i in range(count)})
 
 

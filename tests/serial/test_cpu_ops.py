@@ -39,12 +39,10 @@ FUSED = {f.__name__: f for f in cpu.OPERATIONS}
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    """Random float32 numbers, the same for the same shape and seed."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
 def ids(count: int, *shape: int) -> np.ndarray:
-    """Random whole numbers below `count`."""
     return np.random.default_rng([count, *shape]).integers(count, size=shape)
 
 
@@ -68,12 +66,10 @@ def column_part(x: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray) -> np.ndarray:
-    """The same numbers in Fortran's order."""
     return np.asfortranarray(x)
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """A copy that cannot be written, as gathered weights are."""
     y = x.copy()
     y.flags.writeable = False
     return y
@@ -83,14 +79,12 @@ LAYOUTS = [np.copy, strided, column_part, turned, read_only]
 
 
 def leaves(x: Any) -> list[np.ndarray]:
-    """The arrays and numbers in what an operation returned."""
     if x is None:
         return []
     return [leaf for item in x for leaf in leaves(item)] if isinstance(x, tuple) else [np.asarray(x)]
 
 
 def wide(x: Any) -> Any:
-    """A float32 array in float64."""
     return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x
 
 
@@ -107,7 +101,6 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 
 def norm_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
-    """Norms over the last axis."""
     x, dy, width = numbers(*shape) * 3 + 1, numbers(*shape, seed=1), shape[-1]
     w, b, sums = numbers(width), numbers(width, seed=1), numbers(width, seed=2)
     r = reference.rms_norm(x, w, 1e-3)[1]
@@ -123,7 +116,6 @@ def norm_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
 
 
 def pointwise_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
-    """Operations on elements."""
     x, y, z = 4 * numbers(*shape), numbers(*shape, seed=1), numbers(*shape, seed=2)
     return {
         "add": lambda: [x, y],
@@ -158,7 +150,6 @@ def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, C
 
 
 def embedding_case(b: int, t: int, vocabulary: int, width: int) -> dict[str, Callable[[], list[Any]]]:
-    """Rows of a table, and positions."""
     tokens, w, dy = ids(vocabulary, b, t), numbers(vocabulary, width), numbers(b, t, width)
     return {
         "embedding": lambda: [tokens, w],
@@ -169,7 +160,6 @@ def embedding_case(b: int, t: int, vocabulary: int, width: int) -> dict[str, Cal
 
 
 def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
-    """Both orders of pairs, of all of a head and of a part."""
     angle = numbers(shape[1], shape[3] // 2)
     x, cos, sin = numbers(*shape), np.cos(angle), np.sin(angle)
     few = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
@@ -297,7 +287,6 @@ def test_the_exponential_is_exact_to_float32_and_ends_in_zero_and_infinity():
 
 
 def spread_exponential(x, y):
-    """y = e^x, as a kernel."""
     for i in range(x.size):
         y[i] = jit.exponential(x[i])
 
@@ -621,7 +610,6 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
 
 
 def python(code: str, **variables: str) -> Any:
-    """What a fresh process prints as JSON in its last line."""
     environment = {k: v for k, v in os.environ.items() if k not in ("ZERO_MPI_OPS", "NUMBA_CACHE_DIR")}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

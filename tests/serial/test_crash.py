@@ -70,7 +70,6 @@ class Operations:
         self._lock = threading.Lock()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Stand between the package and the system."""
         for name in CALLS:
             patch.setattr(os, name, self.watching(name))
         patch.setattr(folders, "exchange", self.watching("exchange"))
@@ -94,7 +93,6 @@ class Operations:
         return call
 
     def note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Keep track of which files hold what is not on disk yet."""
         if name == "open" and arguments[1] & os.O_CREAT:
             self.opened[inode(result)] = Opened(os.dup(result))
         elif name in ("pwritev", "ftruncate", "fsync") and inode(arguments[0]) in self.opened:
@@ -107,7 +105,6 @@ class Operations:
                 self.real["ftruncate"](file.handle, 0)
 
     def close(self) -> None:
-        """Give the handles back."""
         for file in self.opened.values():
             os.close(file.handle)
 
@@ -121,7 +118,6 @@ class Opened:
 
 
 def inode(handle: int) -> int:
-    """Which file a handle is of."""
     return os.fstat(handle).st_ino
 
 
@@ -174,14 +170,12 @@ def start(case, tmp_path) -> Callable[[], Path]:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory) -> dict[str, bytes]:
-    """The files of an undisturbed save of step 2."""
     out = tmp_path_factory.mktemp("complete")
     save(out, 2)
     return contents(out / "latest")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Name -> bytes of the files of a checkpoint."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

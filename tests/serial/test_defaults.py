@@ -23,18 +23,15 @@ OF_0_1_0 = {"context": 128, "batch_size": 16, "steps": 2, "warmup": 40, "lr": 2e
 
 @pytest.fixture
 def folder(tmp_path):
-    """Seventy conversations, one of them long, and a model."""
     write_lines(tmp_path / "chat.jsonl", *[{"messages": TALK}, SAME] * 34, {"messages": TALK}, LONG)
     return tmp_path
 
 
 def settings(folder):
-    """The settings of a run, as its folder says them."""
     return tomllib.loads((folder / "out" / "config.toml").read_text())
 
 
 def model(folder, context):
-    """A model of so long a context, with a tokenizer of bytes."""
     about = replace(LLAMA, context_length=context, value_length=4)
     write_model(folder / "m.gguf", about, ByteTokenizer(CHATML).metadata())
 

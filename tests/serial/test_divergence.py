@@ -72,7 +72,6 @@ def test_what_is_recorded_is_remembered(tmp_path):
 
 
 def outcome(out: Path) -> tuple[str, str]:
-    """State and reason in status.json."""
     said = json.loads((out / "status.json").read_text())
     return said["state"], said["reason"]
 

@@ -38,7 +38,6 @@ BESIDE = re.compile(r"(\]\()(?!https:)([^)#\s]+)?(#[\w-]+)?\)")
 
 
 def all_lines() -> list[str]:
-    """Every documented command."""
     of_pages = [step.text for page in PAGES for step in steps_of(page) if isinstance(step, Line)]
     return of_pages + [line for lines in lines_elsewhere().values() for line in lines]
 
@@ -56,7 +55,6 @@ def test_files_with_commands_of_their_own_have_some():
 
 
 def functions(path: Path) -> set[str]:
-    """Names of the functions of a test file."""
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
@@ -209,14 +207,12 @@ def test_the_index_has_every_page():
 
 @pytest.fixture(scope="session")
 def tools() -> Iterator[None]:
-    """The scripts of tools/, which stand alone, as modules."""
     sys.path.insert(0, str(ROOT / "tools"))
     yield
     sys.path.remove(str(ROOT / "tools"))
 
 
 def drawn() -> dict[str, str]:
-    """File name -> picture, from the code as it is now."""
     return {name: draw() for name, draw in import_module("figures").pictures().items()}
 
 

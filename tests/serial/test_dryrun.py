@@ -26,7 +26,6 @@ FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a text to train on."""
     (tmp_path / "text").write_text("what people look at, before they begin\n" * 40)
     return tmp_path
 
@@ -37,7 +36,6 @@ def train(ranks, folder, *flags):
 
 
 def tree(folder):
-    """All that is in a folder, with times, to the last byte."""
     return {
         path.relative_to(folder).as_posix(): (
             path.lstat().st_mtime_ns,

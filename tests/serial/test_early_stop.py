@@ -28,7 +28,6 @@ WHY = "after 3 evaluations without a new best"
 
 
 def losses(out):
-    """The held-out loss by step, from the records."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
 
@@ -44,7 +43,6 @@ def expected_end(found, patience):
 
 
 def best_of(folder):
-    """What a checkpoint says."""
     return read_progress(GGUFFile.open(folder / "optimizer.gguf")).best
 
 
@@ -87,7 +85,6 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(flags, tmp_path_factory):
-    """The losses of a run that goes on whatever they are."""
     out = tmp_path_factory.mktemp("endless") / "out"
     train(1, out, *flags, "--steps", "40")
     return losses(out)
@@ -95,7 +92,6 @@ def endless(flags, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(flags, tmp_path_factory):
-    """A run on one rank that ends after three evaluations without a new best, and what it said."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     return out, train(1, out, *flags, "--steps", "40", "--patience", "3")
 
@@ -178,7 +174,6 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(stopped, endless, f
 
 @pytest.fixture
 def again(stopped, tmp_path):
-    """A copy of the run that has ended."""
     return shutil.copytree(stopped[0], tmp_path / "out", symlinks=True)
 
 

@@ -27,7 +27,6 @@ def before_numpy(monkeypatch):
 
 
 def prepared(**environ):
-    """What `prepare` makes of an environment."""
     prepare(environ)
     return environ
 

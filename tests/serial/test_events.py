@@ -19,18 +19,15 @@ FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "1", "--eval-
 
 @pytest.fixture(autouse=True)
 def not_installed():
-    """No handler of a command is left behind."""
     yield
     log.remove()
 
 
 def read(out):
-    """The entries."""
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
 def names(out):
-    """What happened, and after which step."""
     return [(entry["event"], entry["step"]) for entry in read(out)]
 
 

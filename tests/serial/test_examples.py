@@ -39,14 +39,12 @@ NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\
 
 
 def run_script(path: Path, ranks: int, folder: Path) -> str:
-    """What a script prints, on success and silence on stderr only."""
     status, printed, errors = run_job(ranks, [path], timeout=50, cwd=folder)
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
 
 
 def example(name: str):
-    """An example as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +52,6 @@ def example(name: str):
 
 
 def losses(printed: str) -> list[float]:
-    """The numbers behind "loss", in order."""
     return [float(number) for number in re.findall(r"\bloss (\S+)", printed)]
 
 
@@ -239,7 +236,6 @@ def test_strategies_in_readme_are_those_of_the_flag():
 
 
 def api_rows() -> list[str]:
-    """The second column of the API table, without its quotes."""
     rows = API.partition("| There | Here |")[2].partition("\n\n")[0].splitlines()[2:]
     return [row.split("|")[2].strip().strip("`") for row in rows]
 

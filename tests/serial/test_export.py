@@ -95,7 +95,6 @@ def export(*arguments: Any) -> None:
 
 
 def stored(path: Path) -> dict[str, bytes]:
-    """The bytes of each tensor of a GGUF."""
     file = GGUFFile.open(path)
     return {name: b"".join(file.raw_pieces(name, 1000)) for name in file.tensors}
 

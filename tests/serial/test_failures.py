@@ -57,7 +57,6 @@ run("trial", command, sys.argv[1:])
 
 @pytest.fixture
 def flags(tmp_path) -> list[str]:
-    """A small model on small text."""
     return [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 
@@ -74,18 +73,15 @@ def run_script(ranks: int, folder: Path, text: str, *flags: str) -> tuple[int, s
 
 
 def tracebacks(errors: str) -> int:
-    """How many there are."""
     return errors.count("Traceback (most recent call last)")
 
 
 def outcome(out: Path) -> tuple[str, str]:
-    """State and reason in status.json."""
     said = json.loads((out / "status.json").read_text())
     return said["state"], said["reason"]
 
 
 def assert_one_line(errors: str) -> None:
-    """What all ranks know of is said once, without a traceback. Some launchers add lines of their own."""
     assert tracebacks(errors) == 0, errors
     assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, errors
     assert errors.startswith("zero_mpi train: error: ")
@@ -301,7 +297,6 @@ def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> 
 
 
 def forget_who_was_woken(out: Path, rank: int) -> None:
-    """Open MPI wakes a stopped rank before it kills it, long enough for it to sign under a short limit."""
     if launcher_kind() == "openmpi" and (out / ".ranks").exists():
         assert [path.name.rpartition("-")[2] for path in (out / ".ranks").iterdir()] == [f"{rank:05d}"]
         shutil.rmtree(out / ".ranks")

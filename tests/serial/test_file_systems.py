@@ -128,7 +128,6 @@ GIB = 1 << 30
 
 
 def hints(tmp_path, nbytes, writers):
-    """How many stripes are asked for."""
     found = stripe_hints(tmp_path, nbytes, writers)
     assert found.get("striping_unit", "4194304") == "4194304"
     return int(found.get("striping_factor", 1))

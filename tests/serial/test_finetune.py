@@ -29,7 +29,6 @@ pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(400)]
 
 @pytest.fixture(scope="module")
 def source() -> GGUFFile:
-    """The model as it was published."""
     return GGUFFile.open(smollm2())
 
 
@@ -86,7 +85,6 @@ def test_every_key_is_carried_over(tuned, source):
 
 
 def same(a: object, b: object) -> bool:
-    """Value and type of a key."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
     return type(a) is type(b) and a == b

@@ -32,7 +32,6 @@ def dying_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, action: 
 
 
 def fill(folder: Path, content: bytes) -> Path:
-    """Both files of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (folders.MODEL, folders.OPTIMIZER):
         (folder / name).write_bytes(content)
@@ -40,18 +39,15 @@ def fill(folder: Path, content: bytes) -> Path:
 
 
 def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
-    """A checkpoint made by `checkpoint.folders`."""
     out.mkdir(parents=True, exist_ok=True)
     return folders.publish(out, step, fill(folders.begin(out, step), content), keep)
 
 
 def names(out: Path) -> list[str]:
-    """Everything in a run's folder, the hidden as well."""
     return sorted(path.name for path in out.iterdir())
 
 
 def named(*steps: int) -> list[str]:
-    """The names of checkpoints."""
     return [f"step-{step:08d}" for step in steps]
 
 
@@ -63,7 +59,6 @@ def latest(out: Path) -> bytes:
 
 
 def age(folder: Path, seconds: float) -> None:
-    """Let a checkpoint have been written at a certain time."""
     for path in folder.iterdir():
         os.utime(path, (seconds, seconds))
 
@@ -95,7 +90,6 @@ def test_a_checkpoint_is_not_seen_before_it_is_published(tmp_path):
 
 
 def can_exchange(folder: Path) -> bool:
-    """Whether this system lets two folders change names in one step."""
     first, second = fill(folder / "first", OLD), fill(folder / "second", NEW)
     return folders.exchange(first, second)
 
@@ -195,7 +189,6 @@ def test_clean_does_not_bring_back_what_was_being_removed(tmp_path, monkeypatch)
 
 
 def die_half_way(folder: Path, ignore_errors: bool = False) -> None:
-    """rmtree that removes one file of a folder, then the process dies."""
     if folder.exists():
         (folder / folders.MODEL).unlink()
         raise Crash
@@ -234,7 +227,6 @@ def test_latest_stays_where_it_cannot_be_replaced(tmp_path, monkeypatch):
 
 
 def die(*arguments: object) -> None:
-    """Stands for a call before which the process dies."""
     raise Crash
 
 
@@ -265,7 +257,6 @@ def test_the_newest_are_kept(keep, left, tmp_path):
 
 
 def save_best(out: Path, step: int, keep: int = 0) -> Path:
-    """A checkpoint that is the best so far."""
     return folders.publish(out, step, fill(folders.begin(out, step), NEW), keep, is_best=True)
 
 
@@ -329,7 +320,6 @@ def test_nothing_is_removed_before_the_new_one_and_its_link_are_on_disk(tmp_path
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-    """Write down what changes names and what is brought to disk."""
     sync, rename, replace = folders.sync_folder, Path.rename, Path.replace
 
     def noting(what, action, which):

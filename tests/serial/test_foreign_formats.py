@@ -20,7 +20,6 @@ ROPE = hf_models.LLAMA3
 
 
 def refusal(action):
-    """The one line of a refusal, bought with little memory."""
     tracemalloc.start()
     try:
         with pytest.raises(UsageError) as caught:
@@ -40,7 +39,6 @@ def refusal(action):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A sound folder with a tokenizer."""
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 260}
     made = hf_models.write_folder(tmp_path / "model", config, hf_models.random_tensors(config))
     (made / "tokenizer.json").write_text(fuzz_safetensors.tokenizer_text())

@@ -54,7 +54,6 @@ def mount() -> Iterator[Mount]:
 
 @pytest.fixture
 def small_disk(mount, tmp_path) -> Path:
-    """A file system with room for one checkpoint and not for two."""
     mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=320k", "tmpfs")
     return tmp_path / "disk"
 
@@ -65,7 +64,6 @@ def flags(tmp_path) -> list[str]:
 
 
 def assert_one_line(errors: str, cause: str) -> None:
-    """What all ranks know of is said once, with file and cause and without a traceback."""
     (line,) = errors.splitlines()
     assert line.startswith("zero_mpi train: error: ")
     assert cause in line
@@ -276,7 +274,6 @@ CLOSED = [  # the file that cannot be closed, the command, the status, and the n
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a text and a model."""
     folder = tmp_path_factory.mktemp("closed")
     write_text(folder)
     flags = [*SMALL, "--data", str(folder / "text-0-0.txt"), "--steps", "2"]

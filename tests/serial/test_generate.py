@@ -69,7 +69,6 @@ def write_model(path: Path, config: ModelConfig, metadata: dict[str, Any] | None
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=CONFIGS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
-    """A model of each architecture, read from its file."""
     return TextModel(write_model(tmp_path_factory.mktemp("model") / "model.gguf", CONFIGS[request.param]))
 
 
@@ -218,7 +217,6 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
 
 def drawn(temperature: float, top_k: int) -> np.ndarray:
-    """How often each of the four ids comes in 4000 draws."""
     generator = np.random.default_rng(0)
     ids = [choose(LOGITS, temperature, top_k, generator) for _ in range(4000)]
     return np.bincount(ids, minlength=4) / 4000
@@ -322,7 +320,6 @@ def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model.gguf."""
     folder = tmp_path_factory.mktemp("step-00000001")
     write_model(folder / "model.gguf", LLAMA)
     return folder

@@ -158,7 +158,6 @@ CHECKPOINT = key("training.checkpoint_id", 8, text("x"))
 
 
 def keyed(entry: bytes) -> Parts:
-    """The valid file with one more key."""
     return Parts(keys=keys(entry))
 
 
@@ -171,7 +170,6 @@ def aligned(kind: int, payload: bytes) -> Parts:
 
 
 def single(*line: Any, **more: Any) -> Parts:
-    """A file of one tensor, with the data of the valid file."""
     return Parts(tensors=[tensor(*line, **more)])
 
 

@@ -67,7 +67,6 @@ def write(path: Path, metadata: dict[str, Any], arrays: dict[str, np.ndarray] | 
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and in every bit, so a NaN equals itself and 0.0 is not -0.0."""
     if isinstance(a, np.ndarray | np.generic):
         return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return type(a) is type(b) and a == b

@@ -33,7 +33,6 @@ CONTENTS = ("some words.", "\n <think>\nhm\n</think>\n\n", " <|im_end|> é", "\n
 
 
 def turns(count: int, system: bool = False, contents: tuple[str, ...] = CONTENTS) -> Conversation:
-    """A conversation of so many questions and answers."""
     roles = ("user", "assistant")
     said = [f"{contents[n % len(contents)]}{n}\n" for n in range(count)]
     asked = [{"role": role, "content": text} for text in said for role in roles]
@@ -62,7 +61,6 @@ class Letters(str):
 
 
 def letters_read(call: Callable[[], object]) -> int:
-    """How many letters a call cuts out."""
     Letters.read = 0
     call()
     return Letters.read

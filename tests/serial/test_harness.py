@@ -76,7 +76,6 @@ def test_folder(ranks_folder):
 
 
 def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n    pass\n") -> None:
-    """A tree with a tests/ folder like ours."""
     for name, text in ("mpi", parallel), ("serial", serial):
         (folder / "tests" / name).mkdir(parents=True)
         (folder / "tests" / name / f"test_{name}_suite.py").write_text(text)
@@ -368,7 +367,6 @@ def test_job_past_its_time_leaves_nothing_behind(tmp_path):
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a table entry that nobody has read yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

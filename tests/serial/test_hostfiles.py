@@ -27,7 +27,6 @@ def installed_launcher() -> str:
 
 
 def hosts_of(text: str) -> list[HostEntry]:
-    """The hosts of a text."""
     return read_hosts(text.splitlines(), "FILE")
 
 
@@ -49,7 +48,6 @@ def test_local8_runs_ranks_on_this_machine():
 
 
 def lines(name: str) -> list[str]:
-    """The lines of a hostfile that name hosts."""
     return [line for line in (FOLDER / name).read_text().splitlines() if not line.startswith("#")]
 
 

@@ -166,7 +166,6 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, n
 
 
 def k_for(name: str) -> dict[str, np.ndarray]:
-    """k in the width of q's heads."""
     k = np.zeros((128, 24), np.float32)
     return (
         {f"model.layers.{i}.self_attn.k_proj.weight": k for i in range(2)} | q_for()

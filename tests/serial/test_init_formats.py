@@ -40,7 +40,6 @@ def models(text, tmp_path_factory) -> dict[str, Path]:
 
 
 def start(ranks: int, out: Path, init: Path, text: list[str], *more: str) -> Path:
-    """Two steps from `init`."""
     train(ranks, out, "--init", str(init), "--data", *text, *RUN, "--steps", "2", *more)
     return out
 
@@ -73,7 +72,6 @@ def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
 
 
 def write(writer: gguf.GGUFWriter) -> None:
-    """Bring what was added to the file."""
     for action in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
         getattr(writer, action)()
 
@@ -108,7 +106,6 @@ STILL = ["--lr", "0", "--min-lr", "0"]
 
 
 def assert_written_are_the_values_of(source: Path, out: Path) -> None:
-    """A run with a rate of zero writes what its ranks have read."""
     read, written = GGUFFile.open(source), GGUFFile.open(out / "latest" / "model.gguf")
     assert len(fields(out)) == 2
     assert [

@@ -33,13 +33,11 @@ CHANGED = "has a key that is not the one that was written"
 
 
 def run(*arguments) -> tuple[int, str, str]:
-    """Status, stdout and stderr of the command in a process of its own."""
     command = [sys.executable, "-m", "zero_mpi", "inspect", *map(str, arguments)]
     return run_command(command, timeout=60)
 
 
 def inside(*arguments) -> int:
-    """The status of the command in this process."""
     return inspect_command.command(World(0, 1), [str(argument) for argument in arguments])
 
 
@@ -54,12 +52,10 @@ def trained(tmp_path_factory) -> dict[int, tuple[Path, str]]:
 
 @pytest.fixture
 def checkpoint(trained, tmp_path) -> Path:
-    """A copy of a checkpoint folder, to be spoilt."""
     return Path(shutil.copytree(trained[1][0] / "latest", tmp_path / "checkpoint"))
 
 
 def flip(path: Path, name: str, element: int, mask: int = 1) -> None:
-    """Change a bit of one float32 of a tensor in its file."""
     data = bytearray(path.read_bytes())
     data[GGUFFile.open(path).tensors[name].offset + 4 * element] ^= mask
     path.write_bytes(data)

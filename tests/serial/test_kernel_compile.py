@@ -50,7 +50,6 @@ def told() -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
 
 
 def sources() -> list[str]:
-    """All sources of kernels."""
     return sorted(path.name for path in (ROOT / "zero_mpi" / "ops" / "gpu" / "kernels").glob("*.cu"))
 
 
@@ -99,7 +98,6 @@ class Program:
         return log
 
     def read(self, what: str) -> bytes:
-        """The PTX, the machine code (CUBIN) or the log."""
         size = ctypes.c_size_t()
         self.call(f"Get{what}Size", ctypes.byref(size))
         room = ctypes.create_string_buffer(size.value)
@@ -107,7 +105,6 @@ class Program:
         return room.raw.rstrip(b"\0")
 
     def close(self) -> None:
-        """Give up its memory."""
         self.call("DestroyProgram", ctypes.byref(self.handle), owned=False)
 
 
@@ -116,7 +113,6 @@ def test_the_table_names_every_source():
 
 
 def kernels_of(source: str) -> set[str]:
-    """What the table has of a source."""
     return {name for name, (where, _) in told()[0].items() if where == source}
 
 

@@ -53,7 +53,6 @@ COMMANDS = {
 
 
 def llama() -> fuzz_gguf.File:
-    """A sound model, its tokenizer a BPE with a merge."""
     wanted = {"general.architecture": fuzz_gguf.typed(8, "llama"), MERGES: fuzz_gguf.array(8, ["a b"])}
     drawn = (fuzz_gguf.model(random.Random(seed)) for seed in range(1000))
     return next(

@@ -58,7 +58,6 @@ def descendants(root: int) -> list[int]:
 
 
 def ranks_of(job: subprocess.Popen[bytes]) -> dict[int, int]:
-    """Rank -> process of a job that this test started."""
     ranks = {}
     for process in descendants(job.pid):
         try:

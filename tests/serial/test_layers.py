@@ -45,7 +45,6 @@ Loss = Callable[[Any], tuple[float, Any]]  # y -> (value, dy)
 
 
 def real(*shape: int) -> Make:
-    """An array of random numbers."""
     return lambda rng, dtype: rng.standard_normal(shape).astype(dtype)
 
 
@@ -100,17 +99,14 @@ BIASED = replace(
 
 
 def with_adapters(config: ModelConfig, *targets: str) -> ModelConfig:
-    """The model with adapters of rank 3 that count one and a half times."""
     return replace(config, lora=LoRA(3, 4.5, targets or TARGETS))
 
 
 def block(config: ModelConfig) -> nn.Layer:
-    """The model's first block."""
     return next(stage.layer for stage in config.stages() if stage.scope == "blk.0")
 
 
 def whole(name: str, config: ModelConfig, recompute: bool = False) -> Case:
-    """All stages of a model, one after the other, and the cross-entropy behind them."""
     model = nn.Chain(*(stage.layer for stage in config.stages(recompute)))
     vocabulary = config.vocab_size
     return Case(name, model, tokens(vocabulary, 2, 5), tokens(vocabulary, 2, 5))
@@ -193,14 +189,12 @@ def leaves(x: Any) -> list[np.ndarray]:
 
 
 def each(f: Callable[..., Any], x: Any, *others: Any) -> Any:
-    """f on every array, in the structure of x."""
     if isinstance(x, tuple):
         return tuple(each(f, *items) for items in zip(x, *others, strict=True))
     return f(x, *others)
 
 
 def dot(a: Any, b: Any) -> float:
-    """Sum of products over all arrays."""
     return sum(float(np.vdot(x, y)) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
@@ -210,12 +204,10 @@ def floats(x: Any) -> bool:
 
 
 def fingerprint(x: Any) -> list[bytes]:
-    """The bytes of all arrays."""
     return [leaf.tobytes() for leaf in leaves(x)]
 
 
 def copied(arrays: Any) -> Any:
-    """A copy of weights or gradients."""
     return {name: array.copy() for name, array in arrays.items()}
 
 
@@ -466,7 +458,6 @@ def test_a_frozen_head_has_no_gradient_in_loss():
 
 
 def layer_classes() -> Iterator[type[nn.Layer]]:
-    """Every class below Layer that the package defines."""
     for package in (zero_mpi.nn, zero_mpi.models):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)

@@ -38,7 +38,6 @@ FLAGS = [*SIZES, "--steps", "2", "--sample", "0", "--batch-size", "4", "--eval-e
 
 @pytest.fixture
 def precious(tmp_path) -> Path:
-    """A file outside of the folder that is named."""
     path = tmp_path / "elsewhere" / "precious"
     path.parent.mkdir()
     path.write_text(PRECIOUS)

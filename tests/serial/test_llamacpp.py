@@ -106,7 +106,6 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    """A file with these keys and tensors."""
     table = [(name, array.shape) for name, array in tensors.items()]
     with GGUFStream(path, arch, metadata, table) as stream:
         for name, array in tensors.items():
@@ -115,7 +114,6 @@ def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict
 
 
 def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:
-    """A model file with the byte tokenizer, and with more keys, in which "__" stands for "."."""
     more = {f"{config.arch}.{name.replace('__', '.')}": value for name, value in keys.items()}
     metadata = config.metadata() | ByteTokenizer().metadata() | more
     return write_tensors(path, config.arch, metadata, weights | config.constants())
@@ -185,7 +183,6 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
 
 
 def distance(path: Path, server: Any) -> float:
-    """How far our log-probabilities of a file are from llama.cpp's, over all prefixes."""
     ids = list(PROMPT)
     found = log_softmax(TextModel(path).logits(ids))
     return max(float(np.abs(found[count - 1] - next_token(server, ids[:count])).max()) for count in PREFIXES)
@@ -261,12 +258,10 @@ def test_what_is_kept_and_how_it_is_weighted_is_llama_cpps(readable, how):
 
 
 def put(name: str, *shape: int) -> Edit:
-    """Add or replace a tensor by one of ones."""
     return lambda weights: weights.update({name: np.ones(shape, np.float32)})
 
 
 def drop(name: str) -> Edit:
-    """Leave a tensor out."""
     return lambda weights: weights.pop(name)
 
 
@@ -307,7 +302,6 @@ WINDOW = 8  # tokens; each of its targets is one question to llama.cpp
 
 
 def surprise(server: Any, ids: list[int], of: int) -> float:
-    """-log of llama.cpp's probability of `of` behind `ids`, in nats."""
     return -float(next_token(server, ids)[of])
 
 

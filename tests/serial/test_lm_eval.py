@@ -58,7 +58,6 @@ def theirs(model, tmp_path_factory):
 
 
 def task(folder: Path, name: str) -> str:
-    """The name of a task that reads our rows, its file written."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in task_rows.ROWS[name]))
     value = {"task": f"own_{name}", "dataset_path": "json", "test_split": "test", **NO_SPLITS}

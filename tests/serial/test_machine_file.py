@@ -26,7 +26,6 @@ SIZES += ["--strategy", "full-shard"]
 
 
 def planned(folder, *flags, machine=EXAMPLES / "large.toml"):
-    """The numbers of a plan."""
     assert command(World(0, 1), [*SIZES, "--machine", str(machine), *flags, "--json", f"{folder}/p"]) == 0
     return json.loads((folder / "p").read_text())
 
@@ -166,7 +165,6 @@ def test_a_file_without_a_disk_is_taken(tmp_path):
 
 
 def changed(change):
-    """The example with a change."""
     machine = deepcopy(LARGE)
     change(machine)
     return tomli_w.dumps(machine)

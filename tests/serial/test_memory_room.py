@@ -120,7 +120,6 @@ def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
 
 
 def node(memory=8 << 30, **other):
-    """A host of two ranks that has `memory` free."""
     settings = {"group_memory": None, "group_room": None, "group_cores": None, "address_space": None}
     settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
     return memory_check.NodeRoom("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)

@@ -117,7 +117,6 @@ def test_a_path_that_is_there_is_a_path(tmp_path, monkeypatch):
 
 
 def put_texts(folder):
-    """Two sources of text and one of conversations."""
     for name, words in (("prose", "the cat sat on the mat; "), ("code", "for x in y: print(x)\n")):
         for number in range(6):
             path = folder / name / f"{number}.txt"

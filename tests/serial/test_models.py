@@ -46,7 +46,6 @@ ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel
 
 
 def from_flags(arch: str) -> ModelConfig:
-    """The model of flags, with an epsilon that a key can hold."""
     own = {} if arch == "gpt2" else {"kv_heads": 2, "ffn": 97}
     name = "norm_epsilon" if arch == "gpt2" else "rms_epsilon"
     tied = arch in ("qwen3", "smollm3")
@@ -144,7 +143,6 @@ def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
 
 
 def read_back(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The configuration that the changed keys describe."""
     return config_from_gguf(keys_of(config, **changes), config.params(), "a file")
 
 
@@ -389,7 +387,6 @@ def test_numbers_that_make_no_ramp_are_refused(keys):
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model's file."""
     return {name: param.shape for name, param in config.params().items()}
 
 

@@ -54,7 +54,6 @@ WAYS = [move, remove, replace, move_parent, remove]
 
 
 def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
-    """Return when a file has content."""
     until = time.monotonic() + PATIENCE
     while not (path.exists() and path.stat().st_size):
         assert job.poll() is None, "the job ended by itself"
@@ -63,7 +62,6 @@ def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
 
 
 def lines_of(errors: str) -> list[str]:
-    """Return what the ranks said. MPICH adds to it where a job was ended in a long step or save."""
     return [line for line in errors.splitlines() if not line.startswith("Abort(")]
 
 

@@ -35,7 +35,6 @@ def data(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unbroken(data, tmp_path_factory) -> Path:
-    """Five steps in one go."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     train(1, out, *SMALL, *data, "--steps", "5")
     return out
@@ -43,7 +42,6 @@ def unbroken(data, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def three(data, tmp_path_factory) -> Path:
-    """A run of three steps, all of whose checkpoints are there."""
     out = tmp_path_factory.mktemp("three") / "out"
     train(2, out, *SMALL, *data, "--steps", "3")
     return out
@@ -51,12 +49,10 @@ def three(data, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(three, tmp_path) -> Path:
-    """A copy of it, to damage and go on from."""
     return Path(shutil.copytree(three, tmp_path / "out", symlinks=True))
 
 
 def everything(out: Path) -> dict[str, bytes]:
-    """All that a run has written."""
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
@@ -82,7 +78,6 @@ def cut(folder: Path) -> str:
 
 
 def flip(folder: Path, name: str, at: int) -> str:
-    """One bit of one byte."""
     content = bytearray((folder / name).read_bytes())
     content[at] ^= 1
     (folder / name).write_bytes(content)
@@ -101,7 +96,6 @@ def flip_tensor(name: str) -> Callable[[Path], str]:
 
 
 def flip_index(folder: Path) -> str:
-    """The type of the first key."""
     content = (folder / MODEL).read_bytes()
     return flip(folder, MODEL, content.index(b"general.architecture") + len("general.architecture") + 1)
 
@@ -277,7 +271,6 @@ def write_signed(folder: Path, name: str, value: float) -> None:
 
 
 def mend(value: object, mended: dict[str, str]) -> object:
-    """A key's value with the digests replaced."""
     if isinstance(value, list):
         return [mend(line, mended) for line in value]
     for old, new in mended.items() if isinstance(value, str) else ():

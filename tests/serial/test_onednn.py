@@ -42,7 +42,6 @@ def assert_near(found, expected):
 
 @pytest.fixture
 def by_library(monkeypatch):
-    """Nothing is computed on float32 copies."""
     ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
 

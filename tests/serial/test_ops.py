@@ -24,19 +24,16 @@ SHOWN: set[str] = set()  # names of operations that a test is about
 
 
 def shows(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks a test as being about these operations."""
     SHOWN.update(names)
     return lambda test: test
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    """Random numbers, the same for the same shape and seed."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 @contextlib.contextmanager
 def unchanged(*arrays: np.ndarray) -> Iterator[None]:
-    """The body writes none of the arrays."""
     before = [array.tobytes() for array in arrays]
     yield
     assert [array.tobytes() for array in arrays] == before, "an input was written"
@@ -56,7 +53,6 @@ def check_slope(f: Callable[..., float], inputs: list[np.ndarray], gradients: li
 
 
 def close(found: np.ndarray, expected: object, atol: float = 1e-13) -> None:
-    """Equal up to the rounding of float64."""
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=atol)
 
 
@@ -324,7 +320,6 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def attention_inputs(shape: tuple[int, ...]) -> list[np.ndarray]:
-    """q, k and v."""
     b, t, s, h, kv, d, e = shape
     return [numbers(b, t, h, d), numbers(b, s, kv, d, seed=1), numbers(b, s, kv, e, seed=2)]
 

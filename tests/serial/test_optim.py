@@ -64,7 +64,6 @@ def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
 
 
 def norm_of(arrays: dict[str, np.ndarray]) -> float:
-    """The Euclidean norm over all elements."""
     return math.sqrt(math.fsum(math.fsum(array.ravel() ** 2) for array in arrays.values()))
 
 
@@ -406,7 +405,6 @@ ENDS = [0, 1, 1000, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 2 * DRAW_BLOCK +
 
 
 def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
-    """Elements of a parameter, all of them where no range is given."""
     return initial_values(name, param, seed, start, param.size if stop is None else stop)
 
 

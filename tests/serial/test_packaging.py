@@ -26,7 +26,6 @@ BUNDLED = {
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A version to compare."""
     return tuple(int(part) for part in version.split("."))
 
 

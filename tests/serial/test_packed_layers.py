@@ -25,7 +25,6 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def begins_of(cuts=CUTS, rows=2, length=CONTEXT):
-    """Rows of documents that begin at these positions."""
     cuts, places = np.array(cuts), np.arange(length)
     row = cuts[np.searchsorted(cuts, places, side="right") - 1]
     return np.tile(row, (rows, 1)).astype(np.int64)
@@ -41,7 +40,6 @@ def documents(begins):
 
 
 def drawn(rows=2, length=CONTEXT, seed=0):
-    """Ids and targets, of which half count."""
     rng = np.random.default_rng(seed)
     ids, targets = rng.integers(61, size=(2, rows, length))
     targets[rng.random(targets.shape) < 0.5] = UNCOUNTED
@@ -63,7 +61,6 @@ def test_another_text_before_it_moves_no_bit_of_a_document(name, precision, reco
 
 
 def gradients(module):
-    """All gradients of a step, whole, in float64."""
     module.sync_gradients()
     return {name: np.array(gradient, np.float64) for name, gradient in module.gradients()}
 

@@ -18,7 +18,6 @@ SMALL += ["--val-fraction", "0.1", "--eval-every", "1"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Sixty texts of one to a hundred letters."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -28,7 +27,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """A run of one rank, and what it printed."""
     out = tmp_path_factory.mktemp("alone") / "out"
     return out, train_compiled(1, out, *SMALL, *data, "--packing", "documents", "--steps", "4")
 
@@ -57,7 +55,6 @@ def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):
 
 
 def job(tmp_path, *flags):
-    """Status and last line of errors of a job of one rank."""
     status, printed, errors = run_job(1, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=50)
     return status, printed, errors.strip().splitlines()[-1:]
 

@@ -20,7 +20,6 @@ def text(*lengths):
 
 
 def talks(*masks):
-    """A stream of conversations, of which these tokens count."""
     return stream_of(
         [
             Document(str(d), 1000 * d + np.arange(len(mask)), b"", np.array(mask, bool))

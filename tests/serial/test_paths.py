@@ -71,7 +71,6 @@ REPLACED = {"report --out: locked"}  # a page may be replaced whatever its mode:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A folder with sound things and locked ones."""
     folder = tmp_path_factory.mktemp("places")
     Path(write_text(folder, documents=1)[0]).rename(folder / "text")
     train(1, folder / "run", "--data", str(folder / "text"), *SMALL, "--batch-size", "1")

@@ -250,7 +250,6 @@ def trained(tmp_path_factory):
 
 
 def planned(*arguments, folder):
-    """The numbers of a plan."""
     assert command(World(0, 1), [*map(str, arguments), "--json", str(folder / "plan.json")]) == 0
     return json.loads((folder / "plan.json").read_text())
 

@@ -42,7 +42,6 @@ def ulps(found, exact):
 
 
 def many_positive():
-    """Numbers above 0 of all sizes, subnormal ones too, and many around 1."""
     draw = np.random.default_rng(1)
     sizes = np.ldexp(draw.uniform(1, 2, 100000), draw.integers(-1074, 1023, 100000))
     return np.concatenate([sizes, draw.uniform(0.5, 2, 100000), 1 + draw.uniform(-1, 1, 10000) * 1e-6])
@@ -137,7 +136,6 @@ OF_LIBRARIES |= {"erf", "gamma", "lgamma", "sigmoid", "standard_normal", "normal
 
 
 def is_constant(node):
-    """Whether an exponent is written as a number."""
     return isinstance(node, ast.Constant | ast.UnaryOp)
 
 
@@ -281,7 +279,6 @@ OTHER_HOST = {
 
 
 def digests(*names, **variables):
-    """The lines of portable_steps.py in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/portable_steps.py"), *names],
         env=clean_environment() | PINNED | variables,

@@ -126,7 +126,6 @@ ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
 def added(operation, *given, kind):
-    """What an operation adds its sums to."""
     dw = np.ones((33, 48), kind)
     operation(*given, dw)
     return dw

@@ -21,7 +21,6 @@ EVEN, BEHIND = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.5, 1.0]
 
 @pytest.fixture
 def said(caplog):
-    """What is said while a test runs."""
     caplog.set_level(logging.INFO, "zero_mpi")
     return caplog
 
@@ -184,7 +183,6 @@ def named_beside_a_loop(folder):
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Writes counters of a pretended host."""
     monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     monkeypatch.setattr(energy, "CRAY", tmp_path / "energy")
 

@@ -19,12 +19,10 @@ SIZES = {"layers": 3, "dim": 12, "heads": 2, "context": 8, "vocab_size": 20, "ti
 
 
 def section(title: str) -> str:
-    """The text of a section."""
     return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """The rows of tables of two columns, without heads."""
     found = re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE)
     return [row for row in found if row not in (("flag", "value"), ("s", "rate"))]
 

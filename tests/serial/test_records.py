@@ -15,7 +15,6 @@ COSTS = {"wait_seconds", "sent_bytes"}
 
 
 def record(step, **more):
-    """A record as the training loop makes it."""
     plain = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 4e-3, "tokens": 64 * step}
     return {"step": step, **plain, "tokens_per_second": 1234.5, "step_seconds": 0.05, **more}
 
@@ -199,7 +198,6 @@ def test_a_resumed_job_begins_with_a_line(tmp_path, capsys):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that a test sets."""
     now = [100.0]
     monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
     return now

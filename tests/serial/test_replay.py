@@ -50,7 +50,6 @@ def test_a_folder_in_its_place_is_refused(tmp_path):
 
 
 def snapshot(out: Path) -> dict[Path, bytes]:
-    """Every file's content, but for status.json."""
     return {
         path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "status.json"
     }

@@ -34,7 +34,6 @@ pytestmark = needs_mpiexec
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    """A small model on a few small texts."""
     return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
 
 
@@ -48,7 +47,6 @@ def unbroken(flags, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped_once(flags, tmp_path_factory) -> Path:
-    """Three steps on four ranks."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     train(4, out, *flags, *CONSTANT, "--steps", "3")
     return out
@@ -56,12 +54,10 @@ def stopped_once(flags, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(stopped_once, tmp_path) -> Path:
-    """A copy of that run, to go on from."""
     return copy(stopped_once, tmp_path / "out")
 
 
 def copy(run: Path, place: Path) -> Path:
-    """A run directory elsewhere, its links as they are."""
     return Path(shutil.copytree(run, place, symlinks=True))
 
 
@@ -154,7 +150,6 @@ ENDLESS = ["--steps", "150", "--schedule", "cosine"]  # some steps are left when
 
 @pytest.fixture(scope="module")
 def endless(flags, tmp_path_factory) -> Path:
-    """The whole of the longer run, on one rank."""
     out = tmp_path_factory.mktemp("endless") / "out"
     train(1, out, *flags, *ENDLESS)
     return out
@@ -332,7 +327,6 @@ def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped,
 
 
 def kept(out: Path) -> list[str]:
-    """The checkpoints of a run."""
     assert (out / "latest").is_symlink()
     assert (out / "latest" / "model.gguf").is_file()
     return sorted(path.name for path in out.glob("step-*"))
@@ -386,7 +380,6 @@ def rewrite(source: Path, place: Path, kind: FLOAT) -> Path:
 
 
 def as_float32(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file of any of the types, widened by the gguf package."""
     found = gguf.GGUFReader(path).tensors
     return {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in found}
 

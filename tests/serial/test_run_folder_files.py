@@ -53,7 +53,6 @@ TEXTS = {
 
 
 def report(folder, *flags):
-    """The command, in this process."""
     return command.command(World(0, 1), [str(folder), *flags])
 
 

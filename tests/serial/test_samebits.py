@@ -43,7 +43,6 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of ke
 
 
 def hosts(*machines):
-    """Several hosts, each with its machine."""
     return [(f"node{number}", machine) for number, machine in enumerate(machines)]
 
 
@@ -60,7 +59,6 @@ def test_the_trial_repeats_and_leaves_no_memory():
 
 
 def ops_memory():
-    """Bytes that the pool of activations holds."""
     return recycled_stats().held
 
 
@@ -217,7 +215,6 @@ def test_the_processors_name_is_the_systems(tmp_path):
 
 @pytest.fixture
 def flags(tmp_path):
-    """A small run."""
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 

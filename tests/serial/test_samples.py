@@ -55,13 +55,11 @@ def chat(tmp_path):
 
 
 def write_model(path, keys):
-    """A GGUF file of these keys, without weights."""
     with GGUFStream(path, "llama", keys, []):
         pass
 
 
 def printed(capfdbinary, *arguments):
-    """What the command writes."""
     assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
     return capfdbinary.readouterr().out.decode()
 

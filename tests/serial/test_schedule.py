@@ -52,14 +52,12 @@ class Around:
 
 
 def around(actions):
-    """By stage, in order of stages."""
     found = [Around(stage) for stage in by_stage(actions)]
     assert sum(1 for action in actions if isinstance(action, Progress)) == len(found)
     return sorted(found, key=lambda moves: moves.stage)
 
 
 def plans(*rows):
-    """What happens around each stage, from (start, need, drop[, reduce]), each a string of unit numbers."""
     return [tuple(tuple(map(int, units)) for units in (*row, "")[:4]) for row in rows]
 
 
@@ -298,13 +296,11 @@ def stages_of(uses, unit):
 
 
 def apart(uses, unit):
-    """Whether a stage that does not use the unit lies between two that do."""
     stages = stages_of(uses, unit)
     return stages != list(range(stages[0], stages[-1] + 1))
 
 
 def backward_needs(made, uses, reads):
-    """What the backward of each stage that has one needs, in the order in which they compute."""
     stages = [action.stage for action in made.backward if isinstance(action, Backward)]
     assert stages == list(range(len(uses) - 1, len(uses) - 1 - len(stages), -1))
     return [uses[stage] if reads[stage] else () for stage in stages]

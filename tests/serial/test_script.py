@@ -185,12 +185,10 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
 
 
 def started(*kinds, first=0):
-    """What a rank has started on one communicator."""
     return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
 
 
 def state(*of_comms, ended=None):
-    """A rank that has started this and waits, or has ended."""
     return RankState("the script", "", "", 1.0, "", list(of_comms), ended)
 
 

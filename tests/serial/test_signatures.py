@@ -27,7 +27,6 @@ for operation in OPERATIONS.values():
 
 
 def spread(x: np.ndarray) -> np.ndarray:
-    """The array as every second element of a wider one."""
     return np.repeat(x, 2, axis=-1)[..., ::2]
 
 
@@ -37,7 +36,6 @@ def copied(x: np.ndarray) -> np.ndarray:
 
 
 def placed(kind: type) -> Callable[[np.ndarray], Any]:
-    """A function that copies arrays into the type that tells which version computes."""
     return lambda x: copied(x).view(kind)
 
 
@@ -85,7 +83,6 @@ def test_arrays_with_gaps_give_what_contiguous_ones_give(name, kept_low, kind):
 
 
 def leaves(x: Any) -> list[Any]:
-    """The numbers and arrays in a result, in float64."""
     if isinstance(x, dict | list | tuple):
         return [leaf for item in (x.values() if isinstance(x, dict) else x) for leaf in leaves(item)]
     return [] if x is None or isinstance(x, str) else [np.asarray(x, np.float64)]

@@ -17,7 +17,6 @@ from docs_pages import ROOT
 
 @pytest.fixture(scope="module", autouse=True)
 def tools():
-    """The scripts of tools/, which stand alone, as modules."""
     sys.path.insert(0, str(ROOT / "tools"))
     yield
     sys.path.remove(str(ROOT / "tools"))
@@ -25,13 +24,11 @@ def tools():
 
 @pytest.fixture
 def site() -> ModuleType:
-    """Where pages lie on the site."""
     return import_module("site_pages")
 
 
 @pytest.fixture
 def reference() -> ModuleType:
-    """What the reference has."""
     return import_module("reference")
 
 

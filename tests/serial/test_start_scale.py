@@ -21,7 +21,6 @@ KEPT = 400  # bytes for each rank: its slice of units of four lengths, its proce
 
 
 def begun(ranks, folder):
-    """What it took to begin a run of so many ranks."""
     data = write_text(folder)
     status, printed, errors = run_command(
         [sys.executable, SCRIPT, str(ranks), *FLAGS, "--data", *data], timeout=60, cwd=folder

@@ -16,18 +16,15 @@ FIELDS = ["state", "reason", "step", "steps", "ranks", "host", "pid", "started",
 
 
 def read(out):
-    """The file."""
     return json.loads((out / "status.json").read_text())
 
 
 def age(said):
-    """Seconds since it was written."""
     return (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
 
 
 @pytest.fixture
 def often(monkeypatch):
-    """Renewals come quickly."""
     monkeypatch.setattr(status, "RENEWAL_SECONDS", 0.05)
 
 

@@ -33,7 +33,6 @@ SMALL = (
 
 
 def make_step(config, rows):
-    """A training step on random tokens."""
     module = ShardedModule(config.stages(), SerialComm())
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 1)
@@ -91,7 +90,6 @@ def held_after_steps(name, sizes, rows):
 
 
 def environment():
-    """Where this file and what it imports are found."""
     here = Path(__file__).resolve().parent
     return os.environ | {"PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}"}
 

@@ -131,7 +131,6 @@ def test_stored_bytes_are_read_in_ranges(base):
 
 @pytest.fixture(scope="module")
 def module():
-    """A module of one rank with a base of every type."""
     return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))
 
 
@@ -150,7 +149,6 @@ def test_a_rank_keeps_bytes_and_unpacks_a_unit_or_two(module):
 
 
 def module_kinds(module):
-    """Types of what is stored, by name."""
     return {name: kind for unit in module.units for name, kind in getattr(unit.unit, "kinds", {}).items()}
 
 

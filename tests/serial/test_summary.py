@@ -151,7 +151,6 @@ def test_kinds_of_memory_are_the_largest_and_the_rest():
 
 
 def start_of(config, ranks_here, threads=1):
-    """As much of a start as cautions look at."""
     description = SimpleNamespace(machine={"threads": threads})
     session = SimpleNamespace(config=config, description=description)
     return Start(session, [("n", ranks_here), ("m", 5)], 1e9)

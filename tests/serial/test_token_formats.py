@@ -24,7 +24,6 @@ def write_npy(folder, documents=DOCUMENTS, dtype=np.uint16):
 
 
 def write_llm_c(folder, magic=20240520, version=1, dtype="<u2", count=None):
-    """As llm.c's data_common.py does it."""
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(IDS) if count is None else count
     (folder / "tokens.bin").write_bytes(header.tobytes() + np.array(IDS, dtype).tobytes())

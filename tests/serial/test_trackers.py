@@ -33,7 +33,6 @@ TAGGED = {
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What is said as warnings."""
     said = []
     monkeypatch.setattr(tracker.log, "warning", lambda form, *values: said.append(form % values))
     return said
@@ -103,7 +102,6 @@ def test_a_missing_folder_of_the_collector_is_said(tmp_path):
 
 @pytest.fixture
 def fake_wandb(monkeypatch):
-    """A module `wandb` that notes what it is asked."""
     noted = SimpleNamespace(init=None, logged=[], finished=False)
 
     def init(**given):
@@ -150,12 +148,10 @@ def fake_mlflow(monkeypatch):
             return "7"
 
         def create_run(self, number, run_name, tags):
-            """Note its tags."""
             noted.tags = tags
             return SimpleNamespace(info=SimpleNamespace(run_id=f"run of {number}"))
 
         def log_batch(self, run, metrics=(), params=()):
-            """Note what comes, within the limits of their servers."""
             assert len(metrics) <= 1000
             assert len(params) <= 100
             noted.requests += 1
@@ -165,7 +161,6 @@ def fake_mlflow(monkeypatch):
             noted.metrics += metrics
 
         def set_terminated(self, run):
-            """Note the end."""
             noted.ended.append(run)
 
     entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
@@ -253,7 +248,6 @@ def test_a_missing_library_is_said_with_what_to_install(name, wish, extra, monke
 
 
 def records(out):
-    """The records of a run by step."""
     return {line["step"]: line for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())}
 
 

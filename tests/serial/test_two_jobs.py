@@ -45,14 +45,12 @@ train_command.main()
 
 @pytest.fixture
 def job(tmp_path) -> list[str]:
-    """A job that waits."""
     (tmp_path / "job.py").write_text(WAITING)
     return [str(tmp_path / "job.py"), *SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 
 @pytest.fixture
 def first(job, tmp_path) -> Iterator[subprocess.Popen[bytes]]:
-    """The first job, when it waits."""
     command = [*launcher(), "-n", "2", sys.executable, *job]
     process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), start_new_session=True)
     wait_for(tmp_path / "waits")
@@ -72,7 +70,6 @@ def wait_for(path: Path) -> None:
 
 
 def status_of(out: Path) -> dict[str, object]:
-    """What status.json says."""
     return json.loads((out / "status.json").read_text())
 
 

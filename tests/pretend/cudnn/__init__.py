@@ -107,7 +107,6 @@ class Tensor:
         return self
 
     def on(self, address: int) -> np.ndarray:
-        """The array at an address."""
         kind = TYPES[self.type]
         last = sum((n - 1) * step for n, step in zip(self.dim, self.stride, strict=True))
         extent = (last + 1) * kind.itemsize

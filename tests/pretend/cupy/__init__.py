@@ -26,7 +26,6 @@ inf, newaxis = np.inf, None
 
 
 def host_refused(*values: Any) -> None:
-    """CuPy takes no arrays of the host but where it says so."""
     for value in values:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError(f"Unsupported type {type(value)}")
@@ -73,7 +72,6 @@ class ndarray:
         self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
 
     def _view(self, host: np.ndarray) -> ndarray:
-        """An array on the same memory."""
         view = ndarray.__new__(ndarray)
         view._host, view.base = host, self if self.base is None else self.base
         offset = host.__array_interface__["data"][0] - self.data.mem.ptr if host.size else 0
@@ -289,5 +287,4 @@ def __getattr__(name: str) -> Any:
 
 
 def get_default_memory_pool() -> Any:
-    """Where arrays come from."""
     return cuda.POOL

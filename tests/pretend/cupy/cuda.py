@@ -21,7 +21,6 @@ _local = threading.local()
 
 
 def delay() -> float:
-    """The longest that work waits before it is done, in seconds."""
     return float(os.environ.get("PRETEND_CUPY_DELAY", "0"))
 
 
@@ -62,7 +61,6 @@ class Memory:
 
 
 def is_device_address(ptr: int) -> bool:
-    """Whether an address lies in device memory."""
     return inside(ptr, 1)
 
 
@@ -141,7 +139,6 @@ class PinnedMemory:
 
 
 def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
-    """A place in pinned memory, which gives its bytes as a buffer."""
     pointer = (ctypes.c_char * (mem.size - offset)).from_buffer(mem._room, offset)
     pointer.mem, pointer.ptr = mem, mem.ptr + offset
     return pointer
@@ -214,13 +211,11 @@ class Stream:
         threading.Thread(target=self._run, name=f"pretend stream {self.ptr}", daemon=True).start()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Ask for a piece of work."""
         with self._changed:
             self._asked += 1
         self._work.put(work)
 
     def keep(self, memory: Any) -> None:
-        """Hold on to memory until all that was asked for so far is done."""
         if not self.done:
             self._kept.append((self._asked, memory))
 
@@ -276,7 +271,6 @@ class Stream:
         return self.use()
 
     def __exit__(self, *_: Any) -> None:
-        """Go back to the stream of the `with` block around this one, and forget one that `use` has chosen."""
         _local.stack.pop()
         (_local.stack or [Stream.null])[-1].use()
 

@@ -57,7 +57,6 @@ class Launch(ctypes.Structure):
 
 
 def compiler() -> str:
-    """The path of g++."""
     found = shutil.which("g++")
     if found is None:
         raise RuntimeError("the pretend CuPy runs kernels only where there is g++")
@@ -79,7 +78,6 @@ def run_compiler(*arguments: str, text: str) -> str:
 
 
 def kernels_of(code: str) -> dict[str, int]:
-    """Name -> most threads of a block, of all kernels of a source."""
     seen = run_compiler("-E", "-P", text=code)
     return {name: int(bound or MOST_THREADS) for bound, name in KERNEL.findall(seen)}
 

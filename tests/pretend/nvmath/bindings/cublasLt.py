@@ -103,7 +103,6 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """Bytes from the first element to the end of the last."""
         return ((self.batch - 1) * self.apart + (self.cols - 1) * self.ld + self.rows) * TYPES[
             self.type
         ].itemsize
@@ -233,7 +232,6 @@ def matmul_preference_set_attribute(pref: int, attr: int, buf: int, size_in_byte
 
 
 def _own(product: Product) -> tuple[tuple[int, int], ...]:
-    """A product's attributes but for the address of its bias."""
     return tuple(sorted((name, value) for name, value in product.set.items() if name != D.BIAS_POINTER))
 
 
