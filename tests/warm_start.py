@@ -32,9 +32,6 @@ HEAD = 8  # bytes of the length that a request begins with
 SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # that a client passes on
 
 
-# ------------------------------------------------------------------------- what the launcher starts
-
-
 def client(address: str, arguments: list[str]) -> None:
     """Have a rank forked, and end as it ends. Imports little: it is started for each rank."""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -56,9 +53,6 @@ def client(address: str, arguments: list[str]) -> None:
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
-
-
-# --------------------------------------------------------------------------- where ranks come from
 
 
 class Server:

@@ -78,9 +78,6 @@ def unbroken() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-# ----------------------------------------------------------------------------- how events are made to happen
-
-
 @contextlib.contextmanager
 def inside(trial: Trial) -> Iterator[Stage]:
     yield Stage(lambda trial: trial.now.touch())
@@ -201,9 +198,6 @@ TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
 # Open MPI's launcher waits for a host that it cannot reach, unless ssh notices.
 ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCountMax=2"]
 REFUSED = "token file cut short before the start"
-
-
-# ---------------------------------------------------------------------------------- what must hold afterwards
 
 
 def read_status(out: Path) -> dict[str, str]:

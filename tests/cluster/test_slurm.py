@@ -98,9 +98,6 @@ def assert_same_state(out: Path, reference: Path) -> None:
         assert [key for key in found if found[key].tobytes() != expected[key].tobytes()] == []
 
 
-# told to save and stop
-
-
 @pytest.mark.parametrize(
     ("script", "launch", "mpi"),
     [
@@ -174,9 +171,6 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
     assert_same_run(out, tmp_path / "unbroken")
 
 
-# the end of the job's time
-
-
 def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path):
     """Nobody sends a signal: the run itself knows when the minute is over."""
     out = tmp_path / "out"
@@ -212,9 +206,6 @@ def test_the_signal_before_the_limit_saves(here, flags, tmp_path):
     stopped = assert_saved(out)
     assert f"stopped after step {stopped}; run the same command to go on" in here.log(job)
     here.until(lambda: here.facts(job)["Restarts"] != "0", job, "not requeued")
-
-
-# what is not requeued
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):
@@ -259,9 +250,6 @@ def test_bad_usage_ends_the_job(here, flags, tmp_path):
     assert "zero_mpi train: error: --steps -1: expected at least 0" in here.log(job)
 
 
-# a chain
-
-
 def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, tmp_path):
     """Two are stopped, the third gets the run done, the fourth is not needed."""
     out = tmp_path / "out"
@@ -283,9 +271,6 @@ def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, 
     assert f"at step {stops[1]}" in here.log(f"{job}_3")
     assert here.log(f"{job}_4") == ""
     assert_same_run(out, unbroken)
-
-
-# statuses
 
 
 @pytest.mark.parametrize("start", [["srun", "--mpi=pmi2", "-n", "3"], ["salloc", "-Q", "-n", "3", "mpirun"]])

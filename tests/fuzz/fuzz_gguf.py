@@ -212,8 +212,6 @@ def changed_tensors(random: Random, file: File) -> None:
             file.tensors[place] = name, (*shape[:-1], random.choice([1, 3, 7, 2**20])), kind
 
 
-# ------------------------------------------------------------------------------------------- commands
-
 DATA = "some text that is long enough for a window or two of training, a b a b\n" * 20
 
 
@@ -262,9 +260,6 @@ def train(folder: Path, *flags: str) -> list[str]:
         "0",
     ]
     return ["-m", "zero_mpi.train", "--out", "out", "--data", "data.txt", *sizes, *flags]
-
-
-# ---------------------------------------------------------------------------------------------- cases
 
 
 def sound(random: Random, folder: Path) -> list[str]:

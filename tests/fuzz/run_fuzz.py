@@ -111,9 +111,6 @@ def problems(command: str, end: Ending) -> Iterator[str]:
         yield "warning"
 
 
-# ------------------------------------------------------------------------------------------- processes
-
-
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
     """action() in a forked process that stands in `folder`; what it prints goes to files at `output`.
 
@@ -217,9 +214,6 @@ def run_command(args: list[str]) -> None:
 
 def run_alone(args: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *args])
-
-
-# ---------------------------------------------------------------------------------------------- cases
 
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:

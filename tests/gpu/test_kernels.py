@@ -63,8 +63,6 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     return tuple(low_precision.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
 
 
-# ------------------------------------------------------------------------------- how an array may lie
-
 GUARD = 67  # elements before and after
 
 
@@ -125,9 +123,6 @@ def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * most)
     else:
         np.testing.assert_allclose(a, b, rtol=1e-6 if kind == F32 else 1e-5)
-
-
-# -------------------------------------------------------------------------------- every operation, in a table
 
 
 def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
@@ -329,9 +324,6 @@ def test_activations_have_their_limits(gpu, kind):
         np.testing.assert_array_equal(gpu.to_host(found).astype(np.float32), wanted)
 
 
-# ----------------------------------------------------------------------------------------------- norms
-
-
 @every_kind
 def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
     for name, case in norm_cases((3, 8195), kind).items():
@@ -368,9 +360,6 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
         check(name, (args, {}), plain, kind)
 
 
-# ------------------------------------------------------------------------------------------ sums over rows
-
-
 @every_kind
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 64), (300, 17), (2, 600)], ids=str)
 def test_columns_are_summed_into_any_type(gpu, shape, kind):
@@ -402,9 +391,6 @@ def test_rows_are_added_to_where_they_lie(gpu, kind):
                 assert bits(y) == wide.astype(kind).tobytes()
                 if layout is columns:
                     assert np.isnan(gpu.to_host(room)[:, [0, 1, 2, -2, -1]].astype(np.float32)).all()
-
-
-# ------------------------------------------------------------------------------------------------ embedding
 
 
 @every_kind
@@ -464,9 +450,6 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
     assert math.isnan(float(loss))
 
 
-# ----------------------------------------------------------------------------------------------- rotary turn
-
-
 @every_kind
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # of a head is turned, an even number
@@ -489,9 +472,6 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
         assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
-
-
-# ------------------------------------------------------------------------------------------------------ loss
 
 
 @every_kind
@@ -531,9 +511,6 @@ def test_cross_entropy_does_not_overflow(gpu, kind):
     assert float(loss) == pytest.approx(wide[0, 0] - wide[0, 1] + 2 * math.log(2), rel=1e-6)
     wanted = [[1, -1, 0], [0, 0.5, -0.5], [0, -0.5, 0.5]]
     np.testing.assert_allclose(gpu.to_host(dz).astype(np.float32), wanted, atol=1e-6)
-
-
-# -------------------------------------------------------------------------------------------------- no work
 
 
 @every_kind

@@ -74,9 +74,6 @@ def bits(optimizer):
     return {name: array.tobytes() for name, array in found.items()}
 
 
-# ------------------------------------------------------------------------------------------------- the bits
-
-
 @pytest.mark.parametrize(
     ("how", "precision"), [("moments", FP32), ("moments", BF16), ("state", BF16), ("state", FP16)]
 )
@@ -110,9 +107,6 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
     assert bits(offloaded) == before
     step(kept, 0)
     assert bits(kept) == before
-
-
-# ----------------------------------------------------------------------------------------------- the memory
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
@@ -194,8 +188,6 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
     with pytest.raises(UsageError, match=r"^--offload: the host gives no .* GiB of pinned memory \(.*$"):
         ShardedAdamW(module, offload="moments")
 
-
-# -------------------------------------------------------------------------------------------------- the order
 
 HELD = {
     "filled": "_up",

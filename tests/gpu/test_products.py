@@ -55,9 +55,6 @@ def gemm(gpu):
     gemm._products = before
 
 
-# ------------------------------------------------------------------------------------------- the linear layer
-
-
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("extras", ["", "b", "plus", "b plus"])
@@ -212,9 +209,6 @@ def test_float64_is_left_to_the_definition(gpu):
     assert np.allclose(gpu.to_host(ops.linear_backward_x(*map(gpu.from_host, (dy, w)))), dy @ w, rtol=1e-13)
 
 
-# ---------------------------------------------------------------------------------------- a head and its loss
-
-
 def head_case(kind, n, c, v, own=None):
     x, w, b = draw(kind, n, c), draw(kind, v, c, scale=c**-0.5), draw(kind, v, scale=0.1)
     targets = np.random.default_rng(n).integers(0, v, n)
@@ -268,9 +262,6 @@ def test_chunks_take_no_more_than_they_may(gpu):
         assert rows * row <= most or rows == 1
         assert 1 <= rows <= n
         assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most
-
-
-# -------------------------------------------------------------------------------------------------- the plans
 
 
 def a_step(gpu, arrays):
@@ -365,8 +356,6 @@ def test_batches(gpu, gemm, kind):
     gemm.multiply(part, sides[1].part(0, 5), gemm.batched(out)._replace(rows=6, columns=5), tb=True)
     close(gpu.to_host(out)[..., :6, :5], wide[0][..., 4:10, :] @ wide[1][..., :5, :].swapaxes(-1, -2), "f32")
 
-
-# ------------------------------------------------------------------------------------------ the real bindings
 
 REAL = """
 import json, inspect

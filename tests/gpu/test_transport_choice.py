@@ -41,9 +41,6 @@ CRASHES = child(FOUND, end="os.kill(os.getpid(), signal.SIGSEGV)")
 NO_DRIVER = child({"error": "no driver"})
 
 
-# ---------------------------------------------------------------------------------------------- detection
-
-
 class Library:
     """A communicator whose library knows the key of MPI 4.1."""
 
@@ -135,9 +132,6 @@ def test_all_ranks_have_one_answer(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
     one_node_fails = device_detect.find_answer(WORLD, forced, CRASHES if last else WORKS)
     assert one_node_fails == Answer(False, "ZERO_MPI_GPU_AWARE=1, but the test died of SIGSEGV")
-
-
-# ------------------------------------------------------------------------------------------------- choice
 
 
 def made(transport="auto", **flags):

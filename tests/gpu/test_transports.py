@@ -156,9 +156,6 @@ def poll(ready):
         time.sleep(1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ gathers
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
 def test_allgather(comm, kind, in_place):
@@ -185,9 +182,6 @@ def test_broadcast_from_each_root(comm, kind):
         array = on_device(whole if comm.rank == root else np.zeros(35, kind))
         comm.broadcast(array.reshape(7, 5), root, "test").wait()
         same_bits(array, whole)
-
-
-# --------------------------------------------------------------------------------------------- reductions
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -247,9 +241,6 @@ def test_arrays_of_the_host_go_as_ever(comm):
     assert other.rank == comm.rank
     if other is not comm:
         other.close()
-
-
-# ------------------------------------------------------------------------------------ order with computing
 
 
 def test_the_stream_that_computes_stays_the_current_one(gpu):
@@ -406,9 +397,6 @@ def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
     poll(handle.test)
     assert found.tobytes() != whole.tobytes()
     same_bits(full, whole)
-
-
-# -------------------------------------------------------------------------------- many, pieces, what is kept
 
 
 def start_many(comm, count):

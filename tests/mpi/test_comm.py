@@ -151,9 +151,6 @@ def poll(ready):
         time.sleep(1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ gathers
-
-
 @over_buffers
 def test_allgather_of_a_shard(comm, length, quantum, dtype):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
@@ -186,9 +183,6 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
         shard.check(own)
         if full is not None:
             full.check(whole)
-
-
-# --------------------------------------------------------------------------------------------- reductions
 
 
 def room(comm, length, dtype=np.float32):
@@ -314,9 +308,6 @@ def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
     assert same_bits(ones, np.ones(101))
 
 
-# --------------------------------------------------------------------------------- broadcasts and objects
-
-
 @over_dtypes
 @pytest.mark.parametrize("shape", [(101,), (7, 5), (0,)], ids=str)
 def test_broadcast_from_each_root(comm, shape, dtype):
@@ -345,9 +336,6 @@ def test_barrier_waits_for_the_last(comm):
     comm.barrier()
     left = time.monotonic()
     assert min(comm.allgather_object(left)) >= comm.allgather_object(came)[late]
-
-
-# -------------------------------------------------------------------------------------- several in flight
 
 
 class Many:
@@ -463,9 +451,6 @@ def test_a_reduction_is_not_complete_before_the_last_rank_gives(name):
         comm.barrier()
     handle.wait()
     assert close(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
-
-
-# ----------------------------------------------------------------------------------- scratch, tags, thread
 
 
 def scratch_of(comm):

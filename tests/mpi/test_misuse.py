@@ -460,8 +460,6 @@ def test_a_module_can_be_used_after_into_inner(kit):
     assert tiny.digest(kit.module.into_inner()[1]) != before
 
 
-# ------------------------------------------------------------------------------------ ranks that differ
-
 mine = partial(lambda usual, odd: odd if RANK == ODD else usual)
 ALONE = f"on rank {ODD}, where {'rank 0 has' if SIZE == 2 else f'{SIZE - 1} of {SIZE} ranks have'}"
 OTHER = Llama.from_flags(SIZES | {"ffn": 64})

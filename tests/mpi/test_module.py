@@ -32,9 +32,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-# ------------------------------------------------------------------------------------------- the state
-
-
 @strategies
 def test_state_dict_goes_out_and_in(exact, strategy):
     module = tiny.make(exact, CONFIG, strategy)
@@ -89,9 +86,6 @@ def test_load_state_dict_names_what_does_not_fit(exact):
         module.load_state_dict(state | {"output.weight": state["output.weight"].T})
 
 
-# ------------------------------------------------------------------------------------------- prefetch
-
-
 def test_prefetch_before_forward(exact):
     module = tiny.make(exact, CONFIG, prefetch=2)
     x, _ = tiny.micro_batch(0, 0, CONFIG)
@@ -136,9 +130,6 @@ def test_a_step_drops_what_was_gathered_before_it(exact):
         optimizer.step()
         outputs.append(module.forward(x, training=False))
     assert np.array_equal(*outputs)
-
-
-# ------------------------------------------------------------------------------------------ gradients
 
 
 def one_round(module, rank):
@@ -247,9 +238,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
 def test_impossible_arguments(exact, options, message):
     with pytest.raises(ValueError, match=message):
         ShardedModule(CONFIG.stages(), exact, FULL_SHARD, **options)
-
-
-# ------------------------------------------------------------------------------------- DDP and others
 
 
 def test_ddp_broadcasts_the_roots_parameters(exact):

@@ -31,6 +31,11 @@ MIDDLE = {
     "gpt2": GPT2.from_flags({"layers": 3, "dim": 80, "heads": 4, "context": 11, "vocab_size": 777}),
 }
 RAGGED = ("one", "less", "more")
+LOW = [
+    {"precision_name": "bf16"},
+    {"precision_name": "fp16"},
+    {"precision_name": "bf16", "reduce_dtype": "fp32"},
+]
 
 
 class Recorder(RecordingComm):
@@ -79,9 +84,6 @@ def after_step(comm, case):
     return module, optimizer
 
 
-# -------------------------------------------------------------------------------------------------- traffic
-
-
 def check_traffic(comm, case):
     recording = Recorder(comm)
     before = comm.meter.sent_bytes
@@ -107,7 +109,7 @@ def test_traffic_of_ragged_rounds(mpi, strategy, kind):
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefetch": 0}, {"prefetch": 3}, {"recompute": True}, {"frozen": ("token_embd*", "blk.0.*")}],
+    [{"prefetch": 0}, {"prefetch": 3}, {"recompute": True}, {"frozen": ("token_embd*", "blk.0.*")}, *LOW],
     ids=str,
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -131,9 +133,6 @@ def test_traffic_of_shared_memory(shared, strategy):
     after_step(shared, case)
     sent = shared.allgather_object(shared.meter.sent_bytes - before)
     assert sent == plan_traffic(case, flags=0).sent.tolist()
-
-
-# --------------------------------------------------------------------------------------------- several nodes
 
 
 @pytest.fixture(scope="module", params=["nodes", "messages"])
@@ -168,9 +167,6 @@ def test_memory_over_nodes(apart, strategy):
     check_memory(apart, case)
 
 
-# --------------------------------------------------------------------------------------------------- memory
-
-
 def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
@@ -196,6 +192,7 @@ def held_bytes(module, optimizer):
         "gathered": module.parameter_pool.nbytes if strategy.shards_parameters else 0,
         "unpacked": module.unpacked_pool.nbytes,
         "gradient_buffers": module.gradient_pool.nbytes,
+        "masters": sum(one.master.nbytes for one in kept) if module.precision.is_low else 0,
         "snapshot": sum(copy.values.nbytes for copy in taken),
     }
 
@@ -225,7 +222,7 @@ def test_memory_of_the_library_s_reductions(fast, strategy):
     check_memory(fast, case_of(fast, MIDDLE["llama"], strategy, 2 * fast.size, async_save=True))
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"frozen": ("blk.*",)}], ids=str)
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"frozen": ("blk.*",)}, *LOW], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_of_other_settings(mpi, strategy, options):
     case = case_of(mpi, MIDDLE["llama"], strategy, 2 * mpi.size, async_save=True, **options)

@@ -214,9 +214,6 @@ def test_nobody_adds_into_gradients_that_a_late_rank_still_reads(shared):
         assert np.array_equal(unit.gradient.whole, gradient)
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_gathered_parameters_are_the_same_memory_and_read_only(shared, strategy):
     module = tiny.make(shared, CONFIG, strategy)
@@ -388,9 +385,6 @@ def test_waiting_hands_the_core_over(crowded, monkeypatch):
     sleeps = done[spins:]
     assert sleeps == sorted(sleeps)
     assert (sleeps[0], sleeps[-1]) == (spin_wait.SHORTEST, spin_wait.LONGEST)
-
-
-# ----------------------------------------------------------------------------------- where it is not possible
 
 
 def test_more_than_there_is_is_refused_on_all_ranks(shared):

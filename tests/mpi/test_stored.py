@@ -59,9 +59,6 @@ def test_on_several_nodes(base, floats, strategy, kind):
             assert tiny_blocks.train(comm, *base, strategy) == floats["fp32"]
 
 
-# ---------------------------------------------------------------------------------------------- the plan
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_memory_and_traffic_are_the_plan_s(mpi, base, strategy, prefetch):

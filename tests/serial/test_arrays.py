@@ -149,8 +149,6 @@ def test_the_second_round_of_the_same_sizes_allocates_nothing():
         assert pool.nbytes == 4 * (50 + 10 + 30 + 50)
 
 
-# ------------------------------------------------------------------------- memory that comes back by itself
-
 LARGE = (100, 1000)  # 400 kB in float32
 
 

@@ -131,8 +131,6 @@ def test_the_plan_counts_its_bytes(adapters):
     assert found[KEEP].snapshot - found[None].snapshot == (trained if adapters else found[None].parameters)
 
 
-# ------------------------------------------------------------------------------------------- the command
-
 SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--tied"]
 DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
 FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]

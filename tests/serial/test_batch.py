@@ -64,9 +64,6 @@ def programs(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-# what batch systems say
-
-
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
@@ -175,9 +172,6 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
     assert time.monotonic() - begun < 5
 
 
-# the end
-
-
 def test_the_age_of_a_process_counts_from_its_start():
     text = "import time; time.sleep(0.5)\n"
     text += "from zero_mpi.launch.limits import process_age\nprint(process_age())"
@@ -264,9 +258,6 @@ def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
     assert time.monotonic() - begun < NOTICE
     assert f"stopped after step {len(fields(out))} in time for the end of {name};" in printed
     assert os.readlink(out / "latest") == f"step-{len(fields(out)):08d}"
-
-
-# the scripts
 
 
 def body(path: Path) -> list[str]:

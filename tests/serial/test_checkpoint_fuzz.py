@@ -123,8 +123,6 @@ def test_the_undamaged_pair_loads(bench):
     assert not bench.run(bench.other | {MODEL: bench.pair[MODEL]})
 
 
-# at random
-
 WILD = [0, 1, 2, 7, 31, 32, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
 
 
@@ -218,9 +216,6 @@ def test_any_truncation_and_growth_is_refused(name, bench):
         assert not bench.load(bench.pair | {name: content[:size]}), size
     for more in (b"\0", bytes(31), bytes(32), b"GGUF", content):
         assert not bench.load(bench.pair | {name: content + more}), len(more)
-
-
-# on purpose
 
 
 def key_value(content: bytes, key: str) -> int:
@@ -360,9 +355,6 @@ def test_keys_of_another_type_are_refused_or_not_looked_at(name, bench):
         for keys in (others, *(others | {key: value} for value in OTHER_VALUES)):
             header, _, _ = pack_file(file.metadata["general.architecture"], keys, specs)
             bench.load(bench.pair | {name: header + content[bench.index[name] :]})
-
-
-# a model file alone
 
 
 def computes(path: Path) -> bool:

@@ -138,9 +138,6 @@ def test_the_package_runs_as_the_console_script_does():
         assert python("-m", "zero_mpi", *arguments) == run_command([*console, *arguments], timeout=30)
 
 
-# what was meant
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -223,8 +220,6 @@ def test_an_error_of_an_old_form_is_the_one_line_that_it_was():
     assert (status, printed, errors.count("\n")) == (2, "", 1)
     assert "nowhere.gguf" in errors
 
-
-# completion
 
 TRY = r"""
 eval "$1"; shift

@@ -126,9 +126,6 @@ def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
     assert said("--config", str(tmp_path / "all.toml")) == said(*flags) == []
 
 
-# what is said at a start
-
-
 def test_a_model_that_is_trained_further_has_another_rate_and_it_is_said():
     config = parse(["--init", "m.gguf", "--data", "text"])
     assert config.lr == 5e-5

@@ -80,9 +80,6 @@ def changed(config):
     return {name: value for (name, value), (_, default) in pairs if value != default}
 
 
-# flags
-
-
 def test_no_flags_give_the_defaults():
     assert parse([]) == Config()
 
@@ -132,9 +129,6 @@ def test_choices_are_checked_on_the_command_line_and_in_the_file(name, tmp_path)
 def test_values_out_of_range_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=flags[0]):
         parse(flags)
-
-
-# the file
 
 
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
@@ -222,9 +216,6 @@ def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
         parse(["--config", str(tmp_path / "binary.toml")])
     with pytest.raises(UsageError, match=r"--config .*: expected a TOML file, found a folder"):
         parse(["--config", str(tmp_path)])
-
-
-# durations and threads
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,6 @@ def refused(usual, odd, cwd):
     return errors
 
 
-# who is the odd one
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -126,9 +123,6 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(rank, expected):
 def test_a_run_of_one_rank_is_no_mistake(environ):
     consistency.check_not_alone(World(0, 1), environ)
     consistency.check_not_alone(World(0, 4), {"PMI_SIZE": "4"})
-
-
-# in jobs
 
 
 @needs_mpiexec

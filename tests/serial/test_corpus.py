@@ -75,9 +75,6 @@ def documents_of(tokens):
     return set(np.unique(tokens).tolist()) - {EOS}
 
 
-# finding files
-
-
 def test_folders_are_read_in_order_of_name_and_hidden_files_skipped(tmp_path):
     write(tmp_path, b="1", a__z="2", a__c__x="3", B="4", a0="5")
     for hidden in (".git/config", "a/.hidden", "a/.cache/x"):
@@ -123,9 +120,6 @@ def test_a_pipe_is_refused_by_name_and_skipped_in_a_folder(tmp_path):
     with pytest.raises(UsageError, match="pipe is neither a file nor a folder"):
         collect_files([str(tmp_path / "pipe")])
     assert collect_files([str(tmp_path)]) == []
-
-
-# text
 
 
 def test_documents_are_bytes_each_closed_by_eos(tmp_path):
@@ -198,9 +192,6 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(UsageError, match=r"cannot read .*locked: Permission denied"):
         load(path)
-
-
-# token files
 
 
 def test_token_files_are_taken_as_they_are(tmp_path):
@@ -279,9 +270,6 @@ def test_which_kind_of_files_is_known_beforehand(tmp_path):
     assert holds_token_files([str(ids)])
     assert not holds_token_files([str(text)])
     assert not holds_token_files([])
-
-
-# the held-out set
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -371,9 +359,6 @@ def test_other_fractions_are_refused(tmp_path, fraction):
         load(many(tmp_path), val_fraction=fraction)
 
 
-# too little data
-
-
 def test_a_single_window_is_enough_and_one_token_less_is_not(tmp_path):
     path = put(tmp_path / "a", "abcd")
     assert load(path, context=4, val_fraction=0.05).train.size == 5
@@ -400,9 +385,6 @@ def test_a_folder_of_binary_files_is_empty_data_and_says_so(tmp_path):
     put(tmp_path / "b", b"\0" * 99)
     with pytest.raises(UsageError, match=r"no text and no tokens: .*; files that are no text left out: 1"):
         load(tmp_path)
-
-
-# the hash
 
 
 def test_other_data_are_held_out_whole(tmp_path):
@@ -467,9 +449,6 @@ def test_the_hash_of_token_files_sees_ids_and_names(tmp_path):
     assert len(set(hashes)) == 3
 
 
-# Python's own library
-
-
 def test_the_library_is_python_source_without_tests_and_packages():
     files = stdlib_files()
     root = text_files.stdlib_root()
@@ -520,9 +499,6 @@ def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
         load()
-
-
-# entropy
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

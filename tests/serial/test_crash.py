@@ -57,9 +57,6 @@ def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = 
 STATES = {(step, seed): trained(step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
 
 
-# counting operations
-
-
 class Operations:
     """Counts the calls that change files, or begin to, and stops at number `stop_at` by `action`."""
 
@@ -121,9 +118,6 @@ def inode(handle: int) -> int:
     return os.fstat(handle).st_ino
 
 
-# where a save begins
-
-
 @dataclass(frozen=True)
 class Case:
     """What is there when step 2 is saved, and what is to be there after it."""
@@ -179,9 +173,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# what must hold after an interruption
-
-
 def sound_step(folder: Path) -> int:
     """The step of a checkpoint whose two files are what was written."""
     files = open_checkpoint(folder)
@@ -209,9 +200,6 @@ def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
     names = [folders.step_folder(out, step).name for step in case.after]
     assert sorted(path.name for path in out.iterdir()) == ["latest", *names]
     assert contents(out / "latest") == complete
-
-
-# by SIGKILL
 
 
 def save_and_die(out: Path, case: Case, stop_at: int, *, power: bool) -> bool:
@@ -255,9 +243,6 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
         if not killed:
             break
     assert stop_at > 25, "the sweep has not seen the operations of a save"
-
-
-# by an error of the system
 
 
 @contextlib.contextmanager

@@ -34,9 +34,6 @@ TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # with those t
 BESIDE = re.compile(r"(\]\()(?!https:)([^)#\s]+)?(#[\w-]+)?\)")
 
 
-# ------------------------------------------------------------------------------------------ commands
-
-
 def all_lines() -> list[str]:
     of_pages = [step.text for page in PAGES for step in steps_of(page) if isinstance(step, Line)]
     return of_pages + [line for lines in lines_elsewhere().values() for line in lines]
@@ -47,11 +44,6 @@ def test_every_command_has_a_row_and_every_row_a_command():
     assert len(lines) > 80
     assert sorted(lines - COMMANDS.keys()) == [], "add a row to docs_commands.py"
     assert sorted(COMMANDS.keys() - lines) == [], "no page has these"
-
-
-def test_files_with_commands_of_their_own_have_some():
-    for path, lines in lines_elsewhere().items():
-        assert lines, f"{path.name} shows no command"
 
 
 def functions(path: Path) -> set[str]:
@@ -77,15 +69,6 @@ def test_extras_that_are_installed_exist():
             named = re.fullmatch(r"pip install (?:-e )?'\.\[([\w,]+)\]'", line)
             assert named, line
             assert set(named[1].split(",")) <= extras.keys(), line
-
-
-def test_what_nothing_runs_says_why(capsys):
-    untried = [(line, how.why) for line, how in COMMANDS.items() if isinstance(how, Nobody)]
-    with capsys.disabled():
-        print()
-        for line, why in untried:
-            print(f"not run: {line}\n    {why}")
-    assert all(why for _, why in untried)
 
 
 @pytest.mark.parametrize("target", [line for line in COMMANDS if line.startswith("make ")])
@@ -180,8 +163,9 @@ def test_programs_of_pages_have_names():
                 module = step.name.removesuffix(".py")
                 assert step.name in lines or f"from {module} import" in texts, f"nothing runs {step.name}"
 
-
-# ------------------------------------------------------------------------------------ links, pictures
+    """What a link may name inside a page: its headings, as forges spell them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def anchors(page: Path) -> set[str]:

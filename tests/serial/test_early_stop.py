@@ -50,9 +50,6 @@ def checkpoints(out):
     return sorted(path.name for path in out.glob("step-*"))
 
 
-# the account
-
-
 def test_the_account_counts_evaluations_without_a_new_best():
     best = Best()
     seen = []
@@ -73,9 +70,6 @@ def test_the_account_goes_through_the_keys_to_the_last_bit(best):
 def test_keys_that_cannot_be_are_refused(key):
     with pytest.raises(UsageError, match=r"expected a (finite|whole) number"):
         read_best(GGUFKeys({**Best(1.0, 2, 3).keys(), **key}))
-
-
-# whole runs
 
 
 @pytest.fixture(scope="module")

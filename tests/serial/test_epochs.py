@@ -117,9 +117,6 @@ def test_flags_win_over_the_other_one_in_the_file(tmp_path):
             parse(flags)
 
 
-# whole runs
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """Flags with a text of one file: 30 windows and a rest. Two epochs are 15 steps."""

@@ -129,9 +129,6 @@ def test_a_run_that_was_not_begun_is_no_event(tmp_path):
     assert names(tmp_path) == [("failed", 0)]
 
 
-# in jobs
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """A run of two jobs: the first is done with 3 steps; then it looks as if another one had been killed."""

@@ -99,9 +99,6 @@ def stored(path: Path) -> dict[str, bytes]:
     return {name: b"".join(file.raw_pieces(name, 1000)) for name in file.tensors}
 
 
-# ---------------------------------------------------------------------------------------- GGUF to GGUF
-
-
 def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False) -> Kind:
     if array.ndim < 2 or name in ("position_embd.weight", "rope_freqs.weight"):
         return Kind.F32
@@ -200,9 +197,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, format: str, wanted
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 12 << 20
-
-
-# -------------------------------------------------------------------------------- Hugging Face folders
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
@@ -342,9 +336,6 @@ def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
         assert (found[0], set(found)) == (listed[0], {*listed, 903})
 
 
-# ------------------------------------------------------------------------------------------- llama.cpp
-
-
 @pytest.mark.parametrize("wanted", FILE_TYPES)
 def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -> None:
     """Where a type keeps the weights nearly as they are, the likeliest text is that of our float32 model."""
@@ -389,9 +380,6 @@ def test_the_real_model_to_safetensors_and_back_has_the_same_bits(tmp_path: Path
     for key in ("llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon", "tokenizer.ggml.tokens"):
         assert back.metadata[key] == source.metadata[key]
     shutil.rmtree(tmp_path)  # a gigabyte
-
-
-# ------------------------------------------------------------------------------- the command's manners
 
 
 def digest(path: Path) -> str:

@@ -87,9 +87,6 @@ def assert_one_line(errors: str) -> None:
     assert errors.startswith("zero_mpi train: error: ")
 
 
-# exceptions
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_exception_in_one_rank_ends_the_job_with_one_traceback(rank, tmp_path):
     script = COMMAND.format(where=f"world.rank == {rank}", fault='raise RuntimeError("the fault")')
@@ -148,9 +145,6 @@ def test_bad_input_that_only_one_rank_knows_of_ends_the_job(tmp_path):
     assert "rank 1" in errors
 
 
-# ranks that leave
-
-
 @pytest.mark.parametrize("fault", ["sys.exit(3)", "raise SystemExit('the fault')"])
 def test_a_rank_that_exits_ends_the_job(fault, tmp_path):
     status, _ = run_script(3, tmp_path, COMMAND.format(where="world.rank == 1", fault=fault))
@@ -175,9 +169,6 @@ def test_a_run_goes_on_after_a_rank_was_killed(flags, tmp_path):
     printed = train(3, tmp_path / "out", *flags[:-2], "--steps", "6")
     assert "at step 3" in printed
     assert_same_run(tmp_path / "out", tmp_path / "whole")
-
-
-# a disk that takes no more
 
 
 SMALL_FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))"
@@ -236,9 +227,6 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(small_disk, flag
     assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "4", *state)
     assert fields(tmp_path / "out") == fields(tmp_path / "whole")[2:]
     assert re.search(r"(model|optimizer)\.gguf", errors), "the file"
-
-
-# standing still
 
 
 # Makes one rank stand still while the others go on into the collectives of step 3.

@@ -122,8 +122,6 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
     assert isinstance(share, JoinedSlices)
 
 
-# stripes
-
 GIB = 1 << 30
 
 

@@ -110,9 +110,6 @@ def test_llama_cpp_speaks_from_it_as_we_do(tuned):
     assert greedy(open_server(path), prompt, 12) == ours
 
 
-# ------------------------------------------------------------------------------------------ the example
-
-
 TERSE = """
 import sys
 sys.path.insert(0, {folder!r})

@@ -63,9 +63,6 @@ def age(folder: Path, seconds: float) -> None:
         os.utime(path, (seconds, seconds))
 
 
-# publishing
-
-
 def test_a_checkpoint_appears_under_its_name_and_latest_names_it(tmp_path):
     out = tmp_path / "run" / "deep"
     assert save(out, 7) == out / "step-00000007"
@@ -245,9 +242,6 @@ def test_an_error_names_the_file_that_was_to_be_written(call, tmp_path, monkeypa
     assert Path(caught.value.filename).parent in (tmp_path, tmp_path.parent)
 
 
-# what is kept
-
-
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
 def test_the_newest_are_kept(keep, left, tmp_path):
     for step in (1, 2, 3):
@@ -332,9 +326,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
     monkeypatch.setattr(folders, "sync_folder", noting("sync", sync, 0))
     monkeypatch.setattr(Path, "rename", noting("rename", rename, 1))
     monkeypatch.setattr(Path, "replace", noting("replace", replace, 1))
-
-
-# what is gone on from
 
 
 @pytest.fixture

@@ -34,9 +34,6 @@ def refusal(action):
     return line
 
 
-# folders
-
-
 @pytest.fixture
 def folder(tmp_path):
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 260}
@@ -118,9 +115,6 @@ def test_normalizers_within_normalizers_are_refused_or_read(folder):
 def test_a_vocabulary_far_beyond_the_tokenizers_is_not_filled(folder):
     line = refusal(lambda: tokenizer_from_json(folder / "tokenizer.json", 1 << 31))
     assert "expected the tokenizer of a vocabulary of 2147483648, found 260 tokens" in line
-
-
-# token files
 
 
 def load(path):

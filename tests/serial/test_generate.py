@@ -80,9 +80,6 @@ def full_forward(model: TextModel, ids: list[int]) -> np.ndarray:
     return x[0]
 
 
-# ------------------------------------------------------------------------------------------- the cache
-
-
 @pytest.mark.parametrize("pieces", [[13], [1] * 13, [5, 1, 4, 3], [1, 12], [12, 1]], ids=str)
 def test_cached_logits_are_those_of_the_full_forward(model, pieces):
     ids = np.random.default_rng(0).integers(256, size=sum(pieces)).tolist()
@@ -112,9 +109,6 @@ def test_positions_beyond_the_context_are_refused(model):
     model.logits(range(13))
     with pytest.raises(ValueError, match="14 positions do not fit a context of 13"):
         model.logits([0])
-
-
-# ------------------------------------------------------------------------------------------ the source
 
 
 class Elsewhere:
@@ -163,9 +157,6 @@ def test_factors_of_frequencies_change_what_follows(tmp_path):
     assert np.abs(plain[1:] - scaled[1:]).max(axis=-1).min() > 1e-2
 
 
-# ------------------------------------------------------------------------------------------ generation
-
-
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
     """What temperature 0 must give, with a full forward for every token.
 
@@ -210,8 +201,6 @@ def test_no_tokens_and_no_prompt(model):
     with pytest.raises(UsageError, match="the prompt is empty"):
         list(model.generate([], 1))
 
-
-# -------------------------------------------------------------------------------------------- the draw
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
@@ -305,9 +294,6 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
             assert choose(logits, temperature, top_k, generator, top_p=0.9, min_p=0.1) == 1 or (
                 temperature >= 1e-47 and logits[1] < 1e-40
             )
-
-
-# ------------------------------------------------------------------------------------------ the command
 
 
 def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -66,9 +66,6 @@ def letters_read(call: Callable[[], object]) -> int:
     return Letters.read
 
 
-# -------------------------------------------------------------------------------------------- conversations
-
-
 NAMES = [(name, system) for name in TEMPLATES for system in (False, True) if name != "marked"]
 NAMES.remove(("gemma", True))  # which takes no system message
 
@@ -148,9 +145,6 @@ def test_conversations_are_encoded_by_so_many_letters(monkeypatch, tmp_path):
     assert [len(each.ids) for each in found] == [300] * 10 + [5000] + [1] * 90
     assert all(sum(sizes) - max(sizes) < 1000 for sizes in groups)
     assert len(groups) == 5
-
-
-# ------------------------------------------------------------------------------------------- other readers
 
 
 class Name(str):

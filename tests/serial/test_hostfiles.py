@@ -71,9 +71,6 @@ def test_every_hostfile_shows_its_command_in_whole_line_comments(path):
     assert any(f"hostfiles/{path.name} -n {ranks} " in line for line in comments)
 
 
-# ------------------------------------------------------------------------------------------------- reading
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -138,9 +135,6 @@ def test_any_text_is_read_or_refused(text):
     except UsageError:
         return
     assert hosts_of("\n".join(map(LINES["openmpi"], hosts))) == hosts != []
-
-
-# ------------------------------------------------------------------------------------------------ the command
 
 
 @pytest.mark.parametrize(

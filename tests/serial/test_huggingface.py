@@ -178,9 +178,6 @@ def q_for() -> dict[str, np.ndarray]:
     return {"model.layers.1.self_attn.q_proj.weight": np.zeros((4096, 24), np.float32)}
 
 
-# Spellings
-
-
 def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path: Path) -> None:
     for name, mask in (("llama", "layers.0.self_attn.rotary_emb.inv_freq"), ("gpt2", "h.1.attn.bias")):
         config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
@@ -239,8 +236,6 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(factors[29:35], between, rtol=1e-6)
     assert (factors[35:] == 8).all()
 
-
-# What is refused
 
 REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
@@ -365,9 +360,6 @@ def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, m
         open_weights(make(tmp_path, "llama", **arrays))
 
 
-# Which door
-
-
 def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> None:
     with GGUFStream(tmp_path / "model.gguf", "llama", {}, []):
         pass
@@ -400,9 +392,6 @@ def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UsageError, match=r"config\.json: expected a JSON object"):
         open_weights(tmp_path)
-
-
-# The way back
 
 
 @pytest.mark.parametrize("chunk", [40, 1 << 20])

@@ -98,9 +98,6 @@ def foreign(path: Path, seed: int = 0, rows: int = 64) -> Path:
     return path
 
 
-# one path
-
-
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_state_is_the_one_that_training_announced(ranks, trained):
@@ -328,9 +325,6 @@ def test_a_safetensors_folder(tmp_path):
     assert compare(folder, tmp_path / "broken")["difference"]["values"] == [0.25, "nan"]
 
 
-# two paths
-
-
 @needs_mpiexec
 def test_runs_on_other_ranks_are_the_same(trained):
     status, text, errors = run(trained[1][0], trained[3][0])
@@ -425,9 +419,6 @@ def test_shapes_names_and_keys_that_differ(tmp_path):
 def test_a_checkpoint_and_its_model_alone(checkpoint):
     found = compare(checkpoint, checkpoint / "model.gguf")
     assert (found["differing"], len(found["only_in_first"]), found["same"]) == ([], 42, False)
-
-
-# bad input and limits
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"hello" * 100, b"GGUF\3\0\0\0" + b"\xff" * 16])

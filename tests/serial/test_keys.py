@@ -134,9 +134,6 @@ def test_no_module_acts_on_a_key_that_it_did_not_read_with_its_type():
     assert found - free == set()
 
 
-# bounds
-
-
 @pytest.mark.parametrize(("name", "most"), [("keys", index.MAX_KEYS), ("tensors", index.MAX_TENSORS)])
 def test_more_keys_or_tensors_than_any_model_has_are_refused_before_they_are_read(name, most, tmp_path):
     file = llama()

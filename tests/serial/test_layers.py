@@ -41,9 +41,6 @@ Make = Callable[[np.random.Generator, Any], Any]  # (generator, float type) -> a
 Loss = Callable[[Any], tuple[float, Any]]  # y -> (value, dy)
 
 
-# ------------------------------------------------------------------------------------------------ cases
-
-
 def real(*shape: int) -> Make:
     return lambda rng, dtype: rng.standard_normal(shape).astype(dtype)
 
@@ -178,9 +175,6 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-# ----------------------------------------------------------------------- arrays, and tuples of arrays
-
-
 def leaves(x: Any) -> list[np.ndarray]:
     """The arrays of an array or a tuple of arrays; None has none."""
     if x is None:
@@ -209,9 +203,6 @@ def fingerprint(x: Any) -> list[bytes]:
 
 def copied(arrays: Any) -> Any:
     return {name: array.copy() for name, array in arrays.items()}
-
-
-# -------------------------------------------------------------------------------------------- one run
 
 
 @dataclass
@@ -286,9 +277,6 @@ def measured_slope(s: Setting, p_way: dict[str, np.ndarray], x_way: Any) -> floa
 
     near, far = at(STEP) - at(-STEP), at(2 * STEP) - at(-2 * STEP)
     return (8 * near - far) / (12 * STEP)
-
-
-# ---------------------------------------------------------------------------------------------- tests
 
 
 @every_case

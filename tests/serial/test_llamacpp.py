@@ -91,7 +91,6 @@ CASES = [
     Case("gpt2, coarse epsilon", replace(GPT, norm_epsilon=0.03), 2e-2),
 ]
 
-# ------------------------------------------------------------------------------------------------ files
 
 Edit = Callable[[dict[str, np.ndarray]], object]
 
@@ -119,9 +118,6 @@ def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray],
     return write_tensors(path, config.arch, metadata, weights | config.constants())
 
 
-# -------------------------------------------------------------------------------------------- llama.cpp
-
-
 def next_token(
     server: Any, ids: list[int], size: int = ByteTokenizer.vocab_size, letter: int = ord("a")
 ) -> np.ndarray:
@@ -147,9 +143,6 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, open_server(path)
 
 
-# -------------------------------------------------------------------------------------------- ourselves
-
-
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Log-probabilities of logits (..., V)."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
@@ -162,9 +155,6 @@ def training_forward(config: ModelConfig, weights: dict[str, np.ndarray], ids: l
     for stage in config.stages():
         x, _ = stage.layer.forward(weights, x)
     return x[0]
-
-
-# ---------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -296,8 +286,6 @@ def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
         open_server(path)
 
 
-# ---------------------------------------------------------------------------------------- evaluation
-
 WINDOW = 8  # tokens; each of its targets is one question to llama.cpp
 
 
@@ -328,8 +316,6 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
         told = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
         assert likelihood == pytest.approx(-sum(told), abs=1e-3)
 
-
-# ---------------------------------------------------------------------------------------- a real model
 
 # "Water boils at a lower temperature on a mountain because the air pressure is lower there"
 WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]

@@ -23,9 +23,6 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# windows
-
-
 def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
     batch = windows_of(3).batch([2, 0])
     inputs, targets = batch.inputs, batch.targets
@@ -69,9 +66,6 @@ def test_a_context_below_one_is_refused():
         Windows(np.zeros(5, np.uint16), 0)
 
 
-# samples to windows
-
-
 @given(windows=st.integers(1, 40), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
 def test_an_epoch_has_each_window_once(windows, seed, epoch):
     samples = np.arange(windows) + epoch * windows
@@ -106,9 +100,6 @@ def test_the_order_is_pinned():
 @given(count=st.integers(0, 50), key=st.lists(st.integers(0, 2**33), min_size=1, max_size=3))
 def test_a_permutation_permutes(count, key):
     assert sorted(permutation(count, *key).tolist()) == list(range(count))
-
-
-# steps
 
 
 def test_the_steps_of_an_epoch_read_each_window_once():
@@ -156,9 +147,6 @@ def test_sizes_below_one_name_their_flag(flag, value):
 def test_a_stream_without_a_window_is_refused():
     with pytest.raises(UsageError, match="no window of 5 tokens"):
         StepLoader(windows_of(0), batch_size=1, micro_batch=1, seed=0)
-
-
-# evaluation
 
 
 def chosen(loader):

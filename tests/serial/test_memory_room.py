@@ -39,9 +39,6 @@ MODEL = ["--layers", "4", "--dim", "512", "--heads", "8", "--context", "64", "--
 MODEL += ["--steps", "2", "--warmup", "1"]
 
 
-# --------------------------------------------------------------------------- shared memory, before MPI starts
-
-
 def with_shm(size, ranks, *command):
     """(status, stdout, stderr) of a job with `size` of shared memory."""
     job = [*launcher(), "-n", str(ranks), sys.executable, "-m", *command]
@@ -100,9 +97,6 @@ def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
     code = NO_ROOM % rank
     status, _, errors = run_command([sys.executable, "-c", code], timeout=60)
     assert (status, errors.count("/dev/shm")) == (-signal.SIGKILL, 1 if rank == 0 else 0)
-
-
-# ------------------------------------------------------------------------- the plan, before anything is made
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"]])
@@ -173,9 +167,6 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     status, said, errors = run_command(command, timeout=60, cwd=tmp_path)
     assert (status, said) == (2, ""), errors
     assert re.fullmatch(r"zero_mpi train: error: no memory for this run: .*\n", ranks_said(errors))
-
-
-# --------------------------------------------------------------------------------------- what is asked for
 
 
 def resident_pages(job, folder):

@@ -62,9 +62,6 @@ def test_every_operation_has_a_test():
     assert not exported - SHOWN, f"show {', '.join(sorted(exported - SHOWN))} in a test"
 
 
-# ---------------------------------------------------------------------------------------------- blocks
-
-
 @shows("dequantize")
 def test_a_block_is_a_scale_and_what_it_scales():
     """Q8_0: a float16 and 32 whole numbers of a byte each. The others: test_dequantize, against gguf."""
@@ -76,9 +73,6 @@ def test_a_block_is_a_scale_and_what_it_scales():
     for block, place in np.ndindex(5, 32):
         expected = float(blocks["scale"][block]) * int(blocks["whole"][block, place])
         assert found[32 * block + place] == expected  # 11 and 7 bits: float32 holds their product
-
-
-# ------------------------------------------------------------------------------------------------ sums
 
 
 @shows("add")
@@ -97,9 +91,6 @@ def test_multiples():
     assert np.array_equal(alone, [[0.3 * value for value in row] for row in x])
     close(onto, alone + y)
     assert ops.scale(x.astype(np.float32), 0.3, y.astype(np.float32)).dtype == np.float32
-
-
-# ---------------------------------------------------------------------------------------------- linear
 
 
 @shows("linear")
@@ -138,9 +129,6 @@ def test_linear_backward_x_adds_into_what_it_is_given():
     close(into, expected)
 
 
-# ------------------------------------------------------------------------------------------- embedding
-
-
 @shows("embedding")
 def test_embedding_picks_rows():
     w, tokens = numbers(4, 7), np.array([[3, 0, 3], [1, 1, 2]])
@@ -175,9 +163,6 @@ def test_positions_are_added_to_every_sequence():
         ops.positions_backward(dy, dw)
     assert all(np.array_equal(y[b, t], x[b, t] + w[t]) for b, t in np.ndindex(2, 5))
     close(dw, expected)
-
-
-# ----------------------------------------------------------------------------------------------- norms
 
 
 @shows("rms_norm")
@@ -229,9 +214,6 @@ def test_layer_norm_backward_is_the_slope_and_adds():
     check_slope(lambda x, w, b: np.vdot(ops.layer_norm(x, w, b, 0.1)[0], dy), [x, w, b], gradients)
 
 
-# ----------------------------------------------------------------------------------------- activations
-
-
 @shows("gelu")
 def test_gelu_is_the_tanh_form():
     x = np.array([-50.0, -3.0, -0.5, 0.0, 1e-9, 0.7, 2.0, 50.0])
@@ -281,9 +263,6 @@ def test_swiglu_backward_is_the_slope():
     check_slope(lambda gate, up: np.vdot(ops.swiglu(gate, up), dy), [gate, up], list(gradients))
 
 
-# -------------------------------------------------------------------------------------- rotary position
-
-
 @shows("rope")
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rope_turns_pairs_as_complex_numbers(interleaved):
@@ -307,8 +286,6 @@ def test_rope_backward_is_the_turn_back(interleaved):
     check_slope(lambda x: np.vdot(ops.rope(x, cos, sin, interleaved), dy), [x], [dx])
     close(ops.rope(ops.rope(x, cos, sin, interleaved), cos, -sin, interleaved), x)
 
-
-# ------------------------------------------------------------------------------------------- attention
 
 SHAPES = [  # B, T, S, H, K, D, E
     (2, 5, 5, 6, 2, 3, 4),
@@ -386,9 +363,6 @@ def test_attention_does_not_overflow():
     np.testing.assert_allclose(y[0, :, 0], expected, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ loss
-
-
 @shows("cross_entropy")
 @pytest.mark.parametrize("lead", [(5,), (2, 3)])
 def test_cross_entropy_is_minus_log_softmax(lead):
@@ -458,8 +432,6 @@ def test_chunks_of_rows_are_even_and_bounded(n, vocabulary):
     assert step == 1 or step * vocabulary * 4 <= reference.LOGITS_BYTES
     assert chunks * step - n <= max(0, chunks - 1), "no chunk is shorter by more than the division leaves"
 
-
-# ------------------------------------------------------------------------- optimizer and flat buffers
 
 SETTINGS = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3}
 SETTINGS |= {"decay": np.array([0.2]), "step": 3}

@@ -116,9 +116,6 @@ def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
     return [array.tobytes() for array in arrays]
 
 
-# ----------------------------------------------------------------------------------------------- steps
-
-
 @every_way
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])
 def test_steps_are_those_of_plain_adamw(way, max_norm):
@@ -291,9 +288,6 @@ def test_clip_grad_norm_leaves_small_and_broken_gradients_alone():
     assert np.array_equal(gradients(module)["output.weight"], before["output.weight"])
 
 
-# -------------------------------------------------------------------------------------- step_on_params
-
-
 def test_step_on_params_is_plain_adamw_too():
     rng = np.random.default_rng(0)
     params = [rng.standard_normal(shape).astype(np.float32) for shape in [(3, 5), (7,), (2, 3, 2)]]
@@ -345,9 +339,6 @@ def test_memory_bytes_counts_two_float32_moments_an_element():
     assert optimizer.memory_bytes() == 8 * (elements + 15)
 
 
-# ------------------------------------------------------------------------------------------- schedules
-
-
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_a_schedule_warms_up_to_lr_and_ends_at_min_lr(name):
     rate = make_schedule(name, lr=0.6, min_lr=0.1, warmup=5, steps=25)
@@ -397,8 +388,6 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
     ):
         make_schedule("step", lr=1.0, min_lr=0.0, warmup=0, steps=1)
 
-
-# -------------------------------------------------------------------------------------- initial values
 
 LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of the generator
 ENDS = [0, 1, 1000, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 2 * DRAW_BLOCK + 77, 3 * DRAW_BLOCK]

@@ -38,9 +38,6 @@ def ulps(found, exact):
     return float((np.abs(found.astype(np.longdouble) - exact) / place).max())
 
 
-# own functions
-
-
 def many_positive():
     draw = np.random.default_rng(1)
     sizes = np.ldexp(draw.uniform(1, 2, 100000), draw.integers(-1074, 1023, 100000))
@@ -161,9 +158,6 @@ def test_what_trains_takes_no_function_from_a_library():
     assert not found, "take these from ops.elementary, or of kernels from ops.cpu.jit"
 
 
-# pins
-
-
 def test_a_process_is_pinned_by_its_environment_and_before_numpy_alone(monkeypatch):
     monkeypatch.setattr(portable, "active", False)
     late = {portable.VARIABLE: portable.PORTABLE}
@@ -266,8 +260,6 @@ def test_the_variable_stands_for_the_flag(monkeypatch):
     with pytest.raises(UsageError, match=r"^--bits native: this process is pinned: take ZERO_MPI_BITS out"):
         parse(["--bits", "native"])
 
-
-# in jobs
 
 # What another host might have: kernels, caches and a target of its own, and a C library without FMA.
 OTHER_HOST = {

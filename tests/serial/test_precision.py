@@ -83,8 +83,6 @@ def test_adamw_rounds_what_it_wrote():
     np.testing.assert_array_equal(low, p.astype(ml_dtypes.bfloat16))
 
 
-# ----------------------------------------------------------------------------- kernels that read bfloat16
-
 BF = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -295,9 +293,6 @@ def test_low_elements_in_buffers_of_floats():
     assert as_kind(buffer, 4, np.float32).shape == (4,)
 
 
-# ------------------------------------------------------------------------------------------- loss scale
-
-
 def test_the_scale_halves_and_grows():
     scale = LossScale.start(dynamic=True)
     assert scale.factor == 2.0**FIRST_EXPONENT
@@ -351,8 +346,6 @@ def test_the_scale_moves_no_norm():
         norms.append(module.gradient_norm())
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
-
-# ------------------------------------------------------------------------------------------ the command
 
 SMALL = "--layers 1 --dim 16 --heads 2 --context 16 --batch-size 4 --sample 0 --eval-windows 4 --warmup 2"
 

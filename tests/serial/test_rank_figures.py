@@ -25,9 +25,6 @@ def said(caplog):
     return caplog
 
 
-# who is slow
-
-
 def test_a_rank_is_named_the_third_time_in_a_row_and_once(said):
     slow = SlowRanks(HOSTS)
     texts = [slow.saw(seconds) for seconds in (BEHIND, BEHIND, BEHIND, BEHIND, EVEN)]
@@ -176,9 +173,6 @@ def named_beside_a_loop(folder):
         [(event["rank"], logged.index(event["step"]) + 1) for event in named],
         [record["micro_batch_seconds"] for record in records if "micro_batch_seconds" in record],
     )
-
-
-# energy
 
 
 @pytest.fixture

@@ -71,9 +71,6 @@ def refused(ranks: int, out: Path, *flags: str) -> str:
     return line
 
 
-# going on
-
-
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [(1, "no-shard"), (3, "full-shard")],
@@ -140,9 +137,6 @@ def test_a_checkpoint_that_was_not_finished_is_not_looked_at(stopped, flags, unb
     train(2, stopped, *flags, *CONSTANT, "--steps", "6")
     assert_same_run(stopped, unbroken)
     assert not [path.name for path in stopped.iterdir() if "partial" in path.name]
-
-
-# signals and time
 
 
 ENDLESS = ["--steps", "150", "--schedule", "cosine"]  # some steps are left when the signal comes
@@ -270,9 +264,6 @@ def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
     assert took < limit + 4  # the limit counts from the start; after it the launcher ends
 
 
-# what is refused
-
-
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -323,9 +314,6 @@ def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped,
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
 
-# what is kept
-
-
 def kept(out: Path) -> list[str]:
     assert (out / "latest").is_symlink()
     assert (out / "latest" / "model.gguf").is_file()
@@ -344,9 +332,6 @@ def test_a_run_that_starts_over_keeps_its_own_checkpoints(stopped, flags):
     train(2, stopped, *flags, "--steps", "2", "--save-every", "1", "--keep", "1", "--resume", "never")
     assert "step-00000002" in kept(stopped)
     assert os.readlink(stopped / "latest") == "step-00000002"
-
-
-# starting from a file
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,6 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-# Agreement
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_the_library_writes_is_read_with_its_values(tmp_path: Path, dtype: str) -> None:
     library.save_file(arrays(dtype), tmp_path / "m.safetensors", metadata={"format": "np"})
@@ -114,8 +111,6 @@ def test_a_file_that_changed_under_the_index(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="changed while in use"):
         model.read("a")
 
-
-# Damage
 
 A = {"a": entry()}
 DAMAGE: dict[str, tuple[bytes, str]] = {
@@ -251,9 +246,6 @@ def test_the_sound_file_loads(tmp_path: Path) -> None:
     assert set(SafetensorsModel.open(tmp_path / "m.safetensors").tensors) == {"a", "b.weight", "none", "c"}
 
 
-# Folders
-
-
 def in_parts(folder: Path, where: dict[str, str] | None = None) -> None:
     for file, names in {"x-1.safetensors": ["a", "b"], "x-2.safetensors": ["c", "scalar"]}.items():
         library.save_file({name: arrays()[name] for name in names}, folder / file)
@@ -292,9 +284,6 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, where: dict[str, 
     in_parts(tmp_path, where)
     with pytest.raises(FileError, match=message):
         SafetensorsModel.open_folder(tmp_path)
-
-
-# Writing
 
 
 def test_the_order_and_length_of_what_was_announced(tmp_path: Path) -> None:

@@ -46,9 +46,6 @@ def hosts(*machines):
     return [(f"node{number}", machine) for number, machine in enumerate(machines)]
 
 
-# the trial
-
-
 def test_the_trial_repeats_and_leaves_no_memory():
     first = trial.digest()
     assert trial.digest() == first
@@ -130,9 +127,6 @@ def test_another_number_of_threads_shows_in_the_trial():
     assert elsewhere(1)["trial"] != elsewhere(2)["trial"]
 
 
-# between ranks
-
-
 def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
     other = MACHINE | {"processor": "B", "code for": "b", "BLAS": "K 2"}
     same_bits.check_bits(hosts(MACHINE, other, MACHINE), True, [])
@@ -171,9 +165,6 @@ def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
     same_bits.check_bits(hosts(there, there | {"threads": 2}), True, [])
 
 
-# at a resume
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -208,9 +199,6 @@ def test_the_processors_name_is_the_systems(tmp_path):
     about.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Another\n")
     assert same_bits.processor(about) == "Some CPU @ 2 GHz"
     assert same_bits.processor(tmp_path / "none")
-
-
-# in jobs
 
 
 @pytest.fixture

@@ -68,9 +68,6 @@ def schedule(uses, prefetch, *, reads=None, trainable=None):
     return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
 
 
-# ------------------------------------------------------------------------------------------------ by hand
-
-
 FOUR = {
     0: (
         plans(("0", "0", "0"), ("1", "1", "1"), ("2", "2", "2"), ("3", "3", "")),
@@ -251,8 +248,6 @@ def test_stages_without_parameters_and_with_two_units():
     assert around(made.forward) == plans(("01", "01", "01"), ("2", "", ""), ("", "2", ""))
     assert around(made.backward) == plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2"))
 
-
-# ------------------------------------------------------------------------------------------- random models
 
 UNITS = 6
 stage_uses = st.lists(st.integers(0, UNITS - 1), max_size=3, unique=True).map(tuple)

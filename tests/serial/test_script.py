@@ -181,9 +181,6 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
     assert time_limit(np.int64(7)) == 7.0
 
 
-# --------------------------------------------------------------------------------------- one process
-
-
 def started(*kinds, first=0):
     return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
 

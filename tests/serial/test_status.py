@@ -118,9 +118,6 @@ def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-# in jobs
-
-
 FLAGS = [*SIZES, "--steps", "3", "--sample", "0", "--batch-size", "4", "--eval-every", "0", "--warmup", "2"]
 
 

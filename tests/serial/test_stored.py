@@ -126,9 +126,6 @@ def test_stored_bytes_are_read_in_ranges(base):
             file.read_bytes("token_embd.weight", start, part)
 
 
-# -------------------------------------------------------------------------------------------- the library
-
-
 @pytest.fixture(scope="module")
 def module():
     return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))

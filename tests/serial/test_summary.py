@@ -30,9 +30,6 @@ MODEL = Llama.from_flags(
 CASE = Case(MODEL, batch_size=5, micro_batch=2, context=T)
 
 
-# the work of a step
-
-
 def attended(length, block=64):
     """Pairs of query and key that are computed: by blocks of queries, up to the diagonal's end."""
     return sum(min(row // block * block + block, length) for row in range(length))
@@ -80,9 +77,6 @@ def test_frozen_parameters_are_less_work():
     assert step_flop(CASE) - frozen == 5 * 2 * D * V * T
 
 
-# what the ranks reach
-
-
 class Ranks(SerialComm):
     """The transport of three ranks that all measure what this one does."""
 
@@ -117,9 +111,6 @@ def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch
     monkeypatch.setattr(mfu, "rate", lambda dtype: seen.append(dtype) or 1.0)
     mfu.measure(World(0, 1), np.dtype(np.float16))
     assert seen == [np.float32]
-
-
-# texts
 
 
 def test_hosts_are_counted_in_the_order_of_their_first_ranks():
@@ -245,9 +236,6 @@ def test_a_run_is_worth_more_than_its_plan():
     start = start_of(Config(), 1)
     assert plan(start) is start
     assert start.share(1.0) is None
-
-
-# in a job
 
 
 FLAGS = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--strategy", "shard-grad-op"]

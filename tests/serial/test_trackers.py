@@ -38,9 +38,6 @@ def warnings(monkeypatch):
     return said
 
 
-# Prometheus
-
-
 def parsed(path):
     """{(name, run, rank): value} of a text file, read by Prometheus' own parser."""
     return {
@@ -128,9 +125,6 @@ def test_weights_and_biases_is_told_each_step_by_its_number(fake_wandb, tmp_path
     assert given["settings"]["console"] == "off"
 
 
-# MLflow
-
-
 @pytest.fixture
 def fake_mlflow(monkeypatch):
     """Modules of MLflow whose client notes what it is asked, and fails when told to."""
@@ -194,9 +188,6 @@ def test_many_fast_steps_are_few_requests(fake_mlflow, tmp_path):
     assert fake_mlflow.requests <= 2 * (time.monotonic() - begun) + 4
 
 
-# what fails
-
-
 def test_a_server_that_fails_is_said_once_and_ends_nothing(fake_mlflow, warnings, tmp_path, monkeypatch):
     monkeypatch.setattr(mlflow, "EVERY_SECONDS", 0.0)
     fake_mlflow.fails = ConnectionError("no\nroute")
@@ -242,9 +233,6 @@ def test_a_missing_library_is_said_with_what_to_install(name, wish, extra, monke
     wishes = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None} | {name: wish}
     with pytest.raises(UsageError, match=rf"^--{name} needs {extra} \(.*pip install 'zero-mpi\[{name}\]'"):
         trackers.check(SimpleNamespace(**wishes))
-
-
-# runs
 
 
 def records(out):

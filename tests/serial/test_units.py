@@ -47,9 +47,6 @@ def always(name):
     return True
 
 
-# ------------------------------------------------------------------------------------------------- layout
-
-
 def test_quantum_is_the_chunk_of_norms():
     assert QUANTUM == 1024, "recorded norms depend on it"
 
@@ -109,9 +106,6 @@ def test_ranks_own_whole_quanta(unit, ranks):
     partition = unit.partition(ranks)
     assert (partition.length, partition.parts, partition.quantum) == (unit.length, ranks, unit.quantum)
     assert all(count % unit.quantum == 0 for count in partition.counts)
-
-
-# ----------------------------------------------------------------------------------------- slices of ranks
 
 
 def slices(unit, ranks):
@@ -177,9 +171,6 @@ def test_a_slice_of_nothing_has_no_segments(unit):
     assert unit.segments(slice(2048, 2048)) == []
     assert unit.segments(slice(1500, 2048)) == [], "a gap alone"
     assert all(info.size == 0 for _, info in shard_infos(unit, slice(0, 0)))
-
-
-# ----------------------------------------------------------------------------------------- units by scopes
 
 
 class Bag(Layer):
@@ -263,9 +254,6 @@ def test_by_rows_ranks_own_whole_rows(shape, ranks):
     assert unit.length == unit.params["w"].size, "rows leave no gaps"
     assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
     assert sum(sizes) == unit.length
-
-
-# ------------------------------------------------------------------------------------------ units by bytes
 
 
 def test_buckets_are_filled_from_the_last_parameter():

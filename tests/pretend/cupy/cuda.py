@@ -24,9 +24,6 @@ def delay() -> float:
     return float(os.environ.get("PRETEND_CUPY_DELAY", "0"))
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 LIVE: dict[int, int] = {}  # size of each allocation by its address
 _known: dict[int, int] = {}  # where an address was found before
 
@@ -142,9 +139,6 @@ def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
     pointer = (ctypes.c_char * (mem.size - offset)).from_buffer(mem._room, offset)
     pointer.mem, pointer.ptr = mem, mem.ptr + offset
     return pointer
-
-
-# --------------------------------------------------------------------------------------- streams and events
 
 
 class Event:
@@ -287,9 +281,6 @@ class ExternalStream:
 
     def __new__(cls, ptr: int, device_id: int = -1) -> Any:
         return Stream._all[ptr]
-
-
-# ------------------------------------------------------------------------------------------------- device
 
 
 class CUDARuntimeError(RuntimeError):

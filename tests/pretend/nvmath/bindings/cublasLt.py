@@ -80,9 +80,6 @@ def get_matmul_preference_attribute_dtype(attr: int) -> type:
     return _dtype(PREFERENCE_TYPES, attr)
 
 
-# ----------------------------------------------------------------------------------------------- descriptors
-
-
 @dataclass(frozen=True)
 class Layout:
     """A column-major matrix, or a batch of them."""
@@ -226,9 +223,6 @@ def matmul_preference_destroy(pref: int) -> None:
 
 def matmul_preference_set_attribute(pref: int, attr: int, buf: int, size_in_bytes: int) -> None:
     _set(pref, Preference, PREFERENCE_TYPES, attr, buf, size_in_bytes)
-
-
-# -------------------------------------------------------------------------------------------------- products
 
 
 def _own(product: Product) -> tuple[tuple[int, int], ...]:
