@@ -153,11 +153,9 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     assert list(shapes) == [*found.params(), *found.constants()], "the file has the model's order"
 
 
-
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_may_be_missing_have_llama_cpps_defaults(config):
     config = replace(config, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
-    found = read_back(
     names = ("head_count_kv", "key_length", "value_length")
     missing = [*(f"attention__{name}" for name in names), "rope__dimension_count", "rope__freq_base"]
     found = read_back(config, **dict.fromkeys(missing))
@@ -215,7 +213,14 @@ IMPOSSIBLE = [
     *(
         (arch, {name: size}, f"--{name.replace('_', '-')} {size}: ")
         for arch in ARCHITECTURES
-        for name, size in dict(layers=0, dim=0, heads=0, context=-1, vocab_size=0, ffn=-3).items()
+        for name, size in {
+            "layers": 0,
+            "dim": 0,
+            "heads": 0,
+            "context": -1,
+            "vocab_size": 0,
+            "ffn": -3,
+        }.items()
     ),
     *(("llama", {"kv_heads": number}, f"--kv-heads {number} ") for number in (3, 8, 0)),
     ("llama", {"heads": 8}, "--heads 8 = 3"),
@@ -329,10 +334,10 @@ def test_scaled_rotary_positions_come_from_their_keys(config, keys, scaling):
     assert read_back(config, **keys).rope_scaling == scaling
 
 
-@pytest.mark.parametrize("keys", [{"rope__scaling__factor": np.float32(0.5)}, {"rope__freq_base": np.float32(1)}])
-def test_numbers_that_make_no_ramp_are_refused(keys):
+@pytest.mark.parametrize(("key", "value"), [("rope__scaling__factor", 0.5), ("rope__freq_base", 1)])
+def test_numbers_that_make_no_ramp_are_refused(key, value):
     with refused(r"llama\.rope\.\*: yarn takes a factor of at least 1 and a base above 1"):
-        read_back(LLAMA, rope__scaling__type="yarn", **keys)
+        read_back(LLAMA, rope__scaling__type="yarn", **{key: np.float32(value)})
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -351,10 +356,6 @@ def test_missing_surplus_and_misshapen_tensors_are_named(config):
             config.check_tensors(shapes, "a file")
     with refused(r"missing .* more, surplus none"):
         config.check_tensors({}, "a file")
-
-
-
-
 
 
 def test_biases_of_one_block_only_are_missed_in_the_others():
@@ -417,8 +418,6 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
         config_from_gguf(keys_of(LLAMA), shapes_of(LLAMA) | {ROPE: (5,)}, "a file")
 
 
-
-
 def test_names_without_shapes_are_enough_if_the_values_fit():
     names = (name for name in [*LLAMA.params(), ROPE])
     found = config_from_gguf(keys_of(LLAMA), names, "a file", lambda name: np.array(FACTORS, np.float32))
@@ -446,10 +445,6 @@ def test_factors_are_surplus_where_llama_cpp_has_none(config):
         with_factors(np.ones(2), config)
 
 
-
-
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -462,5 +457,3 @@ def test_factors_are_surplus_where_llama_cpp_has_none(config):
 def test_an_array_where_none_belongs_is_refused_in_one_line(keys):
     with refused(next(iter(keys)).replace("general.architecture", "architecture")):
         config_from_gguf(keys_of(LLAMA) | keys, LLAMA.params(), "a file")
-
-
