@@ -61,6 +61,39 @@ def processes(mark):
     return found
 
 
+def descendants(root):
+    """The processes below one, by the parents in /proc."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue  # it has ended since
+            children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def ranks_of(job):
+    """Rank -> process of a job that this test started."""
+    ranks = {}
+    for process in descendants(job.pid):
+        try:
+            lines = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        told = dict(line.partition("=")[::2] for line in lines)
+        rank = next((told[name] for name in RANK_VARIABLES if name in told), None)
+        if rank is not None:
+            ranks[int(rank)] = process
+    return ranks
+
+
 def kill(pid):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from functools import partial
 import architectures
 import numpy as np
 
-from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy, device
+from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, cross_entropy, device
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -20,23 +20,10 @@ MODELS = {
     "qwen2": Qwen2.from_flags(LLAMA | {"tied": True}),
     "qwen3": replace(Qwen3.from_flags(LLAMA | {"layers": 1}), key_length=14, value_length=14),
 }
-OTHERS = {  # further architectures: what is shown of several models is shown of these, by few settings
-    arch: architectures.build(
-        arch,
-        {
-            "vocab_size": 61,
-            "context_length": 11,
-            "embedding_length": 30,
-            "feed_forward_length": 97,
-            "head_count": 3,
-            "head_count_kv": 1,
-            "key_length": 10,
-            "value_length": 10,
-        },
-    )
-    for arch in architectures.ROWS
-    if arch not in MODELS
-}
+SIZES = {"vocab_size": 61, "context_length": 11, "embedding_length": 30, "feed_forward_length": 97}
+SIZES |= {"head_count": 3, "head_count_kv": 1, "key_length": 10, "value_length": 10}
+# further architectures: what is shown of several models is shown of these, by few settings
+OTHERS = {arch: architectures.build(arch, SIZES) for arch in architectures.ROWS if arch not in MODELS}
 OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
 
@@ -77,6 +64,16 @@ def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update
         run_step(module, accumulator, config, step, micro_batches)
         records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
     return records, digest(module.state_dict())
+
+
+def trained(config, steps, seed=0):
+    """The optimizer of one rank after some steps."""
+    optimizer = ShardedAdamW(make(SerialComm(), config, seed=seed), lr=1e-2)
+    accumulator = GradAccum(optimizer.module, 2)
+    for step in range(steps):
+        run_step(optimizer.module, accumulator, config, step, 2)
+        optimizer.step(max_norm=1.0)
+    return optimizer
 
 
 def digest(state):

@@ -158,9 +158,7 @@ def test_memory_of_gpus_is_not_shared():
 @pytest.mark.parametrize("transport", ["staged", "nccl"])
 def test_transports_of_a_gpu_need_one(transport):
     device.adopt(device.HOST)
-    with pytest.raises(
-        UsageError, match=f"--transport {transport}: it carries a GPU's arrays; use --device cuda"
-    ):
+    with pytest.raises(UsageError, match=f"--transport {transport}"):
         made(transport)
 
 
@@ -172,9 +170,7 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     assert said.startswith("staged, through ")
     assert said.endswith(" of pinned memory a transfer, exact all the same, because ZERO_MPI_GPU_AWARE=0")
     comm.close()
-    with pytest.raises(
-        UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\); use --transport auto or"
-    ):
+    with pytest.raises(UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\)"):
         made("mpi")
 
 

@@ -314,9 +314,7 @@ def test_the_norm_waits_for_reductions(exact):
 def test_accumulation_refuses_a_batch_out_of_turn(exact):
     module = tiny.make(exact, CONFIG)
     accumulator = GradAccum(module, 2 * exact.size)
-    with pytest.raises(
-        ValueError, match=f"round 0 of 2: rank {exact.rank} needs a micro-batch; pass its input"
-    ):
+    with pytest.raises(ValueError, match="round 0 of 2"):
         accumulator.accumulate(None)
 
 

@@ -19,7 +19,7 @@ import tiny
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi import ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import save_checkpoint
@@ -42,16 +42,6 @@ ROOM = 1 << 20  # bytes beside a few times the files: a reader's buffers, numpy'
 Pair = dict[str, bytes]
 
 
-def make(steps: int, seed: int = 0) -> ShardedAdamW:
-    """The tiny model after some steps."""
-    optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=seed), lr=1e-2)
-    accumulator = GradAccum(optimizer.module, 2)
-    for step in range(steps):
-        tiny.run_step(optimizer.module, accumulator, CONFIG, step, 2)
-        optimizer.step(max_norm=1.0)
-    return optimizer
-
-
 def state_of(optimizer: ShardedAdamW) -> str:
     """A digest of everything that a checkpoint must bring back."""
     state = dict(optimizer.module.state_dict())
@@ -71,14 +61,16 @@ class Bench:
     """A folder for damaged pairs, and a model that they are loaded into."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, trained = folder, make(2)
+        self.folder, trained = folder, tiny.trained(CONFIG, 2)
         saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
-        other = save_checkpoint(folder / "other", make(1, seed=1), TrainingProgress(1), DESCRIPTION)
+        other = save_checkpoint(
+            folder / "other", tiny.trained(CONFIG, 1, seed=1), TrainingProgress(1), DESCRIPTION
+        )
         self.pair, self.other = (
             {name: (place / name).read_bytes() for name in FILES} for place in (saved, other)
         )
         self.index = {name: min(t.offset for t in self.file(saved, name).tensors.values()) for name in FILES}
-        self.expected, self.target = state_of(trained), make(0, seed=5)
+        self.expected, self.target = state_of(trained), tiny.trained(CONFIG, 0, seed=5)
 
     @staticmethod
     def file(folder: Path, name: str) -> GGUFFile:

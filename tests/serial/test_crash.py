@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 import tiny
+from random_kills import sound_step
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi import SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress, load_checkpoint
 from zero_mpi.errors import JobError
 from zero_mpi.models import Llama
@@ -37,16 +37,6 @@ DESCRIPTION = Description("llama", CONFIG.metadata(), {"seed": 0}, {"threads": 1
 CALLS = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
-def trained(steps: int, seed: int = 0) -> ShardedAdamW:
-    """The tiny model after some steps."""
-    optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=seed), lr=1e-2)
-    accumulator = GradAccum(optimizer.module, 2)
-    for step in range(steps):
-        tiny.run_step(optimizer.module, accumulator, CONFIG, step, 2)
-        optimizer.step(max_norm=1.0)
-    return optimizer
-
-
 def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = False) -> None:
     """The checkpoint of a step; returns when it is complete or has failed."""
     saver = Saver(out, STATES[step, seed], DESCRIPTION, keep=keep, background=background)
@@ -54,7 +44,7 @@ def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = 
     saver.wait()
 
 
-STATES = {(step, seed): trained(step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
+STATES = {(step, seed): tiny.trained(CONFIG, step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
 
 
 class Operations:
@@ -171,14 +161,6 @@ def complete(tmp_path_factory) -> dict[str, bytes]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def sound_step(folder: Path) -> int:
-    """The step of a checkpoint whose two files are what was written."""
-    files = open_checkpoint(folder)
-    state = files.state
-    check_digests(files)
-    return int(state.metadata["training.iteration_count"])
 
 
 def assert_nothing_lost(out: Path, case: Case) -> None:

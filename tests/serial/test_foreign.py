@@ -133,9 +133,7 @@ def test_lines_are_read_within_bounds(tmp_path):
     lines = list(read_lines(tmp_path / "it", b""))
     assert [line[:4] for line in lines] == [b"one", b"two", b"xxxx", b"end"]
     os.truncate(tmp_path / "it", 8 << 30)
-    with pytest.raises(
-        FileError, match="expected a file of lines of at most 1048576 bytes each, found longer"
-    ):
+    with pytest.raises(FileError, match="found longer"):
         list(read_lines(tmp_path / "it", b""))
 
 

@@ -93,9 +93,9 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
     assert status == 1, errors
     assert_one_line(errors, "No space left on device")
     done = len(fields(out))
-    assert (
-        done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6
-    )  # at 6 at the latest it is waited for
+    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "at 6 it is waited for"
+    state = json.loads((out / "status.json").read_text())
+    assert (state["state"], state["reason"] in errors) == ("failed", True)
     assert_goes_on(out, flags, tmp_path)
 
 

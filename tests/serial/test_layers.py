@@ -76,23 +76,12 @@ class Case:
 
 GROUPED = nn.Heads(query=6, kv=2, key_width=4, value_width=3)
 EQUAL = nn.Heads(query=3, kv=3, key_width=4, value_width=4)
-MODELS = architectures.every(
-    {
-        "vocab_size": 11,
-        "context_length": 6,
-        "embedding_length": 12,
-        "feed_forward_length": 17,
-        "head_count": 6,
-        "head_count_kv": 3,
-        "key_length": 4,
-        "value_length": 5,
-    }
-)
+SIZES = {"vocab_size": 11, "context_length": 6, "embedding_length": 12, "feed_forward_length": 17}
+SIZES |= {"head_count": 6, "head_count_kv": 3, "key_length": 4, "value_length": 5}
+MODELS = architectures.every(SIZES)
 LLAMA, QWEN2, GPT = (MODELS[arch] for arch in ("llama", "qwen2", "gpt2"))
-BIASED = replace(
-    LLAMA,
-    biases=frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}),
-)
+ALL = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+BIASED = replace(LLAMA, biases=frozenset(ALL))
 
 
 def with_adapters(config: ModelConfig, *targets: str) -> ModelConfig:
@@ -463,16 +452,11 @@ def test_every_layer_class_has_a_case():
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
 
 
-def test_one_name_for_two_shapes_is_refused():
+def test_what_is_no_chain_is_refused():
     """One name for one shape is one parameter; otherwise the last of them would be all."""
-    with pytest.raises(
-        ValueError, match=r"parameter a.weight comes twice in a chain, as \(5, 7\) and \(2, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"a.weight .*\(5, 7\) and \(2, 5\)"):
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
-
-
-def test_a_chain_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="a chain needs at least one layer"):
+    with pytest.raises(ValueError, match="at least one layer"):
         nn.Chain()
 
 

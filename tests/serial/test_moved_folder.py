@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_python
+from random_kills import MODEL, ranks_of
 from test_command_bits import needs_mpiexec, write_text
-from test_kills import MODEL, ranks_of
 
 from zero_mpi.errors import JobError
 from zero_mpi.launch.folder_hold import take_folder
