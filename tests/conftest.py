@@ -89,8 +89,6 @@ def finalize(MPI):
 
 
 class Harness:
-    """The hooks that hold the ranks of one pytest run together."""
-
     def __init__(self, world):
         self.world = world
         self.stderr = os.dup(2)  # while pytest does not capture: our last words must get out
@@ -105,8 +103,6 @@ class Harness:
 
     @contextlib.contextmanager
     def watched(self, what, seconds=TIMEOUT) -> Iterator[None]:
-        """End the whole job if the body takes longer than `seconds`."""
-
         def end_job():
             self.shout(f"{what}: not done after {seconds:g} s; the stacks of this rank:")
             faulthandler.dump_traceback(all_threads=True, file=self.stderr)
@@ -125,7 +121,6 @@ class Harness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
-        """Send the reports of all ranks but the first to files."""
         session.config.option.with_mpi = True  # or pytest-mpi skips tests marked `mpi` in a world of one
         if self.world.rank == 0:
             return
@@ -158,7 +153,6 @@ class Harness:
                 )
 
     def reason_to_leave_out(self, item):
-        """Why a test does not run in this world, or None."""
         if self.world.size > 1 and TESTS / "serial" in item.path.parents:
             return "tests/serial runs in one process: python -m pytest tests/serial"
         marker, sizes = item.get_closest_marker("world"), sizes_of(item)
@@ -197,11 +191,9 @@ class Harness:
         return result
 
     def folder_of(self, item):
-        """The folder of a test: the same on all ranks without a word between them."""
         return self.base / f"{zlib.crc32(item.nodeid.encode()):08x}"
 
     def remove(self, folder):
-        """Remove a folder that all ranks share: rank 0 does it, once the others are done with it."""
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -253,7 +245,6 @@ def failure_text(report):
 
 
 def merge_outcomes(report, outcomes, own_rank):
-    """Turn `report` into the verdict of all ranks: any failure or disagreement fails it."""
     failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
     if report.failed:
         others = sorted(failed.keys() - {own_rank})
@@ -273,7 +264,6 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Find out where this process stands, before other plugins open their files."""
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
     config.addinivalue_line("markers", "long: more of the same; not with --quick")

@@ -27,11 +27,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-LONGROPE = {
-    "rope_type": "longrope",
-    "long_factor": [1.5, 2.0, 8.0],
-    "short_factor": [1.0, 1.25, 1.5],
-}
+LONGROPE = {"rope_type": "longrope", "long_factor": [1.5, 2.0, 8.0], "short_factor": [1.0, 1.25, 1.5]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
 GRANITE = {
@@ -92,7 +88,6 @@ def shapes(config):
 
 
 def gpt2_shapes(config):
-    """Of GPT2LMHeadModel."""
     E, V, F = config["n_embd"], config["vocab_size"], config.get("n_inner") or 4 * config["n_embd"]
     found = {"transformer.wte.weight": (V, E), "transformer.wpe.weight": (config["n_positions"], E)}
     linear = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
@@ -112,7 +107,6 @@ HEAD_NORMS = ("qwen3", "gemma3_text")
 
 
 def rotary_shapes(config):
-    """Of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM."""
     E, V, F = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     D, kind = config.get("head_dim", E // H), config["model_type"]
@@ -157,7 +151,6 @@ def random_tensors(config, seed=0):
 
 
 def write_folder(folder, config, tensors):
-    """A folder as `save_pretrained` makes it, by the safetensors library."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -285,12 +278,9 @@ def linear(w, name, x):
 
 
 def self_attention(config, w, i, x):
-    """Attention of block i; x (T, E)."""
     prefix, kind, T = f"layers.{i}.self_attn", config["model_type"], len(x)
-    D, eps = (
-        config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
-        config["rms_norm_eps"],
-    )
+    D = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    eps = config["rms_norm_eps"]
     if kind == "phi3":
         rows = np.cumsum([config["num_attention_heads"], config["num_key_value_heads"]]) * D
         q, k, v = np.split(linear(w, f"{prefix}.qkv_proj", x), rows, axis=-1)
@@ -348,5 +338,4 @@ def gpt2_logits(config, tensors, ids):
 
 
 def logits(config, tensors, ids):
-    """Logits (T, V)."""
     return (gpt2_logits if config["model_type"] == "gpt2" else rotary_logits)(config, tensors, ids)

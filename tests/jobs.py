@@ -140,7 +140,6 @@ def is_cold() -> bool:
 
 
 def warm_python(environ: Mapping[str, str]) -> list[str]:
-    """What starts a rank in such an environment: a client of a server, or Python where there can be none."""
     kind = environ.get("ZERO_MPI_OPS", "")
     usual = clean_environment() | {"ZERO_MPI_OPS": kind}
     usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
@@ -177,8 +176,6 @@ def with_warm_python(folder: Path) -> str:
 
 
 class Server:
-    """A process of `warm_start` for one environment, which ends with this one."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.address = f"zero_mpi-tests-{uuid.uuid4().hex}"
         self.process = subprocess.Popen(
@@ -206,7 +203,6 @@ def ranks_said(errors: str) -> str:
 
 @functools.cache
 def launcher_kind() -> str:
-    """Whose the launcher is: "mpich", "intel" or "openmpi"."""
     said = run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
     return "intel" if "Intel(R) MPI" in said else "mpich" if "HYDRA" in said else "openmpi"
 
@@ -240,7 +236,6 @@ def run_command(
     cwd: str | os.PathLike[str] | None = None,
     merge: bool = False,
 ) -> tuple[int, str, str]:
-    """Run any command as `run_job` does; with `merge`, stderr goes into stdout in order of time."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             command,
@@ -274,7 +269,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_running() -> None:
-    """Kill the jobs under way, for a process about to leave without cleaning up."""
     for group in _running:
         try:
             os.killpg(group, signal.SIGKILL)

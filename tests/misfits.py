@@ -105,7 +105,6 @@ def calls(name: str) -> Iterator[tuple[str, bool, Given]]:
 
 
 def call(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> tuple[Any, Given]:
-    """The result of an operation whose arrays `place` makes of the given ones, and these arrays after it."""
     there = {k: place(x) if isinstance(x, np.ndarray) and k != "decay" else x for k, x in given.items()}
     if name == "causal_attention_backward" and there["kept"] is None:
         dtype = BFLOAT16 if given["q"].dtype == BFLOAT16 else np.float32

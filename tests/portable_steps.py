@@ -37,7 +37,6 @@ def tokens_of(step, index):
 
 
 def trained(arch):
-    """The digest of parameters, losses and norms after `STEPS` steps."""
     module = ShardedModule(architectures.build(arch, SIZES).stages(), SerialComm(), FULL_SHARD)
     module.initialize(seed=3)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
@@ -55,7 +54,6 @@ def trained(arch):
 
 
 def functions():
-    """The digest of the functions beside kernels, over more values than a short training has."""
     x, generator = np.arange(1, 20001) * 0.0137, np.random.Generator(np.random.Philox(key=5))
     found = [elementary.cosines(x), elementary.sines(x), elementary.normals(generator, x.size)]
     found += [[of(each) for each in x[:500].tolist()] for of in (elementary.log, elementary.cosine)]
@@ -64,7 +62,6 @@ def functions():
 
 
 def main(names):
-    """Print what is asked for, by default everything."""
     print("functions", functions(), flush=True)
     if portable.asked() == portable.PORTABLE:
         check_pins()

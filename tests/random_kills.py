@@ -42,7 +42,6 @@ PATIENCE = 120.0  # seconds for what must happen on a busy machine
 
 
 def until(condition, what):
-    """Wait for a condition."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"waited {PATIENCE:g} s for {what}"
@@ -50,7 +49,6 @@ def until(condition, what):
 
 
 def processes(mark):
-    """Process -> its rank, or -1, of all that live with a mark."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -100,7 +98,6 @@ def kill(pid):
 
 
 def newest(out):
-    """The step that `latest` names; 0 where there is none yet."""
     with contextlib.suppress(OSError):
         return int(os.readlink(out / "latest").removeprefix("step-"))
     return 0
@@ -117,7 +114,6 @@ def sound_step(folder):
 
 
 def trial(out, flags, draw):
-    """Start the job, kill a part of it, and look at what is there. Returns what was killed."""
     before, victim, mark = newest(out), draw.choice(VICTIMS), uuid.uuid4().hex
     command = [*launcher(), "-n", str(draw.choice([2, 3])), sys.executable, "-m", "zero_mpi.train", *flags]
     command += [*draw.choice(WAYS), "--steps", "100000", "--save-every", "1"]
@@ -164,7 +160,6 @@ def bytes_of(out):
 
 
 def run(folder, data, count, seed):
-    """The whole of it. Returns the segments after the first kill, and after the last start."""
     out, draw, left = folder / "out", random.Random(seed), list[int]()
     flags = ["--out", str(out), "--data", *data, *MODEL]
     for number in range(count):
@@ -184,7 +179,6 @@ def run(folder, data, count, seed):
 
 
 def main():
-    """By hand, or by a test."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

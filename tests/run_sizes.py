@@ -68,8 +68,6 @@ COUNTED_AS = {
 
 @dataclass
 class Verdict:
-    """What a part's exit status and output amount to."""
-
     status: int
     summary: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -116,7 +114,6 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
 
 
 def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None:
-    """One line, what did not run and why, what took long, and the end of the output of a failure."""
     state = "ok" if verdict.status == 0 else f"FAILED (status {verdict.status})"
     print(f"[{name}] {state}: {verdict.summary} ({seconds:.0f} s with start)")
     for line in output.splitlines():
@@ -128,7 +125,6 @@ def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None
 
 
 def parts(sizes: list[int], paths: list[str]) -> list[Part]:
-    """The parts that paths amount to, in turns; 0 ranks stand for one process without a launcher."""
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
@@ -159,13 +155,11 @@ def is_under(folder: str, path: str) -> bool:
 
 
 def within(path: str) -> list[Path]:
-    """The folders that a path (or a pytest node id) lies in, and itself."""
     place = (ROOT / path.partition("::")[0]).resolve()
     return [place, *place.parents]
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and the options for pytest behind its --."""
     own, options = sys.argv[1:], []
     if "--" in own:
         cut = own.index("--")
@@ -185,8 +179,6 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
 def run_parts(
     found: list[Part], lanes: int, options: list[str], limit: float, deadline: float
 ) -> Iterator[tuple[str, Verdict]]:
-    """Run the parts, `lanes` at a time, each for `limit` seconds at most, and print each when it ends."""
-
     def run(part: Part) -> tuple[str, Verdict, str, float]:
         name, ranks, paths = part
         start = time.monotonic()
@@ -201,7 +193,6 @@ def run_parts(
 
 
 def count(verdicts: Iterator[tuple[str, Verdict]]) -> tuple[Counter[str], list[str]]:
-    """All tests by outcome, and the names of the parts that failed."""
     total: Counter[str] = Counter()
     failed = []
     for name, verdict in verdicts:
@@ -212,7 +203,6 @@ def count(verdicts: Iterator[tuple[str, Verdict]]) -> tuple[Counter[str], list[s
 
 
 def close(total: Counter[str], failed: list[str]) -> int:
-    """The last lines; returns the exit status."""
     if failed:
         print(f"FAILED: {', '.join(failed)}")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
@@ -237,7 +227,6 @@ def compile_once() -> None:
 
 
 def main() -> int:
-    """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
     print(f"MPI: {jobs.library()}", flush=True)
     if not args.paths:

@@ -29,7 +29,6 @@ OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
 
 
 def micro_batch(step, number, config, rows=2):
-    """Tokens and targets of a micro-batch: the same for everyone who asks."""
     drawn = np.random.default_rng([step, number]).integers(
         0, config.vocab_size, (rows, config.context_length + 1)
     )
@@ -43,7 +42,6 @@ def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **option
 
 
 def run_step(module, accumulator, config, step, micro_batches):
-    """One step's rounds on this rank; the last micro-batch is a shorter one."""
     tokens = (2 * micro_batches - 1) * config.context_length
     for mine in accumulator:
         if mine is None:
@@ -67,7 +65,6 @@ def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update
 
 
 def trained(config, steps, seed=0):
-    """The optimizer of one rank after some steps."""
     optimizer = ShardedAdamW(make(SerialComm(), config, seed=seed), lr=1e-2)
     accumulator = GradAccum(optimizer.module, 2)
     for step in range(steps):
@@ -77,7 +74,6 @@ def trained(config, steps, seed=0):
 
 
 def digest(state):
-    """sha256 over names and bytes of whole parameters."""
     total = hashlib.sha256()
     for name, array in state.items():
         total.update(name.encode() + device.in_use().to_host(array).tobytes())

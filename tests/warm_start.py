@@ -71,7 +71,6 @@ class Server:
             self.waiting.register(file, select.POLLIN)
 
     def serve(self) -> dict:
-        """Serve until the file 0 ends. Returns in a rank alone, with what it is to do."""
         print("ready", flush=True)
         while True:
             for file, _ in self.waiting.poll():
@@ -112,7 +111,6 @@ class Server:
         return None
 
     def end(self, file: int) -> None:
-        """Tell a client how its rank has ended, or end the rank of a client that has."""
         pid, ended, connection = self.ranks[file]
         if file != ended:  # nothing comes from a client but its end
             os.kill(pid, signal.SIGKILL)
@@ -152,7 +150,6 @@ def become(asked: dict) -> list[str]:
 
 
 def load() -> None:
-    """Import what ranks need, but nothing of MPI, which must see the environment of each."""
     import zero_mpi.commands.evaluate.command
     import zero_mpi.train.command  # noqa: F401
     from zero_mpi import ops

@@ -174,10 +174,7 @@ time_t time(time_t *now) {
 """
 
 # Where groups with a limit are made, and its file: by the controllers that /proc names, none in version 2.
-CONTROL = {
-    "": ("/sys/fs/cgroup", "memory.max"),
-    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-}
+CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 
 
 def memory_group() -> tuple[Path, str]:

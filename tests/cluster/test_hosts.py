@@ -96,20 +96,8 @@ def test_what_goes_over_the_links_is_what_metrics_say(four_hosts, common_path):
     """Six steps more on two hosts of one rank each: all that a rank sends crosses, and nothing else does."""
     need("mpich")
     text = write_text(common_path)
-    flags = [
-        "--data",
-        *text,
-        "--layers",
-        "2",
-        "--dim",
-        "96",
-        "--heads",
-        "3",
-        "--context",
-        "16",
-        "--sample",
-        "0",
-    ]
+    flags = ["--data", *text, "--layers", "2", "--dim", "96", "--heads", "3", "--context", "16"]
+    flags += ["--sample", "0"]
     flags += ["--transport", "mpi", "--batch-size", "2", "--micro-batch", "1"]
     crossed, said = [], []
     for steps in (2, 8):

@@ -225,10 +225,7 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
     """srun by itself would leave the others waiting; nothing has been saved, so nothing is requeued."""
     out = tmp_path / "out"
     job = here.submit(
-        on_one_node("", 3),
-        ONE_NODE,
-        ["--out", str(out), *flags, *ENDLESS],
-        env={"SLURM_WAIT": "3"},
+        on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS], env={"SLURM_WAIT": "3"}
     )
     until_steps(here, job, out, 5)
     os.kill(here.ranks(job)[1], signal.SIGKILL)
@@ -239,11 +236,7 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
 
 
 def test_bad_usage_ends_the_job(here, flags, tmp_path):
-    job = here.submit(
-        on_one_node("", 3),
-        ONE_NODE,
-        ["--out", str(tmp_path / "out"), "--steps", "-1"],
-    )
+    job = here.submit(on_one_node("", 3), ONE_NODE, ["--out", str(tmp_path / "out"), "--steps", "-1"])
     here.wait(job, "FAILED")
     facts = here.facts(job)
     assert (facts["ExitCode"], facts["Restarts"]) == (f"{BAD_USAGE}:0", "0")

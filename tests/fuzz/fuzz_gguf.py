@@ -198,9 +198,8 @@ def changed_tensors(random: Random, file: File) -> None:
         if what == 0:
             file.tensors[place] = wild.name(random, [name]), shape, kind
         elif what == 1:
-            dims = tuple(
-                random.choice([0, 1, 2, 8, 2**31, 2**32, 2**40, 2**63]) for _ in range(random.randint(0, 5))
-            )
+            dims = [0, 1, 2, 8, 2**31, 2**32, 2**40, 2**63]
+            dims = tuple(random.choice(dims) for _ in range(random.randint(0, 5)))
             file.tensors[place] = name, dims, kind
         elif what == 2:
             file.tensors[place] = name, shape, random.choice([*range(42), 2**31, 2**32 - 1])
@@ -227,16 +226,8 @@ def command(random: Random, folder: Path, name: str = "x.gguf") -> list[str]:
         target = random.choice([["y.gguf", "--type", random.choice(["f16", "q8_0", "f32"])], ["folder"]])
         return ["-m", "zero_mpi", "export", name, *target]
     if kind <= 7:
-        return [
-            "-m",
-            "zero_mpi",
-            "generate",
-            name,
-            "--tokens",
-            "2",
-            "--prompt",
-            random.choice(["ab", "", "é"]),
-        ]
+        prompt = random.choice(["ab", "", "é"])
+        return ["-m", "zero_mpi", "generate", name, "--tokens", "2", "--prompt", prompt]
     if kind == 8:
         return ["-m", "zero_mpi", "plan", "--context", "16", "--init", name]
     return train(folder, "--init", name)
@@ -245,20 +236,8 @@ def command(random: Random, folder: Path, name: str = "x.gguf") -> list[str]:
 def train(folder: Path, *flags: str) -> list[str]:
     """One step of training on a short text."""
     (folder / "data.txt").write_text(DATA)
-    sizes = [
-        "--context",
-        "16",
-        "--sample",
-        "0",
-        "--steps",
-        "1",
-        "--batch-size",
-        "1",
-        "--micro-batch",
-        "1",
-        "--val-fraction",
-        "0",
-    ]
+    sizes = ["--context", "16", "--sample", "0", "--steps", "1"]
+    sizes += ["--batch-size", "1", "--micro-batch", "1", "--val-fraction", "0"]
     return ["-m", "zero_mpi.train", "--out", "out", "--data", "data.txt", *sizes, *flags]
 
 

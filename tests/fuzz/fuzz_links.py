@@ -20,18 +20,8 @@ import fuzz_run_folder
 import wild
 
 GOES_ON = [*fuzz_run_folder.TRAIN, "--steps", "6", "--trace", "run/trace.json", "--trace-steps", "5:6"]
-TOKENIZE = [
-    "-m",
-    "zero_mpi",
-    "tokenize",
-    "text.txt",
-    "--tokenizer",
-    "byte",
-    "--out",
-    "run",
-    "--part-mb",
-    "0.001",
-]
+TOKENIZE = ["-m", "zero_mpi", "tokenize", "text.txt", "--tokenizer", "byte"]
+TOKENIZE += ["--out", "run", "--part-mb", "0.001"]
 WATCH = """
 import os, sys
 seen, hooked = set(), ("open", "os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rmdir")

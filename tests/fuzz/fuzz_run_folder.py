@@ -199,12 +199,7 @@ def names(random: Random, folder: Path) -> list[str]:
     run = write_run(folder)
     odd = clean(wild.text(random)).replace("\0", "")[:60_000] or "x"
     if random.random() < 0.5:
-        return [
-            "-m",
-            "zero_mpi",
-            "report",
-            *random.choice([[odd], ["run", odd], ["run", f"--out={odd}"]]),
-        ]
+        return ["-m", "zero_mpi", "report", *random.choice([[odd], ["run", odd], ["run", f"--out={odd}"]])]
     name = (odd.replace("/", "_").strip(".") or "x")[:60]
     run.rename(folder / name)
     (folder / "run").symlink_to(name)

@@ -119,37 +119,10 @@ def sound(random: Random, folder: Path) -> list[str]:
     return run(folder, keys_of(random, []), "a text\n" * 20)
 
 
-LETTERS = [
-    "a",
-    "A",
-    " ",
-    "\n",
-    "\r\n",
-    "é",
-    "e\u0301",
-    "\u0301",
-    "日",
-    "1",
-    "!",
-    "'s",
-    "~",
-    "\u3000",
-    "\ufdfa",
-    "<x>",
-]
-NAMES = [
-    "NFC",
-    "NFD",
-    "NFKC",
-    "NFKD",
-    "Lowercase",
-    "Strip",
-    "Prepend",
-    "Replace",
-    "Sequence",
-    "Nmt",
-    "Precompiled",
-]
+LETTERS = ["a", "A", " ", "\n", "\r\n", "é", "e\u0301", "\u0301", "日", "1", "!", "'s", "~", "\u3000"]
+LETTERS += ["\ufdfa", "<x>"]
+NAMES = ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "Prepend"]
+NAMES += ["Replace", "Sequence", "Nmt", "Precompiled"]
 
 
 def normalizer(random: Random, depth: int = 0) -> Any:

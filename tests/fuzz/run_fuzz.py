@@ -246,9 +246,7 @@ class Fuzz:
     alone: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(
-        default_factory=Counter
-    )  # by what was wrong: traceback, hang, slow, memory, ...
+    wrong: Counter[str] = field(default_factory=Counter)  # by traceback, hang, slow, memory, ...
     slowest: tuple[float, str] = (0.0, "")
     largest: tuple[int, str] = (0, "")
 
@@ -335,9 +333,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(
-        Random(options.seed).sample(found, len(found))
-    )  # any of them may be those that time is left for
+    cases = dict(Random(options.seed).sample(found, len(found)))  # any may be those that time is left for
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed, options.alone), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))
@@ -365,10 +361,7 @@ def report(fuzz: Fuzz, seconds: float) -> None:
         print(f"FAILED {count} times: {kind}")
     cases, total = {outcome.split()[0] for outcome in fuzz.outcomes}, sum(fuzz.outcomes.values())
     named = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
-    print(
-        f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:",
-        end=" ",
-    )
+    print(f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:")
     print(f"{MOST_CPU:g} s of work, {MOST_WAIT:g} s by the clock, {MOST_GROWTH >> 20} MiB")
     print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
 

@@ -48,10 +48,8 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     """The float64 result of the definition, rounded as `ops.low_precision` says; and the arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
-    result, roles = (
-        getattr(reference, name)(*wide, **named),
-        low_precision.ROLES.get(name, low_precision.Roles()),
-    )
+    result = getattr(reference, name)(*wide, **named)
+    roles = low_precision.ROLES.get(name, low_precision.Roles())
     kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by if name != "embedding" else 1].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
@@ -126,7 +124,6 @@ def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
 
 
 def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Norms over the last axis."""
     width = shape[-1:]
     x, dy, plus = (
         numbers(*shape, kind=kind, scale=3, shift=1),
@@ -163,7 +160,6 @@ def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def row_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Losses, embeddings, positions; the last axis is the vocabulary or the width."""
     x, y = numbers(*shape, kind=kind, scale=3), numbers(*shape, seed=1, kind=kind)
     lead, width = shape[:-1], shape[-1]
     table, gradient = (numbers(7, width, seed=s, kind=kind) for s in (2, 3))
@@ -187,7 +183,6 @@ CASES = sorted(all_cases((2, 3, 4), F32))
 
 
 def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]], kind: Any) -> Any:
-    """Run an operation on the device and compare results, arguments and what lies around them."""
     name, (args, named) = name.partition(" ")[0], case
     result, after = expected(name, args, named)
     written = low_precision.ROLES.get(name, low_precision.Roles()).added_to
@@ -216,7 +211,6 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
 
 
 def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
-    """Whether an operation adds into an argument: what is not contiguous is refused there."""
     return name.endswith("_backward") and name.startswith(("embedding", "positions")) and x is args[-1]
 
 
@@ -246,7 +240,6 @@ def test_arrays_may_lie_anywhere_and_nothing_beside_them_is_written(gpu, shape, 
 
 @every_kind
 def test_results_end_where_they_end(gpu, monkeypatch, kind):
-    """Results lie in the middle of NaN here, and what is around them stays."""
     rooms: list[tuple[Any, Any]] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -268,8 +261,6 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
 
 @every_kind
 def test_twice_the_same_bits(gpu, monkeypatch, kind):
-    """Whatever the order in which threads run."""
-
     def run() -> list[bytes]:
         found = []
         for name, (args, named) in all_cases((3, 5, 72), kind).items():
@@ -377,11 +368,8 @@ def test_rows_are_added_to_where_they_lie(gpu, kind):
     from zero_mpi.ops.gpu.elementwise import add_row
 
     for shape in [(1, 1), (3, 37), (2, 2100)]:
-        x, b, plus = (
-            numbers(*shape, kind=kind),
-            numbers(shape[1], seed=1, kind=kind),
-            numbers(*shape, seed=2, kind=kind),
-        )
+        x, b = numbers(*shape, kind=kind), numbers(shape[1], seed=1, kind=kind)
+        plus = numbers(*shape, seed=2, kind=kind)
         for layout in LAYOUTS:
             for more in (None, plus):
                 y, room = layout(x)
@@ -549,8 +537,6 @@ def test_what_does_not_fit_is_refused(gpu, name):
 
 
 def test_the_steady_state_allocates_nothing(gpu):
-    """Memory of results and partial sums is used again."""
-
     def step() -> None:
         for name, (args, named) in cases.items():
             getattr(ops, name.partition(" ")[0])(*args, **named)

@@ -36,7 +36,6 @@ def pieces(monkeypatch):
 
 
 def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
-    """One with its state on the GPU, one with some of it on the host, for models of the same values."""
     made = []
     for where in ("none", how):
         masters = where == "state"
@@ -47,7 +46,6 @@ def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
 
 
 def step(optimizer, number):
-    """A step by gradients that follow from its number."""
     drawn = np.random.default_rng(number)
     for unit in optimizer.units:
         _, gradient, part = unit.updated
@@ -64,7 +62,6 @@ def on_host(array):
 
 
 def bits(optimizer):
-    """Everything that a step changes, as bytes."""
     found = {}
     for unit in optimizer.module.units:
         found[f"parameters {unit.name}"] = on_host(unit.parameters.shard)

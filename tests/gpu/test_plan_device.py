@@ -22,7 +22,6 @@ MODELS = {
 
 
 def planned(case):
-    """The simulation and the memory of a case, planned while the GPU is in use, as a run does it."""
     before = device.in_use()
     found = simulate(case), plan_memory(case)
     assert device.in_use() is before
@@ -30,7 +29,6 @@ def planned(case):
 
 
 def train(case, rounds):
-    """A module, its optimizer, and what the pool of activations has grown by in two steps' rounds."""
     pool = arrays.Recycler(device.in_use())
     arrays._pools[id(device.in_use())] = pool
     module = ShardedModule(

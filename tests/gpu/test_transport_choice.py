@@ -42,8 +42,6 @@ NO_DRIVER = child({"error": "no driver"})
 
 
 class Library:
-    """A communicator whose library knows the key of MPI 4.1."""
-
     def __init__(self, kinds):
         self.kinds = kinds
 
@@ -135,7 +133,6 @@ def test_all_ranks_have_one_answer(monkeypatch):
 
 
 def made(transport="auto", **flags):
-    """(transport, what is said of it) in a run with these flags."""
     config, notes = Config(transport=transport, device="cuda", **flags), []
     chosen = choose_transport(find_world(), config, None, notes)
     assert notes == []

@@ -52,8 +52,6 @@ several_ranks = pytest.mark.world(2, 3)  # on one nothing travels
 
 
 class Streams(GpuStreams):
-    """The GPU's, whose sums are array expressions where no kernel can be run."""
-
     def add(self, out, parts, accumulate):
         if runs_kernels():
             super().add(out, parts, accumulate)
@@ -64,7 +62,6 @@ class Streams(GpuStreams):
 
 @functools.cache
 def runs_kernels():
-    """Whether the CuPy that is there compiles kernels: the pretend one needs a C++ compiler."""
     cupy = device.in_use().cupy
     code = 'extern "C" __global__ void nothing(int n) {}'
     try:
@@ -86,7 +83,6 @@ def sum_by_expressions(out, parts, accumulate):
 
 @functools.cache
 def communicator(name):
-    """One of each kind for all tests: communicators are few and costly."""
     if name == "serial":
         return SerialComm()
     backend, options = WIRES[name]
@@ -110,7 +106,6 @@ def threads_end():
 
 @pytest.fixture(autouse=True)
 def gpu(the_gpu, monkeypatch):
-    """The GPU; where it is not one, all that it does comes late."""
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
     device.adopt(the_gpu)
     yield the_gpu
@@ -296,7 +291,6 @@ class Late:
         ]
 
     def wrong(self):
-        """The collectives whose results are not right."""
         summed = functools.reduce(np.add, self.parts)[self.part]
         wanted = {
             "gather": (self.full, self.whole),
@@ -339,7 +333,6 @@ def test_without_the_mark_old_values_travel(name, gpu, monkeypatch):
 
 
 def gathered(comm):
-    """Start a gather whose last copy is held up; returns (handle, array, what it is to be, gate)."""
     partition, whole = Partition(2 * comm.size, comm.size), wild(7, 2 * comm.size)
     full = device.in_use().zeros(whole.size)
     shard = on_device(whole[partition.part(comm.rank)])
@@ -400,7 +393,6 @@ def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
 
 
 def start_many(comm, count):
-    """Gathers and sums, all under way; returns (handles, what checks them)."""
     handles, checks = [], []
     for number in range(count):
         partition, whole = Partition(60 + number, comm.size), wild(number, 60 + number)

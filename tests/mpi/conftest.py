@@ -8,7 +8,6 @@ from zero_mpi import MPIComm
 
 @pytest.fixture(scope="session")
 def made():
-    """All ranks, exact reduction: one communicator of each transport."""
     return {name: make() for name, make in ON_ONE_NODE.items()}
 
 

@@ -33,7 +33,6 @@ COVERING = [
 
 @functools.cache
 def alone(name, micro_batches):
-    """The run of one process: full-shard, no prefetch, no recomputation."""
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 

@@ -27,7 +27,6 @@ FILES = ("model.gguf", "optimizer.gguf")
 
 
 def trained(comm, strategy, steps=2):
-    """An optimizer after two steps, and where the run stands."""
     module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
     optimizer = ShardedAdamW(module, lr=1e-2)
     go_on(optimizer, range(steps))

@@ -52,7 +52,6 @@ over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 
 @functools.cache
 def communicator(name):
-    """One of each kind for all tests: communicators are few and costly."""
     if name in SETTINGS:
         return MPIComm(**SETTINGS[name])
     return SerialComm() if name == "serial" else ON_ONE_NODE[name](threaded=False)
@@ -128,7 +127,6 @@ def pattern(length, dtype):
 
 
 def nothing(length, dtype=np.float32):
-    """What a buffer holds before it is written: a value that spoils every result."""
     return np.full(length, np.nan if np.issubdtype(dtype, np.floating) else 54321, dtype)
 
 
@@ -144,7 +142,6 @@ def close(actual, parts):
 
 
 def poll(ready):
-    """Ask until it is so."""
     end = time.monotonic() + PATIENCE
     while not ready():
         assert time.monotonic() < end, "not complete in time"
@@ -198,7 +195,6 @@ def room(comm, length, dtype=np.float32):
 
 
 def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32, place=None):
-    """Start one; returns (handle, full, what full held, out)."""
     whole, slot = place or room(comm, partition.length, dtype) or (None, None)
     given = wild(comm.rank, partition.length, dtype)
     if comm.rank >= contributors:
@@ -339,8 +335,6 @@ def test_barrier_waits_for_the_last(comm):
 
 
 class Many:
-    """Transfers of every kind under way at once, in the same order on all ranks."""
-
     def __init__(self, comm):
         self.comm, self.checks, self.handles = comm, [], []
         shapes = [(101, 1), (101, 10), (3, 1)]
@@ -483,8 +477,6 @@ def test_tags_begin_again(name):
 
 
 class Slow(Handle):
-    """Complete when it has been tested `left` times."""
-
     def __init__(self, left):
         self.left = left
 

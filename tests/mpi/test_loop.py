@@ -13,7 +13,6 @@ STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 
 
 def read(step, number):
-    """Input and criterion of a micro-batch; None for a rank without one."""
     if number is None:
         return None, None
     x, targets = tiny.micro_batch(step, number, CONFIG)
@@ -21,8 +20,6 @@ def read(step, number):
 
 
 class Run:
-    """A module and what trains it."""
-
     def __init__(self, comm, strategy=FULL_SHARD):
         self.module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
         self.optimizer, self.accum = ShardedAdamW(self.module, lr=1e-2), GradAccum(self.module, COUNT)

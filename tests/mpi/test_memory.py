@@ -12,7 +12,6 @@ DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": False})
 
 
 def one_step(comm, config, strategy, **options):
-    """A module and its optimizer after one step with a ragged last round."""
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module)
     count = comm.size + 1

@@ -43,8 +43,6 @@ several = pytest.mark.world(2, 3, 4, 8)
 
 
 class Odd(Layer):
-    """A layer with the parameters that a test gives it."""
-
     def __init__(self, **params):
         self._params = params
 
@@ -56,8 +54,6 @@ class Odd(Layer):
 
 
 class Kit:
-    """A module and what works on it."""
-
     def __init__(self, comm, strategy=FULL_SHARD):
         self.comm = comm
         self.module = ShardedModule(MODEL.stages(), comm, strategy)

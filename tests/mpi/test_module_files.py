@@ -29,7 +29,6 @@ COUNT, ROWS = 4, 3
 
 
 def make(comm, strategy=FULL_SHARD, *, seed=0, inputs=7, name="head", **options):
-    """A perceptron, whose sizes are no multiples of anything, and its optimizer."""
     stages = [
         Stage("body", Chain(Linear("body", inputs, 33, bias=True, std=0.3), GELU())),
         Stage(name, Linear(name, 33, 5, bias=True, std=0.3)),
@@ -69,7 +68,6 @@ def digests(folder):
 
 @pytest.fixture
 def alone(exact, ranks_folder):
-    """A folder that each rank saved by itself: of one process."""
     return saved(SerialComm(), ranks_folder / f"alone{exact.rank}")
 
 

@@ -62,7 +62,6 @@ def values(rank, length, round_=0):
 
 
 def in_order(length, contributors, rounds):
-    """The sum of `values`, one after the other."""
     total = np.zeros(length, np.float32)
     for round_ in range(rounds):
         for rank in range(contributors):

@@ -39,19 +39,15 @@ LOW = [
 
 
 class Recorder(RecordingComm):
-    """Hands on whatever else a transport is asked for."""
-
     def memory(self, *wanted):
         return self.inner.memory(*wanted)
 
 
 def micro_batches(kind, ranks):
-    """One for all; one too few; one and a half rounds."""
     return {"one": 1, "less": max(1, ranks - 1), "more": ranks + (ranks + 1) // 2}[kind]
 
 
 def case_of(comm, config, strategy, count, **options):
-    """The case of a module on this communicator; its micro-batches have one sequence each."""
     options.setdefault("bucket_mb", 25.0)
     return Case(
         config,
@@ -67,7 +63,6 @@ def case_of(comm, config, strategy, count, **options):
 
 
 def after_step(comm, case):
-    """A module and its optimizer after a step of a case; shapes of micro-batches do not matter here."""
     options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
     options["precision"] = case.precision
     strategy = strategy_named(case.strategy_name)

@@ -357,10 +357,8 @@ def test_more_reductions_than_the_table_has_entries(shared):
     """Under way at once, and one after the other."""
     partition, count = Partition(64, shared.size), 2 * words.ENTRIES + 3
     pool = shared.memory([], [64] * 3).buffers
-    slots, out = (
-        [pool.take(64) for _ in range(3)],
-        np.zeros((count, partition.counts[shared.rank]), np.float32),
-    )
+    slots = [pool.take(64) for _ in range(3)]
+    out = np.zeros((count, partition.counts[shared.rank]), np.float32)
     for number in range(count):
         slots[number % 3][:] = number
         shared.reduce_scatter(slots[number % 3], out[number], partition).wait()

@@ -19,7 +19,6 @@ def shared_file(tmp_path, mpi):
 
 
 def shared(mpi, path):
-    """The ids to train on and to hold out, as each rank gets them, and the notes."""
     corpus, notes = None, list[str]()
     if mpi.rank == 0:
         corpus = load_corpus([path], val_fraction=0.1, context=8, seed=0, tokenizer=None, vocab_size=250)

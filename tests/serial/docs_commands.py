@@ -134,10 +134,7 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
-    "zero-mpi inspect runs/proved runs/other": Run(
-        says="verdict +not the same",
-        statuses=(1,),
-    ),
+    "zero-mpi inspect runs/proved runs/other": Run(says="verdict +not the same", statuses=(1,)),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),

@@ -50,7 +50,6 @@ def steps_of(page: Path) -> list[Line | Program]:
 
 
 def lines_elsewhere() -> dict[Path, list[str]]:
-    """Commands in the docstrings of examples and in the comments of hostfiles, by file."""
     found = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
         found[path] = PROGRAM.findall(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")

@@ -27,7 +27,6 @@ SIZES = (
 
 
 def matrices(rows, columns, by_columns, seed):
-    """(2, 3, rows, columns), each between others in memory, by rows or by columns."""
     shape = (2, 3, columns, rows) if by_columns else (2, 3, rows, columns)
     wide = np.random.default_rng(seed).standard_normal((*shape[:3], shape[3] + 5), np.float32).astype(BF)
     x = wide[..., 2 : 2 + shape[3]]

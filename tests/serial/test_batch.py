@@ -57,7 +57,6 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch) -> Path:
-    """A folder whose programs come before all others."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -165,7 +164,6 @@ def test_the_earlier_end_counts(own, at_start, left, name, monkeypatch):
 
 
 def wait_until(holds) -> None:
-    """Wait for what a thread does."""
     deadline = time.monotonic() + 10
     while not holds():
         assert time.monotonic() < deadline

@@ -21,7 +21,6 @@ NAMES = list(main.COMMANDS)
 
 
 def python(*arguments, **rest):
-    """(status, stdout, stderr) of this Python."""
     return run_command([sys.executable, *arguments], timeout=30, **rest)
 
 

@@ -63,7 +63,6 @@ pytestmark = needs_mpiexec
 
 
 def write_text(folder: Path, documents: int = 4, seed: int = 0) -> list[str]:
-    """Paths of a few small text files that look a little like a program."""
     words = ["def", "return", "self", "for", "in", "x", "y", "(", ")", ":", "+", "\n"]
     draw = random.Random(seed)
     paths = [folder / f"text-{seed}-{number}.txt" for number in range(documents)]
@@ -93,7 +92,6 @@ train_compiled = functools.partial(train, operations=COMPILED)  # bits are to be
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
-    """The text of these fields (loss and grad_norm) of all steps, as it stands in the file."""
     wanted = names or ("loss", "grad_norm")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
@@ -177,8 +175,7 @@ def test_other_architectures_on_three_ranks(arch, text, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 @pytest.mark.parametrize(
-    "how",
-    [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]],
+    "how", [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]]
 )
 def test_however_a_checkpoint_is_written_it_is_the_same(how, strategy, reference, tmp_path):
     """A save after every step; in the background it overlaps with the next one."""

@@ -56,7 +56,6 @@ SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and
 
 
 def other_value(name):
-    """A value that is not the default, where the setting has more than one."""
     field = FIELDS[name]
     if name in SPECIAL:
         return SPECIAL[name]

@@ -33,8 +33,6 @@ def copy_of_package(folder):
 
 
 class Ranks:
-    """A transport by which the other ranks say what they are given."""
-
     def __init__(self, *values):
         self.values = values
 
@@ -134,7 +132,6 @@ def test_another_flag_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
-    """Which operations compute: their last bits differ."""
     said = refused(["env", "ZERO_MPI_OPS=auto", *RUN, *flags], [*RUN, *flags], tmp_path)
     assert "has operations numpy, ranks 0, 2" in said
     assert "use the same environment" in said

@@ -55,7 +55,6 @@ def many(root, count=40, size=50):
 
 
 def documents_of(tokens):
-    """The set of documents (by their byte) in a stream of `many`."""
     return set(np.unique(tokens).tolist()) - {EOS}
 
 

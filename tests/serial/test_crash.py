@@ -38,7 +38,6 @@ CALLS = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "rename", "replace", 
 
 
 def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = False) -> None:
-    """The checkpoint of a step; returns when it is complete or has failed."""
     saver = Saver(out, STATES[step, seed], DESCRIPTION, keep=keep, background=background)
     saver.save(TrainingProgress(step, 100 * step, 0, step, 2 * step))
     saver.wait()
@@ -62,8 +61,6 @@ class Operations:
         patch.setattr(folders, "exchange", self.watching("exchange"))
 
     def watching(self, name: str) -> Callable[..., Any]:
-        """The call `name`, counted."""
-
         def call(*arguments: Any, **more: Any) -> Any:
             with self._lock:
                 self.count += 1
@@ -98,8 +95,6 @@ class Operations:
 
 @dataclass
 class Opened:
-    """A file that was made, by a handle of our own, and whether all of it is on disk."""
-
     handle: int
     synced: bool = False
 
@@ -110,8 +105,6 @@ def inode(handle: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What is there when step 2 is saved, and what is to be there after it."""
-
     before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in their order
     after: tuple[int, ...]
     keep: int = 0
@@ -137,7 +130,6 @@ def case(request, monkeypatch) -> Case:
 
 @pytest.fixture
 def start(case, tmp_path) -> Callable[[], Path]:
-    """Makes the run's folder as it was before the save, each time it is called."""
     template = tmp_path / "template"
     template.mkdir()
     for step, seed in case.before:
@@ -177,7 +169,6 @@ def assert_nothing_lost(out: Path, case: Case) -> None:
 
 
 def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
-    """The next save of step 2 ends as if nothing had been."""
     save(out, 2, case.keep)
     names = [folders.step_folder(out, step).name for step in case.after]
     assert sorted(path.name for path in out.iterdir()) == ["latest", *names]

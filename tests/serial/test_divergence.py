@@ -13,16 +13,11 @@ from zero_mpi.train.divergence import MOST, Divergence, check_recorded
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-GOOD, SKIPPED, SEARCHED, LOST = (
-    (1.0, False, False),
-    (1.0, True, False),
-    (1.0, True, True),
-    (math.nan, True, True),
-)
+GOOD, SKIPPED, SEARCHED = (1.0, False, False), (1.0, True, False), (1.0, True, True)
+LOST = (math.nan, True, True)
 
 
 def steps(*made: tuple[float, bool, bool]) -> Divergence:
-    """After some steps."""
     found = Divergence()
     for number, step in enumerate(made, 1):
         found.saw(number, *step)

@@ -24,12 +24,7 @@ from test_command_bits import needs_mpiexec
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
 WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
-FOLDERS = (
-    "examples",
-    "hostfiles",
-    "benchmarks",
-    "tools",
-)  # that commands name, seen from the project's folder
+FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # that commands name
 TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # with those that have no commands to run
 BESIDE = re.compile(r"(\]\()(?!https:)([^)#\s]+)?(#[\w-]+)?\)")
 
@@ -86,7 +81,6 @@ def test_a_target_does_what_the_table_says(target):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """A small model of bytes, for pages that start from one."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.py").write_text(TEXT)
     flags = [*SMALL.split(), "--context", "128", "--steps", "1", "--sample", "0", "--eval-every", "0"]
@@ -100,7 +94,6 @@ def model(tmp_path_factory) -> Path:
 
 
 def furnish(folder: Path, model: Path) -> None:
-    """A folder like that of the project, with what a reader is asked to bring."""
     for name in FOLDERS:
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -112,7 +105,6 @@ def furnish(folder: Path, model: Path) -> None:
 
 
 def do(line: str, folder: Path) -> None:
-    """One command as the table says; nothing if another test runs it."""
     how = COMMANDS[line]
     if not isinstance(how, Run | Make):
         return
@@ -163,13 +155,8 @@ def test_programs_of_pages_have_names():
                 module = step.name.removesuffix(".py")
                 assert step.name in lines or f"from {module} import" in texts, f"nothing runs {step.name}"
 
-    """What a link may name inside a page: its headings, as forges spell them."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name inside a page: its headings, as forges spell them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 

@@ -31,7 +31,6 @@ def folder(tmp_path):
 
 
 def train(ranks, folder, *flags):
-    """(status, stdout, stderr) of a job."""
     return run_job(ranks, ["-m", "zero_mpi.train", *FLAGS, *flags], cwd=folder, timeout=50)
 
 
@@ -163,7 +162,6 @@ def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
 
 @needs_mpiexec
 def test_a_checkpoint_is_as_large_as_it_says(folder):
-    """All of a model, with an average, and adapters alone."""
     adapters = ["--init", str(folder / "run" / "latest" / "model.gguf"), "--lora", "16", "--dim", "32"]
     for name, more in {"run": [], "average": ["--ema", "0.9"], "adapters": adapters}.items():
         more = [*more, "--steps", "1", "--out", name]

@@ -98,15 +98,12 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert last < 40
     assert losses(out) == {step: loss for step, loss in endless.items() if step <= last}
     assert checkpoints(out) == [f"step-{best:08d}", f"step-{last:08d}"]  # --keep 1, and the best
-    assert (os.readlink(out / "latest"), os.readlink(out / "best")) == (
-        f"step-{last:08d}",
-        f"step-{best:08d}",
-    )
+    assert [os.readlink(out / name) for name in ("latest", "best")] == checkpoints(out)[::-1]
     assert best_of(out / "best") == Best(endless[best], best, 0)
     assert best_of(out / "latest") == Best(endless[best], best, 3)
     (line,) = [line for line in said.splitlines() if "stopped early" in line]
-    loss = f"the best validation loss is {endless[best]:.4f} nats a token, of step {best}: {out}/best"
-    assert line.endswith(f"stopped early after step {last}, {WHY}; {loss}")
+    for part in (f"after step {last}, {WHY}", f"{endless[best]:.4f} nats", f"of step {best}: {out}/best"):
+        assert part in line
 
 
 @needs_mpiexec
@@ -182,17 +179,13 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
 
 
 @needs_mpiexec
-def test_the_best_of_a_run_that_came_to_its_last_step(endless, flags, tmp_path):
-    """The last evaluation may be the best: its checkpoint is both."""
-    first = min(endless)
-    said = train(2, tmp_path / "out", *flags, "--steps", str(first), "--patience", "3")
-    assert f"done; the best validation loss is {endless[first]:.4f} nats a token, of step {first}: " in said
-    assert os.readlink(tmp_path / "out" / "best") == os.readlink(tmp_path / "out" / "latest")
-
-
-@needs_mpiexec
-def test_best_is_of_the_run_that_goes_on(again, endless, flags):
+def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
     """One that starts over has none at first; one that goes back has the best until then."""
+    first = min(endless)
+    said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
+    assert f"{endless[first]:.4f} nats a token, of step {first}: " in said
+    new = tmp_path / "new"
+    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last may be the best"
     train(1, again, *flags, "--steps", "1", "--resume", "never")
     assert not (again / "best").is_symlink()
     train(1, again, *flags, "--steps", "2", "--patience", "9")
@@ -224,20 +217,16 @@ def test_without_patience_there_are_no_keys_and_no_link(flags, tmp_path):
 
 @needs_mpiexec
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("more", "named"),
     [
-        (["--patience", "0"], "--patience 0: expected at least 1"),
-        (["--patience", "2", "--val-fraction", "0"], "--patience 2: --val-fraction 0 holds nothing out"),
-        (["--patience", "2", "--eval-every", "0"], "--patience 2: --eval-every 0 evaluates at the end alone"),
-        (["--patience", "2", "--context", "2000"], "--patience 2: there are too few data to hold some out"),
+        ("--patience 0", "--patience 0"),
+        ("--patience 2 --val-fraction 0", "--val-fraction 0"),
+        ("--patience 2 --eval-every 0", "--eval-every 0"),
+        ("--patience 2 --context 2000", "--patience 2"),
+        ("--patience 2", "out/best "),
     ],
 )
-def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
-    assert refused(2, tmp_path / "out", *flags, *more).endswith(expected)
-
-
-@needs_mpiexec
-def test_a_folder_in_the_place_of_the_link_is_refused(flags, tmp_path):
-    (tmp_path / "out" / "best").mkdir(parents=True)
-    line = refused(2, tmp_path / "out", *flags, "--patience", "2")
-    assert line.endswith("out/best is no link, expected one or nothing: move it away")
+def test_bad_usage_is_one_line(more, named, flags, tmp_path):
+    if named == "out/best ":  # a folder in the place of the link
+        (tmp_path / "out" / "best").mkdir(parents=True)
+    assert named in refused(2, tmp_path / "out", *flags, *more.split())

@@ -22,14 +22,7 @@ SMALL += ["--batch-size", "4", "--micro-batch", "3", "--warmup", "2", "--val-fra
 
 @pytest.mark.parametrize(
     ("epochs", "windows", "batch", "steps"),
-    [
-        (1, 10, 5, 2),
-        (1, 11, 5, 3),
-        (3, 10, 4, 8),
-        (2, 3, 100, 1),
-        (7, 1, 1, 7),
-        (1 << 60, 6, 6, 1 << 60),
-    ],
+    [(1, 10, 5, 2), (1, 11, 5, 3), (3, 10, 4, 8), (2, 3, 100, 1), (7, 1, 1, 7), (1 << 60, 6, 6, 1 << 60)],
 )
 def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, batch, steps):
     counted = in_steps(Config(epochs=epochs, batch_size=batch), windows)
@@ -132,7 +125,6 @@ def by_steps(flags, tmp_path_factory):
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
-    """Same curve and bytes, rates included, and the records say the steps."""
     said = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
     assert re.search("steps: +15, 2.0 times .* 0.004 after 2 ", said)
     assert_same_run(tmp_path / "out", by_steps)

@@ -209,7 +209,6 @@ def test_readme_has_python():
 @needs_mpiexec
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_readme_python_runs_and_prints_once(block, tmp_path):
-    """Step and loss, from one rank of the two, and the loss falls."""
     script = tmp_path / "block.py"
     script.write_text(block)
     lines = [line.split() for line in run_script(script, 2, tmp_path).splitlines()]
@@ -259,7 +258,6 @@ def test_shard_info_in_the_api_table_has_the_fields_of_the_class():
 
 
 def test_what_a_class_calls_public_is_mentioned():
-    """Every name of the API that the table is there for has a row."""
     entries = " ".join(api_rows())
     for name in (
         "ShardedModule",

@@ -57,7 +57,6 @@ TRAINING = {
 
 
 def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Matrices and biases of deviation 0.2, norms around one; a head that can only win with ASCII."""
     rng = np.random.default_rng(seed)
     found = {
         name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
@@ -386,7 +385,6 @@ def test_the_summary_is_one_line_with_what_has_other_bits(
 
 
 def test_more_bits_for_embedding_and_head_are_nearer_to_the_model(tmp_path: Path) -> None:
-    """The logits of both exports beside those of the float32 model."""
     source, tokens = write_model(tmp_path / "m.gguf", GPT), list(b"def f(x):")
     off = []
     for pure in (["--pure"], []):

@@ -59,7 +59,6 @@ def flags(tmp_path) -> list[str]:
 
 
 def run_script(ranks: int, folder: Path, text: str, *flags: str) -> tuple[int, str]:
-    """(status, what was said on stderr) of a job of a script, which must end at once."""
     script = folder / "script.py"
     script.write_text(text)
     begun = time.monotonic()
@@ -194,7 +193,6 @@ TIMEOUT = 1.5
 
 
 def hang(ranks: int, folder: Path, rank: int, fault: str, *flags: str, limit: str = str(TIMEOUT)) -> str:
-    """What a job says whose `rank` stands still in step 3; it ends with 86 as soon as it has said it."""
     script = folder / "hanging.py"
     script.write_text(HANGING.format(rank=rank, fault=fault, limit=limit))
     settings = ["--steps", "5", "--save-every", "1", "--timeout", "2.5"]

@@ -33,21 +33,10 @@ def source() -> GGUFFile:
 
 
 def finetune(ranks: int, folder: Path, *flags: str) -> Path:
-    """Train the whole model for a few small steps. Returns the newest checkpoint."""
     (folder / "text.txt").write_text(topics["assert"] * 2)
     small = ["--context", "24", "--batch-size", "2", "--micro-batch", "1", "--eval-windows", "2"]
-    small += [
-        "--init",
-        str(smollm2()),
-        "--data",
-        "text.txt",
-        "--lr",
-        "1e-4",
-        "--sample",
-        "0",
-        "--warmup",
-        "1",
-    ]
+    small += ["--init", str(smollm2()), "--data", "text.txt", "--lr", "1e-4", "--sample", "0"]
+    small += ["--warmup", "1"]
     status, printed, errors = run_job(
         ranks, ["-m", "zero_mpi.train", *small, *flags], timeout=300, env=COMPILED, cwd=folder
     )
@@ -57,7 +46,6 @@ def finetune(ranks: int, folder: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, quick) -> Path:
-    """The checkpoint of two steps on 3 ranks; the first of them may be made by 2, and gone on from."""
     folder = tmp_path_factory.mktemp("smollm2")
     if not quick:
         finetune(2, folder, "--steps", "1", "--schedule", "constant")

@@ -36,7 +36,6 @@ def named(*steps: int) -> list[str]:
 
 
 def latest(out: Path) -> bytes:
-    """What the newest checkpoint holds; both files must agree."""
     model, state = ((out / "latest" / name).read_bytes() for name in (folders.MODEL, folders.OPTIMIZER))
     assert model == state
     return model
@@ -196,7 +195,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Checkpoints of steps 1 to 4, written in this order; `latest` names 3."""
     for step in (1, 2, 3, 4):
         age(save(tmp_path, step), 1000 + step)
     folders.point(tmp_path, folders.LATEST, "step-00000003")

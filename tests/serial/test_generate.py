@@ -52,7 +52,6 @@ PROMPT = list(b"def f(")
 
 
 def write_model(path: Path, config: ModelConfig, metadata: dict[str, Any] | None = None) -> Path:
-    """A model file with random weights, and the byte tokenizer unless other keys are given."""
     rng = np.random.default_rng(0)
     params = config.params()
     keys = config.metadata() | (ByteTokenizer().metadata() if metadata is None else metadata)
@@ -73,7 +72,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def full_forward(model: TextModel, ids: list[int]) -> np.ndarray:
-    """Logits (T, V) as training computes them: no cache."""
     x: Any = np.array([ids])
     for stage in model.config.stages():
         x, _ = stage.layer.forward(model.weights, x)
@@ -319,7 +317,6 @@ def test_the_command_takes_an_empty_prompt(checkpoint):
 
 
 def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
-    """A model that says `ids` one after the other: each points to the next, and the blocks add nothing."""
     config = replace(LLAMA, vocab_size=len(keys["tokenizer.ggml.tokens"]))
     params = config.params().items()
     arrays = {name: np.full(param.shape, param.init == "ones", np.float32) for name, param in params}
@@ -371,7 +368,6 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
 
 
 def bad_files(folder: Path) -> dict[str, str]:
-    """Files that are no models, and what must be said of each."""
     (folder / "text.gguf").write_text("no model\n")
     (folder / "empty.gguf").touch()
     with GGUFStream(folder / "mamba.gguf", "mamba", {}, []):
@@ -383,7 +379,6 @@ def bad_files(folder: Path) -> dict[str, str]:
 
 
 def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> None:
-    """Status 2, nothing printed, and one line on stderr with the message in it."""
     line = result.stderr.decode()
     assert (result.returncode, result.stdout) == (2, b""), line
     assert line.startswith("zero_mpi generate: error: ")

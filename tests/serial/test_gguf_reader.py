@@ -274,7 +274,6 @@ def test_the_file_in_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def packed(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> dict[str, np.ndarray]:
-    """Write `tensors` by the gguf package; the values it decodes from its own bytes, in full shape."""
     writer, values = gguf.GGUFWriter(path, "llama"), {}
     for name, (values_in, kind) in tensors.items():
         raw = gguf.quants.quantize(values_in, kind)
@@ -549,7 +548,6 @@ def edited(content: bytes, edit: tuple[str, int, Any]) -> bytes:
 
 
 def check_fuzzed(path: Path, content: bytes) -> bool:
-    """One of the two allowed outcomes; True where the file loaded."""
     path.write_bytes(content)
     try:
         file = GGUFFile.open(path)

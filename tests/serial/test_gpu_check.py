@@ -64,7 +64,6 @@ def test_what_is_missing_is_one_line(flags, named, tmp_path):
 @needs_compiler
 @pytest.mark.timeout_seconds(240)
 def test_the_parts_that_need_no_gpu(tmp_path):
-    """Tests, losses and ranks on the pretend CuPy: all pass, and the report has them."""
     quick = "tests/gpu/test_offload.py::test_without_offload_nothing_is_on_the_host"
     flags = ["--pretend", "--out", tmp_path / "report", "--tests", quick, "--ranks", "1", "2"]
     status, printed, errors = run_command([*CHECK, *flags], timeout=200)

@@ -40,7 +40,6 @@ def turns(count: int, system: bool = False, contents: tuple[str, ...] = CONTENTS
 
 
 def peak(call: Callable[[], object]) -> int:
-    """The most bytes that a call holds."""
     tracemalloc.start()
     try:
         call()
@@ -50,8 +49,6 @@ def peak(call: Callable[[], object]) -> int:
 
 
 class Letters(str):
-    """A text that counts the letters that are cut out of it."""
-
     read = 0
 
     def __getitem__(self, place):
@@ -73,11 +70,8 @@ NAMES.remove(("gemma", True))  # which takes no system message
 @pytest.mark.parametrize(("name", "system"), NAMES)
 def test_answers_of_a_long_conversation_take_a_few_texts_of_it(name, system, monkeypatch):
     """By every template; and they are the answers that texts for each turn show."""
-    reader, render, sizes = (
-        ConversationReader(chat_tokenizer(TEMPLATES[name])),
-        ChatTemplate.render,
-        list[int](),
-    )
+    reader, render = ConversationReader(chat_tokenizer(TEMPLATES[name])), ChatTemplate.render
+    sizes = list[int]()
 
     def counted(self, *given, **options):
         found = render(self, *given, **options)
@@ -148,8 +142,6 @@ def test_conversations_are_encoded_by_so_many_letters(monkeypatch, tmp_path):
 
 
 class Name(str):
-    """A name that counts how often it is compared."""
-
     compared = 0
     __hash__ = str.__hash__
 

@@ -36,7 +36,6 @@ Edit = dict[str, Any]
 
 
 def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarray | None) -> Path:
-    """A folder of the named model; `edits` changes its configuration (... removes), `tensors` its tensors."""
     config = hf_models.CONFIGS[name]
     arrays = hf_models.random_tensors(config) | {
         key.replace("__", "."): value for key, value in tensors.items()
@@ -46,7 +45,6 @@ def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarr
 
 
 def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
-    """Logits (T, V) by our stages on what the source gives."""
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
     config = config_from_gguf(source.metadata, shapes, str(source.path), source.read)
     config.check_tensors(shapes, str(source.path))
@@ -72,7 +70,6 @@ PERMUTED = ("llama", "mistral", "smollm3", "granite")  # whose converter brings 
 
 
 def expected_tensors(name: str) -> dict[str, np.ndarray]:
-    """What the gguf package's table of names and the published permutation make of a folder's tensors."""
     config = hf_models.CONFIGS[name]
     kind = config["model_type"].removesuffix("_text").replace("mistral", "llama").upper()
     arch = getattr(gguf.MODEL_ARCH, kind)
@@ -185,10 +182,8 @@ def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path
     ],
 )
 def test_other_spellings_of_the_same(tmp_path: Path, edits: Edit) -> None:
-    usual, other = (
-        open_weights(make(tmp_path / "a", "llama")),
-        open_weights(make(tmp_path / "b", "llama", edits)),
-    )
+    usual = open_weights(make(tmp_path / "a", "llama"))
+    other = open_weights(make(tmp_path / "b", "llama", edits))
     assert usual.metadata == other.metadata
     assert set(usual.tensors) == set(other.tensors)
 

@@ -109,7 +109,6 @@ def settings_of(found: Any) -> Edit:
 
 
 def effects(config: Edit) -> list[Any]:
-    """Frequencies for a short text and a long one, their magnitude, and how far each layer sees."""
     if config["model_type"] == "gpt2":
         return []
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

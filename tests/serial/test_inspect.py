@@ -43,7 +43,6 @@ def inside(*arguments) -> int:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[int, tuple[Path, str]]:
-    """Ranks -> run directory and what training printed: the same run, once on one rank and once on three."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--data", *write_text(folder), *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
     outs = {ranks: folder / f"out-{ranks}" for ranks in (1, 3)}
@@ -62,7 +61,6 @@ def flip(path: Path, name: str, element: int, mask: int = 1) -> None:
 
 
 def put(path: Path, name: str, element: int, value: float) -> None:
-    """Set one float32 of a tensor in its file."""
     data = bytearray(path.read_bytes())
     at = GGUFFile.open(path).tensors[name].offset + 4 * element
     data[at : at + 4] = np.float32(value).tobytes()
@@ -70,7 +68,6 @@ def put(path: Path, name: str, element: int, value: float) -> None:
 
 
 def rewrite(path: Path, **keys) -> None:
-    """The same file with other values of some keys; dots of a key are written as two underscores."""
     file = GGUFFile.open(path)
     metadata = file.metadata | {key.replace("__", "."): value for key, value in keys.items()}
     tensors = {name: (info, file.tensor(name)) for name, info in file.tensors.items()}
@@ -101,7 +98,6 @@ def foreign(path: Path, seed: int = 0, rows: int = 64) -> Path:
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_state_is_the_one_that_training_announced(ranks, trained):
-    """And the same at any number of ranks; the folder may be the run's, the checkpoint's or the link."""
     out, printed = trained[ranks]
     announced = re.search(r"saved \S+ in \S+ s, state ([0-9a-f]{16})\b", printed)[1]
     for path in (out, out / "latest", out / "step-00000003"):
@@ -327,7 +323,6 @@ def test_runs_on_other_ranks_are_the_same(trained):
 
 @needs_mpiexec
 def test_the_first_difference_is_named(checkpoint, trained):
-    """Two elements of one tensor and one of a later file: first element, both values, largest difference."""
     path, whole = checkpoint / "model.gguf", GGUFFile.open(checkpoint / "model.gguf").tensor(NAME).copy()
     put(path, NAME, 10 * 48 + 7, 0.5)
     put(path, NAME, 96 * 48 + 47, 100.0)

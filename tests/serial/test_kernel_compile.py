@@ -55,7 +55,6 @@ def sources() -> list[str]:
 
 @lru_cache
 def nvrtc() -> ctypes.CDLL:
-    """NVRTC of the installed package; skips the test where there is none."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
             files = metadata.files(package) or []
@@ -68,8 +67,6 @@ def nvrtc() -> ctypes.CDLL:
 
 
 class Program:
-    """A source that NVRTC compiles."""
-
     def __init__(self, text: str, name: str) -> None:
         self.handle = ctypes.c_void_p()
         self.call(
@@ -90,7 +87,6 @@ class Program:
         return int(status)
 
     def compile(self, *options: str) -> str:
-        """Compile; returns what NVRTC and its assembler say."""
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = self.call("CompileProgram", len(options), given)
         log = self.read("ProgramLog").decode()

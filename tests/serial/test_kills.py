@@ -60,8 +60,6 @@ Start = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def slow_run(tmp_path) -> Start:
-    """Runs the command on a slow disk, with a save in the background after the last step."""
-
     def start(signalled: int, *more: str) -> tuple[int, str, str]:
         script = tmp_path / "slow.py"
         script.write_text(SLOW.format(signalled=signalled))

@@ -46,17 +46,14 @@ def real(*shape: int) -> Make:
 
 
 def several(*makers: Make) -> Make:
-    """A tuple, such as (q, k, v)."""
     return lambda rng, dtype: tuple(make(rng, dtype) for make in makers)
 
 
 def tokens(vocabulary: int, *shape: int) -> Make:
-    """Token ids; with few of them some come twice."""
     return lambda rng, dtype: rng.integers(vocabulary, size=shape)
 
 
 def qkv(heads: nn.Heads) -> Make:
-    """(q, k, v) of two sequences of five positions."""
     return several(
         real(2, 5, heads.query, heads.key_width),
         real(2, 5, heads.kv, heads.key_width),
@@ -66,8 +63,6 @@ def qkv(heads: nn.Heads) -> Make:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, what it is given, and for whole models the targets of the loss."""
-
     name: str
     layer: nn.Layer
     make: Make
@@ -165,7 +160,6 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def leaves(x: Any) -> list[np.ndarray]:
-    """The arrays of an array or a tuple of arrays; None has none."""
     if x is None:
         return []
     return [x] if isinstance(x, np.ndarray) else [leaf for item in x for leaf in leaves(item)]
@@ -206,7 +200,6 @@ class Setting:
 
 
 def weights(layer: nn.Layer, rng: np.random.Generator, dtype: Any) -> dict[str, np.ndarray]:
-    """Random parameters, norms around one, so that no derivative is flat or lost."""
     return {
         name: ((param.init == "ones") + 0.6 * rng.standard_normal(param.shape)).astype(dtype)
         for name, param in layer.params().items()
@@ -220,7 +213,6 @@ def linear_loss(y: Any, rng: np.random.Generator) -> Loss:
 
 
 def setting(case: Case, dtype: Any = np.float64) -> Setting:
-    """Numbers for a case, always the same."""
     rng = np.random.default_rng(len(case.name))
     layer, x = case.layer, case.make(rng, dtype)
     p = weights(layer, rng, dtype)
@@ -233,15 +225,12 @@ def setting(case: Case, dtype: Any = np.float64) -> Setting:
 
 @dataclass
 class Run:
-    """What a forward and a backward gave."""
-
     y: Any
     dx: Any
     g: dict[str, np.ndarray]
 
 
 def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
-    """Forward, then backward with other weight arrays; checks that no input is written."""
     given = copied(s.p)
     x_before = fingerprint(s.x)
     y, saved = s.layer.forward(given, s.x)

@@ -109,10 +109,8 @@ def test_a_run_names_the_link_and_ends_and_goes_on_without_it(tmp_path):
 
 @needs_mpiexec
 def test_tokenize_removes_nothing_that_it_has_not_written(precious, tmp_path):
-    out, flags = (
-        tmp_path / "out",
-        ["-m", "zero_mpi", "tokenize", *write_text(tmp_path), "--tokenizer", "byte"],
-    )
+    out = tmp_path / "out"
+    flags = ["-m", "zero_mpi", "tokenize", *write_text(tmp_path), "--tokenizer", "byte"]
     (out / ".tokenize").symlink_to(precious.parent)
     status, _, errors = run_job(2, [*flags, "--out", str(out)])
     assert status == 2

@@ -34,16 +34,8 @@ llama_cpp()  # skips the module without it
 PROMPT = b"def f(x):\n  return "
 PREFIXES = (1, 2, 7, len(PROMPT))
 BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
-SIZES: dict[str, Any] = {
-    "vocab_size": ByteTokenizer.vocab_size,
-    "context_length": 32,
-    "embedding_length": 24,
-    "feed_forward_length": 97,
-    "head_count": 4,
-    "head_count_kv": 2,
-    "key_length": 6,
-    "value_length": 6,
-}
+SIZES: dict[str, Any] = {"vocab_size": ByteTokenizer.vocab_size, "context_length": 32, "embedding_length": 24}
+SIZES |= {"feed_forward_length": 97, "head_count": 4, "head_count_kv": 2, "key_length": 6, "value_length": 6}
 MODELS = architectures.every(SIZES)
 LLAMA, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "qwen2", "qwen3"))
 GPT = replace(MODELS["gpt2"], tied=True)
@@ -96,7 +88,6 @@ Edit = Callable[[dict[str, np.ndarray]], object]
 
 
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Matrices and biases of deviation 0.2, norms around one."""
     rng = np.random.default_rng(0)
     return {
         name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
@@ -144,13 +135,11 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of logits (..., V)."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def training_forward(config: ModelConfig, weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
-    """Logits (T, V) as training computes them: no cache."""
     x: Any = np.array([ids])
     for stage in config.stages():
         x, _ = stage.layer.forward(weights, x)
@@ -266,9 +255,7 @@ def drop(name: str) -> Edit:
         pytest.param(QWEN2, put("rope_freqs.weight", 3), id="qwen2 with rope factors"),
         pytest.param(QWEN2, put("blk.0.attn_output.bias", 24), id="qwen2 with another bias"),
         pytest.param(QWEN2, drop("blk.1.attn_k.weight"), id="qwen2 without k"),
-        pytest.param(
-            replace(QWEN2, key_length=8, value_length=8), lambda _: None, id="qwen2 with wide heads"
-        ),
+        pytest.param(replace(QWEN2, key_length=8, value_length=8), lambda _: None, id="qwen2, wide heads"),
         pytest.param(QWEN3, put("rope_freqs.weight", 3), id="qwen3 with rope factors"),
         pytest.param(QWEN3, drop("blk.1.attn_k_norm.weight"), id="qwen3 without a norm"),
         pytest.param(QWEN3, put("blk.0.attn_k_norm.weight", 12), id="qwen3 with a norm of all heads"),

@@ -46,7 +46,6 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(model, tmp_path_factory):
-    """The harness on the model in float32."""
     folder = tmp_path_factory.mktemp("theirs") / "folder"
     export(model, folder, "--format", "safetensors")
     more = {}

@@ -11,7 +11,6 @@ from zero_mpi.errors import UsageError
 
 
 def windows_of(count, context=4, extra=0):
-    """`count` windows over the stream 0, 1, 2, ...: a token says where it stood."""
     return Windows(np.arange(count * context + 1 + extra, dtype=np.uint32), context)
 
 

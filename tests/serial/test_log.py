@@ -23,7 +23,6 @@ def say_all():
 
 
 def heard(capsys, rank, size, level):
-    """(stdout, stderr) of one line of each level."""
     log.install(rank, size, level)
     say_all()
     said = capsys.readouterr()

@@ -13,16 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import (
-    COMPILED,
-    clean_environment,
-    end,
-    launcher,
-    launcher_kind,
-    ranks_said,
-    run_command,
-    run_job,
-)
+from jobs import COMPILED, clean_environment, end, launcher, launcher_kind, ranks_said, run_command, run_job
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
@@ -40,7 +31,6 @@ MODEL += ["--steps", "2", "--warmup", "1"]
 
 
 def with_shm(size, ranks, *command):
-    """(status, stdout, stderr) of a job with `size` of shared memory."""
     job = [*launcher(), "-n", str(ranks), sys.executable, "-m", *command]
     return run_command(["unshare", "-m", "sh", "-c", MOUNT + 'exec "$@"', size, *job], timeout=100)
 
@@ -170,7 +160,6 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
 
 
 def resident_pages(job, folder):
-    """The most bytes that ranks of a job had together; pages that several have count once."""
     command = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *job]
     environment = clean_environment() | COMPILED
     most, found = 0, []
@@ -205,7 +194,6 @@ def ranks_of(launcher_process):
 
 
 def proportional(folder):
-    """Resident bytes of a process, shared pages by its share."""
     try:
         found = re.search(r"^Pss: +([0-9]+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
     except OSError:

@@ -122,7 +122,6 @@ def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
 
 
 def write_zeros(path: Any, config: ModelConfig) -> None:
-    """A model file whose weights are zeros; constants are what they are."""
     constants = config.constants()
     table = [(name, part.shape) for name, part in (config.params() | constants).items()]
     with GGUFStream(path, config.arch, config.metadata(), table) as stream:
@@ -131,7 +130,6 @@ def write_zeros(path: Any, config: ModelConfig) -> None:
 
 
 def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
-    """The keys of a model's file; a change of None leaves a key out, and "__" stands for "."."""
     keys = {"general.architecture": config.arch, **config.metadata()}
     keys |= {f"{config.arch}.{name.replace('__', '.')}": value for name, value in changes.items()}
     return {name: value for name, value in keys.items() if value is not None}
@@ -389,7 +387,6 @@ ROPE = "rope_freqs.weight"
 
 
 def with_factors(values: Any, config: ModelConfig = LLAMA, shape: Any = None) -> ModelConfig:
-    """The configuration of a file with these factors, whose table says `shape`; its tensors are checked."""
     array = np.array(values, np.float32)
     shapes = shapes_of(config) | {ROPE: array.shape if shape is None else shape}
 

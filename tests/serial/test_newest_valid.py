@@ -57,7 +57,6 @@ def everything(out: Path) -> dict[str, bytes]:
 
 
 def refused(ranks: int, out: Path, *flags: str) -> str:
-    """The one line of a run that must not start; nothing it finds is touched."""
     before = everything(out)
     line = refused_line(ranks, out, *flags)
     assert everything(out) == before
@@ -81,8 +80,6 @@ def flip(folder: Path, name: str, at: int) -> str:
 
 
 def flip_tensor(name: str) -> Callable[[Path], str]:
-    """One bit in the middle of a tensor's data: a value that is a little off."""
-
     def damage(folder: Path) -> str:
         info = GGUFFile.open(folder / name).tensors[TENSORS[name]]
         flip(folder, name, info.offset + info.nbytes // 8 * 4)

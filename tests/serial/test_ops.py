@@ -302,7 +302,6 @@ def attention_inputs(shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
-    """One query (D,) over the keys (n, D) and values (n, E) that it may see."""
     scores = [scale * math.fsum(q * key) for key in keys]
     weights = [math.exp(score - max(scores)) for score in scores]
     return sum(w * value for w, value in zip(weights, values, strict=True)) / math.fsum(weights)
@@ -438,13 +437,11 @@ SETTINGS |= {"decay": np.array([0.2]), "step": 3}
 
 
 def flat_state(size: int, kind: type = np.float32) -> list[np.ndarray]:
-    """p, g, m and v; v is a mean of squares."""
     arrays = [numbers(size, seed=seed).astype(kind) for seed in range(4)]
     return [*arrays[:3], arrays[3] ** 2]
 
 
 def adamw_by_formula(p, g, m, v):
-    """(p, m, v) after the update as the paper writes it, for a number or an array."""
     g = 0.3 * g
     m = 0.8 * m + (1 - 0.8) * g
     v = 0.95 * v + (1 - 0.95) * g * g

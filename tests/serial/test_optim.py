@@ -34,7 +34,6 @@ MATRICES = {"token_embd.weight", "blk.0.a.weight", "output.weight"}
 
 
 def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
-    """Matrices, a norm and biases of odd sizes, one of them past a chunk of 1024 elements."""
     stages = [
         Stage("token_embd", Embedding("token_embd", 301, 5, std=0.5)),
         Stage("blk.0", Linear("blk.0.a", 5, 7, bias=True, std=0.5)),
@@ -47,7 +46,6 @@ def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
 
 
 def accumulate_gradients(module: ShardedModule, number: int) -> None:
-    """One forward and backward whose input and dy depend on `number` alone."""
     rng = np.random.default_rng(number)
     y = module.forward(rng.integers(301, size=(2, 5)))
     module.backward(rng.standard_normal(y.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 1))
@@ -55,7 +53,6 @@ def accumulate_gradients(module: ShardedModule, number: int) -> None:
 
 
 def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
-    """Copies of the whole summed gradients by name, in float64."""
     found = {}
     for unit in module.units:
         if unit.unit.trainable:
@@ -68,8 +65,6 @@ def norm_of(arrays: dict[str, np.ndarray]) -> float:
 
 
 class PlainAdamW:
-    """AdamW (Loshchilov and Hutter, 2019) in float64, on a dict of arrays."""
-
     def __init__(self, params: dict[str, np.ndarray], lr, betas, eps, weight_decay) -> None:
         self.p = {name: array.astype(np.float64) for name, array in params.items()}
         self.m = {name: np.zeros(array.shape) for name, array in params.items()}
@@ -78,7 +73,6 @@ class PlainAdamW:
         self.steps = 0
 
     def step(self, grads: dict[str, np.ndarray], lr: float | None = None, scale: float = 1.0) -> None:
-        """One update by `scale` times the gradients; matrices decay."""
         self.steps += 1
         lr, (beta1, beta2) = self.lr if lr is None else lr, self.betas
         for name, g in grads.items():
@@ -92,7 +86,6 @@ class PlainAdamW:
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Equal up to float32's rounding over a few steps, relative to each array's largest element."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         bound = 1e-6 * np.abs(array).max()
@@ -100,7 +93,6 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """First and second moments by parameter name."""
     first, second = {}, {}
     for unit in optimizer.units:
         first |= unit.unit.views(optimizer.moments[unit.name].first)
@@ -109,7 +101,6 @@ def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, n
 
 
 def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
-    """The bytes of all parameters and moments."""
     arrays = [*optimizer.module.state_dict().values()]
     for held in optimizer.moments.values():
         arrays += [held.first, held.second]
@@ -165,7 +156,6 @@ def test_rates_by_name_are_those_of_plain_adamw_with_groups(way):
 
 
 def factor_of(name):
-    """By the rule: the last pattern that matches."""
     return 0.0 if name == "blk.0.a.bias" else 3.0 if name.startswith("blk.") else 0.5
 
 

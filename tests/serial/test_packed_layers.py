@@ -31,7 +31,6 @@ def begins_of(cuts=CUTS, rows=2, length=CONTEXT):
 
 
 def documents(begins):
-    """(row, positions) of every document, as an index of arrays (B, T, ...)."""
     return [
         np.s_[row : row + 1, start : start + (begins[row] == start).sum()]
         for row in range(len(begins))
@@ -165,11 +164,8 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
 @pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
 def test_a_target_that_does_not_count_has_no_loss_and_no_gradient(kind):
     rng = np.random.default_rng(0)
-    x, w, targets = (
-        rng.standard_normal((2, 9, 7)),
-        rng.standard_normal((11, 7)),
-        rng.integers(11, size=(2, 9)),
-    )
+    x, w = rng.standard_normal((2, 9, 7)), rng.standard_normal((11, 7))
+    targets = rng.integers(11, size=(2, 9))
     x, w = x.astype(kind), w.astype(kind)
     targets[:, ::3] = UNCOUNTED
     counts, dw, expected = targets != UNCOUNTED, np.zeros(w.shape, kind), np.zeros(w.shape, kind)
@@ -211,8 +207,6 @@ def test_a_last_stage_is_given_few_more_rows_than_count(count):
 
 
 class Counting(Chain):
-    """A last stage that tells how many rows it was given."""
-
     given: list[int]
 
     def loss(self, p, x, targets, scale, g):

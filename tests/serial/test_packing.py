@@ -37,7 +37,6 @@ def pairs(windows, indices=None):
 
 
 def counted(windows):
-    """All (input, target) of which the target counts, in order."""
     found = [(x, t) for row in pairs(windows) for x, t, _ in row if t != UNCOUNTED]
     return sorted(found)
 

@@ -96,7 +96,6 @@ def cases_of(commands, apart=1):
 
 
 def run_all(cases, folder):
-    """[status, stdout, stderr] of each case, in one process's forks."""
     done = subprocess.run(
         [sys.executable, OBEDIENT],
         input=json.dumps(cases),

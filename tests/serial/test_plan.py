@@ -54,7 +54,6 @@ DEVICES = ("cpu", "cuda")
 
 
 def recycled_bytes(case, monkeypatch):
-    """What the pool of activations holds after two real steps that begin with an empty one."""
     monkeypatch.setattr(arrays._host, "_free", {})
     monkeypatch.setattr(arrays._host, "_blocks", [])
     options = {"prefetch": case.prefetch, "frozen": case.frozen, "precision": case.precision}
@@ -209,7 +208,6 @@ TINY += ["--micro-batch", "1"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a short run on 3 ranks without shared memory, and its flags."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text").write_text("some text to train on. " * 99)
     flags = [*TINY, "--transport", "mpi", "--strategy", "full-shard", "--recompute"]

@@ -154,7 +154,6 @@ CALLS = {
 
 
 def norm_backwards(o, kind):
-    """All that both backwards give and add to, with and without what is added to dx."""
     results = []
     for plus in (None, X[::-1].copy()):
         dw, db = np.ones(48, kind), np.ones(48, kind)
@@ -358,7 +357,6 @@ def train(out, text, *flags, ranks=1):
 
 
 def losses(out):
-    """(loss, norm) of each step."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
 

@@ -37,7 +37,6 @@ def flags(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unbroken(flags, tmp_path_factory) -> Path:
-    """Six steps in one go; the checkpoint of step 3 is not made, as it would be for a run that stops."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     train(1, out, *flags, *CONSTANT, "--steps", "6")
     return out
@@ -60,7 +59,6 @@ def copy(run: Path, place: Path) -> Path:
 
 
 def refused(ranks: int, out: Path, *flags: str) -> str:
-    """The one line that a run which must not start prints."""
     command = ["-m", "zero_mpi.train", "--out", str(out), *flags]
     status, printed, errors = run_job(ranks, command, timeout=30, cwd=out.parent)
     assert (status, printed) == (2, ""), errors
@@ -134,7 +132,6 @@ def endless(flags, tmp_path_factory) -> Path:
 
 
 def go_on_to_the_end(ranks: int, out: Path, flags: list[str], reference: Path) -> None:
-    """The same command again ends where a run that was never stopped ends."""
     done = len(fields(out))
     assert 0 < done < 150
     assert os.readlink(out / "latest") == f"step-{done:08d}"
@@ -143,7 +140,6 @@ def go_on_to_the_end(ranks: int, out: Path, flags: list[str], reference: Path) -
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
-    """Until a file has so many lines."""
     deadline = time.monotonic() + seconds
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert process.poll() is None, "the run ended before it could be signalled"
@@ -294,7 +290,6 @@ def test_the_newest_checkpoints_are_kept(keep, expected, flags, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(flags, tmp_path_factory) -> Path:
-    """A model file after a few quick steps: its loss is not that of fresh weights."""
     out = tmp_path_factory.mktemp("trained") / "out"
     train(1, out, *flags, "--steps", "8", "--lr", "0.02")
     return out / "latest" / "model.gguf"

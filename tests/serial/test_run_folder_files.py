@@ -25,7 +25,6 @@ HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 
 
 def put(path, kind):
-    """Something else in the place of a file."""
     path.unlink(missing_ok=True)
     if kind == "folder":
         path.mkdir()

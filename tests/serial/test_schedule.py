@@ -62,7 +62,6 @@ def plans(*rows):
 
 
 def schedule(uses, prefetch, *, reads=None, trainable=None):
-    """make_schedule for stages given as strings of unit numbers; all trained and read unless told."""
     uses = [tuple(map(int, units)) for units in uses]
     units = 1 + max(unit for stage in uses for unit in stage)
     return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
@@ -147,8 +146,6 @@ def test_it_reads_like_the_step():
 
 
 class Notes:
-    """Units and stages that write down what they are asked for."""
-
     contributors = 5
 
     def __init__(self, said, name=""):
@@ -247,7 +244,6 @@ def models(draw):
 
 
 def walk(moves_in_order, needs, prefetch, held):
-    """Follow the plans, check every one, and return the units that are held at the end."""
     held, ever = set(held), set(held)
     shared = held | {u for units in needs for u in units if sum(u in other for other in needs) > 1}
     for position, (plan, need) in enumerate(zip(map(Around, by_stage(moves_in_order)), needs, strict=True)):

@@ -31,7 +31,6 @@ main()
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model in Q4_0 and a text, as flags."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "text.txt").write_text(
         "".join(f"line {number} of {number * number}\n" for number in range(400))

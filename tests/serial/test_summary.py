@@ -31,12 +31,10 @@ CASE = Case(MODEL, batch_size=5, micro_batch=2, context=T)
 
 
 def attended(length, block=64):
-    """Pairs of query and key that are computed: by blocks of queries, up to the diagonal's end."""
     return sum(min(row // block * block + block, length) for row in range(length))
 
 
 def by_hand():
-    """Operations of CASE: each matrix meets each token once forward and twice backward."""
     blocks = 3 * (D * D + 2 * D * KV * HEAD + D * D + 3 * D * F)
     products = 3 * 2 * (blocks + D * V) * T
     scores_and_sums = 3 * 2 * 2 * 3 * H * HEAD * attended(T)

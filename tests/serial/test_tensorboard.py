@@ -28,7 +28,6 @@ def masked(data):
 
 
 def events(path):
-    """The events of a file, each checked by its two checksums."""
     data, found = path.read_bytes(), []
     while data:
         (length,), (of_length,) = struct.unpack("<Q", data[:8]), struct.unpack("<I", data[8:12])

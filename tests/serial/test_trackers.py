@@ -22,13 +22,8 @@ from zero_mpi.telemetry.trackers import mlflow, prometheus, tracker, wandb
 from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
 
 RECORD = {"step": 3, "loss": 2.5, "lr": 0.25, "tokens": 96, "skipped": 0, "memory_bytes": [1024.0, 2048.0]}
-TAGGED = {
-    "loss": 2.5,
-    "lr": 0.25,
-    "memory_bytes/largest": 2048.0,
-    "memory_bytes/rank_00": 1024.0,
-    "memory_bytes/rank_01": 2048.0,
-}
+TAGGED = {"loss": 2.5, "lr": 0.25, "memory_bytes/largest": 2048.0}
+TAGGED |= {"memory_bytes/rank_00": 1024.0, "memory_bytes/rank_01": 2048.0}
 
 
 @pytest.fixture
@@ -51,17 +46,13 @@ def test_a_record_is_read_back_from_the_text_file(tmp_path):
     file = prometheus.TextFile(tmp_path, tmp_path / "runs" / "my run")
     file.step(RECORD)
     run = str(tmp_path / "runs" / "my run")
-    assert parsed(file.path) == {
-        ("zero_mpi_step", run, None): 3,
-        ("zero_mpi_tokens", run, None): 96,
-        ("zero_mpi_skipped", run, None): 0,
-        ("zero_mpi_loss", run, None): 2.5,
-        ("zero_mpi_lr", run, None): 0.25,
-        ("zero_mpi_memory_bytes_largest", run, None): 2048,
-        ("zero_mpi_memory_bytes", run, "0"): 1024,
-        ("zero_mpi_memory_bytes", run, "1"): 2048,
-        ("zero_mpi_running", run, None): 1,
+    found = {
+        (name.removeprefix("zero_mpi_"), of, rank): value
+        for (name, of, rank), value in parsed(file.path).items()
     }
+    numbers = {"step": 3, "tokens": 96, "skipped": 0, "loss": 2.5, "lr": 0.25, "memory_bytes_largest": 2048}
+    expected = {(name, run, None): value for name, value in (numbers | {"running": 1}).items()}
+    assert found == expected | {("memory_bytes", run, "0"): 1024, ("memory_bytes", run, "1"): 2048}
     assert os.listdir(tmp_path) == [file.path.name], "what is written beside it is gone"
     assert file.path.name.startswith("zero_mpi_my_run_")
 
@@ -88,13 +79,8 @@ def test_two_runs_of_one_name_have_two_files(tmp_path):
 
 
 def test_a_missing_folder_of_the_collector_is_said(tmp_path):
-    with pytest.raises(UsageError, match="expected a folder, that of the textfile collector"):
-        trackers.check(
-            SimpleNamespace(tensorboard=False, prometheus=str(tmp_path / "no"), wandb=None, mlflow=None)
-        )
-
-
-# Weights & Biases
+    with pytest.raises(UsageError, match="folder"):
+        trackers.check(SimpleNamespace(**NONE | {"prometheus": str(tmp_path / "no")}))
 
 
 @pytest.fixture
@@ -127,17 +113,13 @@ def test_weights_and_biases_is_told_each_step_by_its_number(fake_wandb, tmp_path
 
 @pytest.fixture
 def fake_mlflow(monkeypatch):
-    """Modules of MLflow whose client notes what it is asked, and fails when told to."""
     noted = SimpleNamespace(params=[], metrics=[], ended=[], experiments=[], tags={}, requests=0, fails=None)
 
     class Client:
-        """As MlflowClient."""
-
         def get_experiment_by_name(self, name):
             """None is known."""
 
         def create_experiment(self, name):
-            """Note the name; its number is 7."""
             noted.experiments.append(name)
             return "7"
 
@@ -219,20 +201,20 @@ def test_the_end_waits_no_longer_than_its_limit(warnings, monkeypatch):
     assert warnings == ["--wandb: not all was taken within 0 s; the run is complete here"]
 
 
-@pytest.mark.parametrize(
-    ("name", "wish", "extra"),
-    [
-        ("tensorboard", True, "tensorboardX"),
-        ("prometheus", ".", "prometheus_client"),
-        ("wandb", "p", "wandb"),
-        ("mlflow", "e", "mlflow"),
-    ],
-)
-def test_a_missing_library_is_said_with_what_to_install(name, wish, extra, monkeypatch):
+EXTRAS = {
+    "tensorboard": "tensorboardX",
+    "prometheus": "prometheus_client",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}
+NONE = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None}
+
+
+@pytest.mark.parametrize(("name", "extra"), EXTRAS.items())
+def test_a_missing_library_is_said_with_what_to_install(name, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, extra, None)
-    wishes = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None} | {name: wish}
-    with pytest.raises(UsageError, match=rf"^--{name} needs {extra} \(.*pip install 'zero-mpi\[{name}\]'"):
-        trackers.check(SimpleNamespace(**wishes))
+    with pytest.raises(UsageError, match=rf"^--{name} .*{extra} .*'zero-mpi\[{name}\]'"):
+        trackers.check(SimpleNamespace(**NONE | {name: "."}))
 
 
 def records(out):

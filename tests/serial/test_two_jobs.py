@@ -62,7 +62,6 @@ def first(job, tmp_path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(path: Path) -> None:
-    """Until a file is there."""
     until = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < until, f"no {path.name}"

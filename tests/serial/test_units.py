@@ -157,8 +157,6 @@ def test_a_slice_of_nothing_has_no_segments(unit):
 
 
 class Bag(Layer):
-    """A layer that only names parameters."""
-
     def __init__(self, shapes_of):
         self.named = named(shapes_of)
 
@@ -167,7 +165,6 @@ class Bag(Layer):
 
 
 def model():
-    """Embedding, two blocks, an activation, and a head tied to the embedding beside a norm."""
     block = {"w": (6, 300), "b": (6,)}
     return [
         Stage("token_embd", Bag({"token_embd.weight": (50, 40)})),

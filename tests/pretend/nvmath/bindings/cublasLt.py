@@ -248,10 +248,8 @@ def matmul_algo_get_heuristic(
     requested_algo_count: int, heuristic_results_array: int, return_algo_count: int,
 ) -> None:  # fmt: skip
     _get(light_handle, Handle)
-    product, layouts = (
-        _get(operation_desc, Product),
-        tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc)),
-    )
+    product = _get(operation_desc, Product)
+    layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
     asked = _get(preference, Preference).set
     _check_shapes(product, *layouts)
     calls.heuristics += 1
@@ -286,10 +284,8 @@ def matmul(
 ) -> None:  # fmt: skip
     """D = alpha op(A) op(B) + beta C + bias, asked of the stream."""
     _get(light_handle, Handle)
-    product, layouts = (
-        _get(compute_desc, Product),
-        tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc)),
-    )
+    product = _get(compute_desc, Product)
+    layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
     chosen = _algorithm(algo)
     demand(chosen.product == _own(product), "the algorithm was chosen for another product")
     demand(chosen.layouts == layouts, "the algorithm was chosen for other matrices")
