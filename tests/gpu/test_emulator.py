@@ -71,10 +71,7 @@ def test_a_barrier_that_protects_what_is_read_is_missed_too(pretend):
     [
         ("if (threadIdx.x < 40) __syncthreads();", "threads 0 and .* of a block diverge: .*at a barrier"),
         ("if (threadIdx.x < 40) __syncthreads();\n else __syncthreads();", "diverge: .*line 1, .*line 2"),
-        (
-            "if (threadIdx.x % 32) x[0] = __shfl_xor_sync(0xffffffffu, x[0], 1);",
-            "diverge: at a shuffle.*ended",
-        ),
+        ("if (threadIdx.x % 32) x[0] = __shfl_xor_sync(~0u, x[0], 1);", "diverge: at a shuffle.*ended"),
         ("x[0] = __shfl_xor_sync(0xffffu, x[0], 1);", "part of a warp"),
         ("__shared__ float a[20000]; x[0] = a[0];", "bytes of shared memory"),
     ],
@@ -87,10 +84,7 @@ def test_threads_that_part_are_reported(pretend, body, text):
     run(pretend, REVERSE.replace("BARRIER", "__syncthreads();"), "reverse", 64, there)  # others go on
 
 
-TYPED = (
-    HEAD
-    + "__launch_bounds__(64) typed(float* x, long long n, float f, double d, int i) { x[n] = f + d + i; }"
-)
+TYPED = HEAD + "typed(float* x, long long n, float f, double d, int i) { x[n] = f + d + i; }"
 
 
 @pytest.mark.parametrize(
@@ -99,15 +93,8 @@ TYPED = (
         (lambda x: (x, 1, np.float32(2), 3.0), TypeError, "takes 5 arguments, got 4"),
         (lambda x: (x, 1.0, np.float32(2), 3.0, np.int32(4)), TypeError, "a parameter L takes"),
         (lambda x: (x, 1, 2.0, 3.0, np.int32(4)), TypeError, "a parameter F takes"),
-        (lambda x: (x, 1, np.float32(2), np.float32(3), np.int32(4)), TypeError, "a parameter D takes"),
-        (lambda x: (x, 1, np.float32(2), 3.0, 4), TypeError, "a parameter I takes"),
         (lambda x: (x.get(), 1, np.float32(2), 3.0, np.int32(4)), TypeError, "a parameter P takes"),
         (lambda x: (1 << 40, 1, np.float32(2), 3.0, np.int32(4)), ValueError, "not in device memory"),
-        (
-            lambda x: (x.get().ctypes.data, 1, np.float32(2), 3.0, np.int32(4)),
-            ValueError,
-            "not in device memory",
-        ),
     ],
 )
 def test_arguments_are_held_to_the_signature(pretend, arguments, error, text):

@@ -186,12 +186,8 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
         ShardedAdamW(module, offload="moments")
 
 
-HELD = {
-    "filled": "_up",
-    "updated": "stream",
-    "emptied": "_down",
-    "stored": "_down",
-}  # the stream that is late
+# An event, and the stream that is late where nobody waits for it.
+HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_down"}
 
 
 def without_wait(way, moments, name, monkeypatch):

@@ -64,15 +64,8 @@ def pools_stay():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name, recompute, precision):
-    case = Case(
-        MODELS[name],
-        batch_size=4,
-        micro_batch=2,
-        context=48,
-        recompute=recompute,
-        device="cuda",
-        precision_name=precision,
-    )
+    options = {"batch_size": 4, "micro_batch": 2, "context": 48, "recompute": recompute}
+    case = Case(MODELS[name], **options, device="cuda", precision_name=precision)
     seen, memory = planned(case)
     module, optimizer, held = train(case, 2)
     assert seen.recycled == held

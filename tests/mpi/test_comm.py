@@ -12,6 +12,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from collectives import near, poll, wild
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
@@ -41,7 +42,6 @@ DTYPES = [np.float32, np.float64, np.uint16]
 # (length, quantum): even or ragged, with a ragged end, one owner or few, nobody
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
 EDGE = 4  # elements on each side of a buffer that nobody may write
-PATIENCE = 20.0  # seconds to poll before a test is given up
 
 BUFFERS = [*((*lengths, np.float32) for lengths in LENGTHS), (101, 10, np.float64), (101, 10, np.uint16)]
 
@@ -116,12 +116,6 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def wild(rank, length, dtype=np.float32):
-    generator = np.random.default_rng([rank, length])
-    scale = 10.0 ** generator.integers(-4, 5, length)
-    return (generator.standard_normal(length) * scale).astype(dtype)
-
-
 def pattern(length, dtype):
     return (np.arange(length) * 7 % 1009 + 1).astype(dtype)
 
@@ -135,36 +129,17 @@ def in_order(parts, before=None):
     return functools.reduce(np.add, terms)
 
 
-def close(actual, parts):
-    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
-    return bool(np.all(np.abs(actual - wanted) <= 8 * len(parts) * np.finfo(actual.dtype).eps * size))
-
-
-def poll(ready):
-    end = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < end, "not complete in time"
-        time.sleep(1e-4)
-
-
 @over_buffers
-def test_allgather_of_a_shard(comm, length, quantum, dtype):
-    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
-    own = whole[partition.part(comm.rank)]
-    shard, full = Buffer(own), Buffer(nothing(length, dtype))
-    comm.allgather(shard.array, full.array, partition, "test").wait()
-    full.check(whole)
-    shard.check(own)
-
-
-@over_buffers
-def test_allgather_in_place(comm, length, quantum, dtype):
+@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
+def test_allgather(comm, length, quantum, dtype, in_place):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
     part, full = partition.part(comm.rank), Buffer(nothing(length, dtype))
-    full.array[part] = whole[part]
-    comm.allgather(None, full.array, partition).wait()
+    shard = Buffer(whole[part])
+    if in_place:
+        full.array[part] = whole[part]
+    comm.allgather(None if in_place else shard.array, full.array, partition, "test").wait()
     full.check(whole)
+    shard.check(whole[part])
 
 
 @over_buffers
@@ -254,7 +229,7 @@ def test_fast_reduction_is_close(name, length, quantum, accumulate):
         out.check_edges()
         part = partition.part(comm.rank)
         parts = [term[part] for term in terms(partition, contributors, accumulate)]
-        assert close(out.array, parts or [np.zeros(out.array.size)])
+        assert near(out.array, parts or [np.zeros(out.array.size)])
 
 
 def test_all_ranks_contribute_unless_told(comm):
@@ -262,7 +237,7 @@ def test_all_ranks_contribute_unless_told(comm):
     given, part = wild(comm.rank, 101), partition.part(comm.rank)
     out = nothing(part.stop - part.start)
     comm.reduce_scatter(given, out, partition).wait()
-    assert close(out, [term[part] for term in terms(partition, comm.size, False)])
+    assert near(out, [term[part] for term in terms(partition, comm.size, False)])
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
@@ -291,11 +266,11 @@ def test_allreduce(comm, length, dtype):
     array = Buffer(wild(comm.rank, length, dtype))
     comm.allreduce(array.array, "test").wait()
     array.check_edges()
-    assert close(array.array, [wild(rank, length, dtype) for rank in range(comm.size)])
+    assert near(array.array, [wild(rank, length, dtype) for rank in range(comm.size)])
 
 
 def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
-    whole = wild(0, 101, np.float64) * 1e200
+    whole = pattern(101, np.float64) * 1e200
     owners = np.arange(101) * 7 % comm.size
     own = np.where(owners == comm.rank, whole, 0)
     assert same_bits(comm.sum_vector(own.copy()), whole)
@@ -377,7 +352,7 @@ class Many:
     @staticmethod
     def is_sum(buffer, parts):
         buffer.check_edges()
-        assert close(buffer.array, parts)
+        assert near(buffer.array, parts)
 
     def check(self):
         for check in self.checks:
@@ -444,7 +419,7 @@ def test_a_reduction_is_not_complete_before_the_last_rank_gives(name):
         assert not handle.test()
         comm.barrier()
     handle.wait()
-    assert close(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
+    assert near(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
 
 
 def scratch_of(comm):
@@ -485,41 +460,28 @@ class Slow(Handle):
         return self.left <= 0
 
 
-def test_progress_thread_tests_and_closes():
+def test_a_progress_thread_tests_to_the_end_and_closes_also_with_something_left():
     progress = ProgressEngine(True)
     thread, handles = progress._thread, [Slow(5), Slow(1)]
     for handle in handles:
         progress.add(handle)
     poll(lambda: not progress._active)
-    assert thread.is_alive()
     assert [handle.left for handle in handles] == [0, 0], "complete ones are not tested again"
-    progress.close()
-    assert not thread.is_alive()
-    progress.close()
-
-
-def test_progress_closes_with_something_left():
-    progress = ProgressEngine(True)
-    thread = progress._thread
     progress.add(Slow(10**9))
+    assert thread.is_alive()
     progress.close()
     assert not thread.is_alive()
+    progress.close()
 
 
-def test_progress_without_a_thread_tests_once_a_push():
+def test_a_push_tests_once_where_there_is_no_thread_and_else_leaves_it_to_that():
     progress, handle = ProgressEngine(False), Slow(3)
     assert progress._thread is None
     progress.add(handle)
     for left in (2, 1, 0, 0):
         progress.push()
         assert handle.left == left
-    progress.close()
-
-
-def test_push_leaves_the_work_to_the_thread():
-    progress = ProgressEngine(True)
-    progress.close()
-    progress._thread, handle = object(), Slow(1)  # a thread that never comes to it
+    progress._thread, handle = object(), Slow(1)  # one that never comes to it
     progress.add(handle)
     progress.push()
     assert handle.left == 1

@@ -61,10 +61,8 @@ def test_whole_micro_batches_sum_up_to_an_evaluation(exact):
 
     total = evaluate(module, MICRO_BATCHES, read)
     rows = [(row, slice(0, None)) for row in range(ROWS)]
-    parts = part_losses(
-        module,
-        MICRO_BATCHES,
-        MICRO_BATCHES * ROWS,
-        lambda i: PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS),
-    )
+    batches = [
+        PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS) for i in range(MICRO_BATCHES)
+    ]
+    parts = part_losses(module, MICRO_BATCHES, MICRO_BATCHES * ROWS, batches.__getitem__)
     assert total == pytest.approx(parts.sum(), rel=1e-6)

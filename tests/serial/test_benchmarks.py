@@ -128,13 +128,6 @@ def test_collectives_are_timed_by_size(ranks):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("flags", [["--mb", "0"], ["--folder", "nowhere"]])
-def test_bad_flags_are_one_line(flags, tmp_path):
-    status, printed, errors = run_job(2, [SCRIPT, *flags], timeout=30, cwd=tmp_path)
-    assert (status, printed, len(errors.splitlines())) == (2, "", 1)
-
-
-@needs_mpiexec
 def test_losses_of_two_precisions_are_compared(tmp_path):
     (tmp_path / "text").write_text("what is read here is of no matter " * 200)
     flags = ["--workload", "W3", "--steps", "3", "--ranks", "1", "--", "--data", str(tmp_path / "text")]

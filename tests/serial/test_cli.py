@@ -24,9 +24,6 @@ def python(*arguments, **rest):
     return run_command([sys.executable, *arguments], timeout=30, **rest)
 
 
-# --help and --version
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_fits_and_every_flag_says_what_it_does(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
@@ -93,8 +90,7 @@ def test_the_parser_brings_nothing_heavy_along():
     assert python("-c", code) == (0, "[]\n", "")
 
 
-# MPI_Init, which a process on the login node of a cluster may not be allowed to call
-
+# A process on the login node of a cluster may not be allowed to call MPI_Init.
 NO_MPI = """import builtins, runpy, sys
 class Stub:
     def find_spec(self, name, path=None, target=None):
@@ -142,10 +138,8 @@ def test_the_package_runs_as_the_console_script_does():
     [
         (["--lerning-rate", "1"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
         (["--batchsize=4"], "unknown flag --batchsize; did you mean --batch-size?"),
-        (["--val-frac", "0.1"], "unknown flag --val-frac; did you mean --val-fraction?"),
         (["--no-recompte"], "unknown flag --no-recompte; did you mean --no-recompute?"),
         (["--output-dir", "x"], "unknown flag --output-dir; did you mean --out?"),
-        (["--max-steps", "x"], "unknown flag --max-steps; did you mean --steps?"),
         (["--xyzzy"], "unknown flag --xyzzy; see --help"),
         (["-x"], "unknown flag -x; see --help"),
         (["--steps", "x", "--lerning-rate"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
@@ -201,9 +195,6 @@ def test_learning_rate_is_another_name_of_lr(tmp_path):
     (tmp_path / "run.toml").write_text("learning_rate = 0.5\n")
     assert parse(["--learning-rate", "0.25"]).lr == 0.25
     assert parse(["--config", str(tmp_path / "run.toml")]).lr == 0.5
-
-
-# the forms of 0.1.0
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])

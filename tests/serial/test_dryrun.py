@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 
 import pytest
 from jobs import run_command, run_job
@@ -35,13 +36,10 @@ def train(ranks, folder, *flags):
 
 
 def tree(folder):
-    return {
-        path.relative_to(folder).as_posix(): (
-            path.lstat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else b"",
-        )
+    return [
+        (path, path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(folder.rglob("*"))
-    }
+    ]
 
 
 @needs_mpiexec
@@ -123,9 +121,8 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
         r"to take 3.0 TiB on \S+ \(206,[0-9,]+ parameters\), and .* GiB .*: ask for more .*\n",
         errors,
     )
-    assert re.sub("[0-9.]+ GiB are free", "", train(2, folder, *huge)[2]) == re.sub(
-        "[0-9.]+ GiB are free", "", errors
-    )
+    without = partial(re.sub, "[0-9.]+ GiB are free", "")
+    assert without(train(2, folder, *huge)[2]) == without(errors)
     assert re.search(
         r"(?m)^transport +messages, because \S+ MiB of shared memory are needed and /dev/shm has .* free "
         r"\(chosen by --transport auto\)$",
@@ -136,17 +133,10 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
 
 @needs_mpiexec
 def test_nodes_are_those_of_the_job(folder):
-    flags = [*FLAGS, "--dry-run"]
-    printed = {
-        per_node: run_job(
-            4,
-            ["-m", "zero_mpi.train", *flags],
-            cwd=folder,
-            timeout=50,
-            env={"ZERO_MPI_RANKS_PER_NODE": str(per_node)},
-        )[1]
-        for per_node in (2, 3)
-    }
+    command, printed = ["-m", "zero_mpi.train", *FLAGS, "--dry-run"], {}
+    for per_node in (2, 3):
+        env = {"ZERO_MPI_RANKS_PER_NODE": str(per_node)}
+        printed[per_node] = run_job(4, command, cwd=folder, timeout=50, env=env)[1]
     assert "4 rank(s) on 2 node(s)" in printed[2]
     assert "memory that the ranks of a node share, messages between nodes (chosen by" in printed[2]
     assert "messages, because the nodes have unequal numbers of ranks (1 to 3) (chosen by" in printed[3]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_checkpoint_fuzz import edits, flip
 
 from zero_mpi.checkpoint import tensor_file
 from zero_mpi.checkpoint.gguf import index
@@ -174,14 +175,12 @@ NEXT = 192  # where a fourth tensor would start
 LONG = key("line\nbreak " * 5000, 4, u32(1))
 DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the error shows of it
     "empty file": (b"", "empty"),
-    "one byte": (b"G", "only 1 left"),
     "magic": (Parts(magic=b"GGML"), "at byte 0: "),
     "version 1": (Parts(version=u32(1)), "found 1"),
     "version 4": (Parts(version=u32(4)), "found 4"),
     "big-endian": (Parts(version=struct.pack(">I", 3)), "big-endian"),
     "header cut": (Parts().pack()[:20], "only 4 left"),
     "huge tensor count": (Parts(n_tensors=2**64 - 1), "18446744073709551615 tensors"),
-    "huge key count": (Parts(n_keys=2**64 - 1), "18446744073709551615 keys"),
     "one key more than there are": (Parts(n_keys=3), "at byte"),
     "one key less than there are": (Parts(n_keys=1), "at byte"),
     "one tensor more than there are": (Parts(n_tensors=4), "at byte"),
@@ -209,7 +208,6 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the e
     "strings, one not UTF-8": (valued(9, strings(text(b"\xed\xa0\x80"))), "key 'k': expected UTF-8"),
     "alignment 0": (aligned(4, u32(0)), "8..2^20, found 0"),
     "alignment 48": (aligned(4, u32(48)), "found 48"),
-    "alignment 4": (aligned(4, u32(4)), "found 4"),
     "alignment 2^31": (aligned(4, u32(2**31)), f"found {2**31}"),
     "alignment u64": (aligned(10, u64(32)), "found uint64"),
     "alignment str": (aligned(8, text("32")), "found str"),
@@ -219,17 +217,13 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the e
     "tensor twice": (Parts(tensors=[*Parts().tensors, tensor("b", (2,), NEXT)]), "tensor 'b'"),
     "no dims": (single("a", (), 0), "'a': expected 1 to 4 dims, found 0"),
     "five dims": (single("a", (1,) * 5, 0), "'a': expected 1 to 4 dims, found 5"),
-    "2^32 - 1 dims": (single("a", (1,), 0, dims=2**32 - 1), "1 to 4 dims, found 4294967295"),
     "a dim of 0": (single("a", (5, 0), 0), "found shape (0, 5)"),
     "dims that would wrap 64 bits": (single("a", (2**62, 4, 1, 1), 0), "'a': expected data up to"),
     "dims that would wrap to a negative": (single("a", (2**64 - 1,) * 4, 0), "'a': expected data up to"),
     "unknown tensor type": (single("a", (32,), 0, 4), "found 4"),
-    "huge tensor type": (single("a", (32,), 0, 2**32 - 1), "found 4294967295"),
     "a row of half a block": (single("a", (48, 2), 0, Kind.Q8_0), "32 elements, found 48"),
     "first offset not 0": (single("a", (5, 3), 32), "'a': expected offset 0, found 32"),
     "a gap": (two(96), "'b': expected offset 64, found 96"),
-    "an overlap": (two(32), "'b': expected offset 64, found 32"),
-    "an offset that is not aligned": (two(60), "'b': expected offset 64, found 60"),
     "an offset that would wrap": (two(2**64 - 32), f"64, found {2**64 - 32}"),
     "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': "),
     "no data": (Parts(data=b""), "tensor 'a': "),
@@ -520,31 +514,6 @@ FUZZED = replace(
     ),
 ).pack()
 INDEX_END = len(FUZZED) - 192
-INTERESTING = [0, 1, 7, 8, 9, 31, 32, 64, 127, 128, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
-
-place = st.integers(0, INDEX_END + 8)
-edits = st.one_of(
-    st.tuples(st.just("flip"), place, st.integers(1, 255)),
-    st.tuples(st.just("cut"), st.integers(0, len(FUZZED)), st.just(0)),
-    st.tuples(st.just("insert"), place, st.binary(min_size=1, max_size=33)),
-    st.tuples(st.just("delete"), place, st.integers(1, 64)),
-    st.tuples(st.just("u32"), place, st.sampled_from(INTERESTING)),
-    st.tuples(st.just("u64"), place, st.sampled_from(INTERESTING)),
-)
-
-
-def edited(content: bytes, edit: tuple[str, int, Any]) -> bytes:
-    what, at, value = edit
-    if what == "flip":
-        return content[:at] + bytes(byte ^ value for byte in content[at : at + 1]) + content[at + 1 :]
-    if what == "cut":
-        return content[:at]
-    if what == "insert":
-        return content[:at] + value + content[at:]
-    if what == "delete":
-        return content[:at] + content[at + value :]
-    new = u32(value % 2**32) if what == "u32" else u64(value)
-    return content[:at] + new + content[at + len(new) :]
 
 
 def check_fuzzed(path: Path, content: bytes) -> bool:
@@ -563,11 +532,11 @@ ONE_FOLDER_FOR_ALL = [HealthCheck.function_scoped_fixture]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=ONE_FOLDER_FOR_ALL)
-@given(changes=st.lists(edits, min_size=1, max_size=3))
+@given(changes=st.lists(edits(), min_size=1, max_size=3))
 def test_any_bytes_load_as_what_they_say_or_are_refused(tmp_path: Path, changes: list[Any]) -> None:
     content = FUZZED
     for change in changes:
-        content = edited(content, change)
+        content = change(content, INDEX_END) if content else content
     check_fuzzed(tmp_path / "m.gguf", content)
 
 
@@ -575,6 +544,6 @@ def test_any_flipped_byte_loads_as_what_it_says_or_is_refused(tmp_path: Path) ->
     """All bytes of the index, two bits each. Some must load (values, names) and most must not."""
     path = tmp_path / "m.gguf"
     assert check_fuzzed(path, FUZZED)
-    flips = [("flip", at, bit) for at in range(INDEX_END) for bit in (1, 128)]
-    loaded = [check_fuzzed(path, edited(FUZZED, flip)) for flip in flips]
+    flips = [flip(FUZZED, at, bits) for at in range(INDEX_END) for bits in (1, 128)]
+    loaded = [check_fuzzed(path, flipped) for flipped in flips]
     assert 0.1 < np.mean(loaded) < 0.6

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from jobs import COMPILED, clean_environment, end, launcher, launcher_kind, ranks_said, run_command, run_job
+from random_kills import descendants
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
@@ -24,7 +25,6 @@ from zero_mpi.models import Llama
 from zero_mpi.train import memory_check
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
-HUGE = ["--layers", "100000000"]
 TINY = ["--layers", "1", "--dim", "8", "--heads", "1", "--context", "8", "--steps", "1"]
 MODEL = ["--layers", "4", "--dim", "512", "--heads", "8", "--context", "64", "--batch-size", "8"]
 MODEL += ["--steps", "2", "--warmup", "1"]
@@ -47,14 +47,8 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
         status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
         assert (status, said) == (2, "")
         assert re.fullmatch(line.format(name), errors)
-    flags = [
-        "--data",
-        *write_text(tmp_path),
-        *["--layers", "1", "--dim", "8", "--heads", "1", "--context", "8", "--steps", "1"],
-    ]
-    status, said, errors = with_shm(
-        "6m", 4, "zero_mpi.train", "--out", tmp_path / "run", *flags, "--batch-size", "4"
-    )
+    flags = ["--data", *write_text(tmp_path), *TINY, "--batch-size", "4", "--out", tmp_path / "run"]
+    status, said, errors = with_shm("6m", 4, "zero_mpi.train", *flags)
     assert status == 0, errors
     assert "saved " in said
 
@@ -92,14 +86,11 @@ def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"]])
 def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
     name, *flags = command
-    status, said, errors = run_command(
-        [sys.executable, "-m", "zero_mpi", name, *HUGE, *flags], timeout=20, cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "zero_mpi", name, "--layers", "100000000", *flags]
+    status, said, errors = run_command(command, timeout=20, cwd=tmp_path)
     assert (status, said) == (2, "")
     assert re.fullmatch(
-        rf"zero_mpi {name}: error: --layers 100000000: expected at most 2,000; this model would have "
-        r"44,275,200,100,032 parameters\n",
-        errors,
+        rf"zero_mpi {name}: error: --layers 100000000: .* 2,000; .* 44,275,200,100,032 .*\n", errors
     )
 
 
@@ -179,15 +170,7 @@ def resident_pages(job, folder):
 
 
 def ranks_of(launcher_process):
-    """The Python processes below a launcher, which gives each a session of its own."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [launcher_process]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    for process in found:
+    for process in descendants(launcher_process):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{process}/exe") == str(Path(sys.executable).resolve()):
                 yield Path(f"/proc/{process}")

@@ -241,16 +241,12 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
     assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"
 
 
+FALLS, BEHIND, NEGATIVE = (np.array([row]) for row in ([0, 1, 0], [0, 2, 2], [-1, 0, 0]))
+
+
 @pytest.mark.parametrize(
-    "begins",
-    [np.array([[0, 1, 0]]), np.array([[0, 2, 2]]), np.array([[-1, 0, 0]]), np.zeros((1, 3), np.int32)],
-    ids=["falls", "behind", "negative", "narrow"],
+    "begins", [FALLS, BEHIND, NEGATIVE, np.zeros((1, 3), np.int32), np.zeros((1, 2), int)]
 )
 def test_beginnings_that_cannot_be_are_refused(begins):
-    with pytest.raises(ValueError, match="Packed: begins: expected int64 positions"):
+    with pytest.raises(ValueError, match="Packed: begins: expected"):
         Packed(np.zeros((1, 3), np.int64), begins)
-
-
-def test_beginnings_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"Packed: begins: expected shape \(1, 3\), got \(1, 2\)"):
-        Packed(np.zeros((1, 3), np.int64), np.zeros((1, 2), np.int64))

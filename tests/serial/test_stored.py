@@ -32,16 +32,12 @@ main()
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    (folder / "text.txt").write_text(
-        "".join(f"line {number} of {number * number}\n" for number in range(400))
-    )
+    (folder / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
     text = ["--data", str(folder / "text.txt")]
     train(1, folder / "run", *SIZES, *DATA, *text, "--steps", "1")
     made = folder / "base.gguf"
-    assert (
-        run_job(1, ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"])[0]
-        == 0
-    )
+    command = ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"]
+    assert run_job(1, command)[0] == 0
     assert {info.type.name for info in GGUFFile.open(made).tensors.values()} >= {"Q4_0", "F32"}
     return ["--init", str(made), *DATA, *text, "--lora", "3", "--steps", "4"]
 

@@ -153,15 +153,6 @@ def test_after_a_kill_the_next_job_starts_at_once(first, job, tmp_path):
     assert not list(out.glob(".*"))
 
 
-def test_a_job_whose_folder_is_moved_ends_and_makes_no_other(first, tmp_path):
-    (tmp_path / "out").rename(tmp_path / "elsewhere")
-    time.sleep(1.0)  # some signs of life that find no file
-    (tmp_path / "go").touch()
-    assert first.wait(30) == 1
-    assert not (tmp_path / "out").exists()
-    assert [step for step, *_ in fields(tmp_path / "elsewhere")][:3] == ["1", "2", "3"]
-
-
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_job_whose_folder_goes_in_a_long_step_does_not_wait_for_its_end(is_replaced, first, tmp_path):
     """Its rank 0 waits in a step until the end of the test."""
