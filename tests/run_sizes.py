@@ -105,9 +105,8 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
         )
     with tempfile.TemporaryDirectory(prefix="zero_mpi-tests-", ignore_cleanup_errors=True) as place:
         env["PYTEST_DEBUG_TEMPROOT"] = place
-        status, output, _ = jobs.run_command(
-            [*command, *paths, *options], timeout=timeout, env=env, cwd=ROOT, merge=True
-        )
+        job = [*command, *paths, *options]
+        status, output, _ = jobs.run_command(job, timeout=timeout, env=env, cwd=ROOT, merge=True)
     if status == jobs.TIMED_OUT:
         output += f"\nended after {timeout:.0f} s"
     return status, output

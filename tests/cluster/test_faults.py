@@ -205,9 +205,8 @@ def read_status(out: Path) -> dict[str, str]:
 
 
 def is_sound(checkpoint: Path) -> bool:
-    status, printed, errors = run_command(
-        [sys.executable, "-m", "zero_mpi", "inspect", checkpoint], timeout=60
-    )
+    command = [sys.executable, "-m", "zero_mpi", "inspect", checkpoint]
+    status, printed, errors = run_command(command, timeout=60)
     assert status in (0, 1, 2), printed + errors  # 1: another content, 2: cannot be read
     return status == 0
 

@@ -53,9 +53,8 @@ def headers(random: Random, folder: Path) -> list[str]:
         return fuzz_tokens.command(folder, random)
     if kind == 2:
         place, *_ = fuzz_safetensors.write(random, folder)
-        name = random.choice(
-            ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
-        )
+        names = ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
+        name = random.choice(names)
         sparse(place / name, struct.pack("<Q", count) + b"{" if name.endswith("tensors") else b"{", size)
         return fuzz_gguf.command(random, folder, "m")
     file = fuzz_gguf.model(random)

@@ -142,9 +142,8 @@ def header(random: Random, folder: Path) -> list[str]:
         raw = stored(content, data)
     elif kind == 6:
         name = random.choice([name for name in content if name[0] != "_"])
-        content[name]["shape"] = random.choice(
-            [[], [0], [2**62, 4], [-1], [1] * 65, [2**31, 2**33], [1.0], ["1"]]
-        )
+        shapes = [[], [0], [2**62, 4], [-1], [1] * 65, [2**31, 2**33], [1.0], ["1"]]
+        content[name]["shape"] = random.choice(shapes)
         raw = stored(content, data)
     else:
         count = random.choice([1000, 100_000, 400_000])

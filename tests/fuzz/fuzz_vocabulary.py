@@ -152,9 +152,8 @@ def rules(random: Random, folder: Path) -> list[str]:
     }
     raw = json.dumps(given | {"ignore_merges": random.choice([None, True, 3, "x"])})
     if random.random() < 0.2:
-        raw = random.choice(
-            [wild.edited(random, raw.encode()).decode("utf-8", "replace"), "[1]", "{", "null"]
-        )
+        others = [wild.edited(random, raw.encode()).decode("utf-8", "replace"), "[1]", "{", "null"]
+        raw = random.choice(others)
     pre = random.choice(list(PRE_TOKENIZERS))
     keys = bpe_files.keys_of(
         tokens, ["a b"], types=types, pre=pre, eos_token_id=np.uint32(0), add_bos_token=False

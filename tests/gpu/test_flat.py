@@ -122,9 +122,8 @@ def special() -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         halfway = [(x + np.nextafter(x, np.float32(np.inf))) / 2 for x in low]
         ties = [np.append(x[:-1] + (x[1:] - x[:-1]) / 2, 0).astype(np.float32) for x in low]
-    ends = np.array(
-        [np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1e-45, 65520, 65519.996], np.float32
-    )
+    ends = [np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1e-45, 65520, 65519.996]
+    ends = np.array(ends, np.float32)
     return np.concatenate([*low, *halfway, *ties, ends, -ends])
 
 

@@ -31,16 +31,9 @@ def alone(name, precision, micro_batches):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2 tied"])
 def test_bits(exact, name, precision, strategy, prefetch, recompute, bucket, micro_batches):
-    result = tiny.train(
-        exact,
-        tiny.MODELS[name],
-        strategy,
-        micro_batches=micro_batches,
-        prefetch=prefetch,
-        recompute=recompute,
-        bucket_mb=bucket,
-        precision=PRECISIONS[precision],
-    )
+    options = {"prefetch": prefetch, "recompute": recompute, "bucket_mb": bucket}
+    options |= {"micro_batches": micro_batches, "precision": PRECISIONS[precision]}
+    result = tiny.train(exact, tiny.MODELS[name], strategy, **options)
     assert result == alone(name, precision, micro_batches)
 
 

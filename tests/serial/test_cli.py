@@ -245,9 +245,8 @@ def test_bash_completes(script, words, expected, tmp_path):
     (tmp_path / "some-model.gguf").write_text("")
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a-file").write_text("")
-    status, printed, errors = run_command(
-        ["bash", "-c", TRY, "bash", script, "zero-mpi", *words], timeout=20, cwd=tmp_path
-    )
+    command = ["bash", "-c", TRY, "bash", script, "zero-mpi", *words]
+    status, printed, errors = run_command(command, timeout=20, cwd=tmp_path)
     assert (status, errors) == (0, "")
     assert {line.strip() for line in printed.splitlines()} == expected
 

@@ -81,9 +81,8 @@ def train(
 ) -> str:
     """Train into `out`, on success only. Returns what was printed; `script` instead of the plain command."""
     start = [str(script)] if script else ["-m", "zero_mpi.train"]
-    status, printed, errors = run_job(
-        ranks, [*start, "--out", str(out), *flags], timeout=timeout, env=operations, cwd=out.parent
-    )
+    command = [*start, "--out", str(out), *flags]
+    status, printed, errors = run_job(ranks, command, timeout=timeout, env=operations, cwd=out.parent)
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
 

@@ -230,9 +230,8 @@ def test_threads():
 
 @pytest.fixture(scope="module")
 def shown():
-    status, printed, errors = run_job(
-        3, ["-m", "zero_mpi.train", "--help"], env={"COLUMNS": "100"}, timeout=30
-    )
+    command = ["-m", "zero_mpi.train", "--help"]
+    status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
     assert (status, errors) == (0, "")
     return printed
 
@@ -294,6 +293,5 @@ def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkey
 def test_every_path_is_recorded_from_the_root():
     named = {"init": "base.gguf", "lora_init": "adapter.gguf", "data": ["text"], "trace": "run.json"}
     kept = recorded(Config(**named, lora=2))
-    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == list(
-        map(os.path.abspath, ["base.gguf", "adapter.gguf", "text", "run.json"])
-    )
+    paths = ["base.gguf", "adapter.gguf", "text", "run.json"]
+    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == [*map(os.path.abspath, paths)]

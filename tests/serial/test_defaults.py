@@ -66,9 +66,8 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     assert found["warmup"] == round(0.09 * found["steps"])
     assert f"70 conversations ({int(room < longest)} cut) in " in printed
     assert f"steps:     {found['steps']}, 3.0 times through the data; rate " in printed
-    status, said, _ = run_job(
-        1, ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"], cwd=folder, timeout=50
-    )
+    command = ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"]
+    status, said, _ = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0
     assert f"steps      {found['steps']} of {4 * found['context']} tokens: " in said
     assert f" after {found['warmup']} of warm-up" in said

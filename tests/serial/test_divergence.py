@@ -79,9 +79,8 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
     """Weights as large as float32 has them; the same once more when the same command is given again."""
     flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--lr", "1e38"]
     for _ in range(2):
-        status, printed, errors = run_job(
-            2, ["-m", "zero_mpi.train", *flags, "--steps", str(total)], timeout=30
-        )
+        command = ["-m", "zero_mpi.train", *flags, "--steps", str(total)]
+        status, printed, errors = run_job(2, command, timeout=30)
         assert status == 1, printed
         (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns as well
         assert "Traceback" not in errors

@@ -84,11 +84,8 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.py").write_text(TEXT)
     flags = [*SMALL.split(), "--context", "128", "--steps", "1", "--sample", "0", "--eval-every", "0"]
-    status, printed, errors = run_job(
-        1,
-        ["-m", "zero_mpi.train", *flags, "--data", "text.py", "--val-fraction", "0", "--out", "run"],
-        cwd=folder,
-    )
+    command = ["-m", "zero_mpi.train", *flags, "--data", "text.py", "--val-fraction", "0", "--out", "run"]
+    status, printed, errors = run_job(1, command, cwd=folder)
     assert (status, errors) == (0, ""), printed + errors
     return folder / "run" / "latest" / "model.gguf"
 

@@ -37,9 +37,8 @@ def finetune(ranks: int, folder: Path, *flags: str) -> Path:
     small = ["--context", "24", "--batch-size", "2", "--micro-batch", "1", "--eval-windows", "2"]
     small += ["--init", str(smollm2()), "--data", "text.txt", "--lr", "1e-4", "--sample", "0"]
     small += ["--warmup", "1"]
-    status, printed, errors = run_job(
-        ranks, ["-m", "zero_mpi.train", *small, *flags], timeout=300, env=COMPILED, cwd=folder
-    )
+    command = ["-m", "zero_mpi.train", *small, *flags]
+    status, printed, errors = run_job(ranks, command, timeout=300, env=COMPILED, cwd=folder)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     return folder / "runs" / "default" / "latest"
 
@@ -142,9 +141,8 @@ def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, when
     small = ["--steps", "1000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]
     log, runs = tmp_path / "log", tmp_path / "runs"
     with log.open("wb") as output:
-        job = start(
-            [*launcher(), "-n", "2", sys.executable, str(EXAMPLE), *small], output, tmp_path, COMPILED
-        )
+        command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLE), *small]
+        job = start(command, output, tmp_path, COMPILED)
         try:
             wait_for_lines(runs / when, 1, job, seconds=200)
             job.send_signal(number)

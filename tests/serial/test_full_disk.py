@@ -172,22 +172,11 @@ def test_a_folder_that_is_no_longer_writable_is_named(how, mount, flags, tmp_pat
     mount(out, "--bind", str(out))  # skips where mounting is refused, and unmounts in the end
     script = tmp_path / "script.py"
     script.write_text(READ_ONLY)
-    status, _, errors = run_job(
-        3, [str(script), *flags, "--out", str(out), "--steps", "9", *SAVES[how]], timeout=30
-    )
+    job = [str(script), *flags, "--out", str(out), "--steps", "9", *SAVES[how]]
+    status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "Read-only file system")
     assert_goes_on(out, flags, tmp_path)
-
-
-def test_a_run_is_not_begun_where_it_cannot_write(mount, flags, tmp_path):
-    """Bad usage, told before any work is done."""
-    mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=320k,ro", "tmpfs")
-    job = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "disk" / "out"), "--steps", "2"]
-    status, printed, errors = run_job(3, job, timeout=30)
-    assert (status, printed) == (2, ""), errors
-    (line,) = errors.splitlines()
-    assert "Read-only file system" in line
 
 
 # Runs `zero_mpi.train` where a quota ends what may be written, which the file system does not tell.

@@ -119,12 +119,7 @@ def test_tokenize_removes_nothing_that_it_has_not_written(precious, tmp_path):
     assert precious.read_text() == PRECIOUS
     (out / ".tokenize").unlink()
     (out / ".tokenize").mkdir()
-    others = [
-        out / ".notes.partial",
-        out / "mine.bin",
-        out / ".tokenize" / "notes",
-        out / ".tokenize" / "a.json",
-    ]
+    others = [out / name for name in (".notes.partial", "mine.bin", ".tokenize/notes", ".tokenize/a.json")]
     for path in (*others, out / ".tokenize" / "00007.bin", out / "00008.idx"):
         path.write_text(PRECIOUS)
     assert run_job(2, [*flags, "--out", str(out)])[0] == 0

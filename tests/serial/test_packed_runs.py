@@ -65,14 +65,6 @@ def test_a_resume_with_another_packing_is_refused(alone, data, tmp_path):
     assert "--packing was documents, now none" in errors[0]
 
 
-def test_token_files_do_not_tell_where_documents_end(tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 60)
-    flags = [*SMALL, "--data", "ids.npy", "--vocab-size", "60", "--packing", "documents", "--out", "out"]
-    status, _, errors = job(tmp_path, *flags)
-    assert status == 2
-    assert "--packing documents: --data are token files, which do not tell where documents end" in errors[0]
-
-
 def test_a_dry_run_says_it_too_and_counts_epochs_in_windows(data, tmp_path):
     flags = [*SMALL, *data, "--packing", "documents", "--epochs", "2", "--dry-run", "--out", "out"]
     status, printed, _ = job(tmp_path, *flags)

@@ -20,12 +20,8 @@ def text(*lengths):
 
 
 def talks(*masks):
-    return stream_of(
-        [
-            Document(str(d), 1000 * d + np.arange(len(mask)), b"", np.array(mask, bool))
-            for d, mask in enumerate(masks)
-        ]
-    )
+    ids = [1000 * d + np.arange(len(mask)) for d, mask in enumerate(masks)]
+    return stream_of([Document("", x, b"", np.array(mask, bool)) for x, mask in zip(ids, masks, strict=True)])
 
 
 def pairs(windows, indices=None):

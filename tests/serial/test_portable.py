@@ -298,11 +298,8 @@ print(trial.digest())
 @pytest.mark.timeout_seconds(300)
 @pytest.mark.parametrize("first", ["zero_mpi", "numpy"])
 def test_a_script_is_pinned_by_the_variable(first):
-    done = subprocess.run(
-        done=subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(first=first)], env=clean_environment() | PINNED, **TEXT
-        )
-    )
+    command = [sys.executable, "-c", SCRIPT.format(first=first)]
+    done = subprocess.run(command, env=clean_environment() | PINNED, **TEXT)
     if first == "numpy":
         assert "UsageError: --bits portable: NumPy was imported before zero_mpi" in done.stderr
     else:

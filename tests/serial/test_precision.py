@@ -260,13 +260,8 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.rms_norm(odd[None], np.ones(5, BF), 1e-5)[0].astype(np.float32)).any()
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "3e38 twice is beyond"
-
-
-def test_definitions_say_nothing_of_numbers_beyond_float32():
-    """Users without numba compute by them; the norm of the gradient is what tells."""
-    huge = np.full((2, 4), 1e30, np.float32)
-    y, _ = ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)
-    assert not y.any()
+    huge = np.full((2, 4), 1e30, np.float32)  # definitions say nothing: the gradient's norm is what tells
+    assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 
 def test_names_of_precisions():

@@ -78,14 +78,8 @@ def held_after_steps(name, sizes, rows):
         "step(), step()\n"
         "print(t.recycled_stats().held)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment(),
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=120)
     return int(done.stdout)
 
 

@@ -55,10 +55,6 @@ def backend_version() -> int:
     return version
 
 
-def backend_version_string() -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
 _handles: dict[int, int] = {}
 _numbers = count(0x5000)
 

@@ -253,10 +253,6 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
 array = asarray
 
 
-def asnumpy(a: Any, stream: Any = None) -> np.ndarray:
-    return a.get(stream=stream) if isinstance(a, ndarray) else np.asarray(a)
-
-
 def ascontiguousarray(a: ndarray) -> ndarray:
     return a if a.flags.c_contiguous else a.copy()
 

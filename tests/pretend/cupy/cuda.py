@@ -74,19 +74,6 @@ class MemoryPointer:
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr = mem, mem.ptr + offset
 
-    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(
-            self.ptr, getattr(mem, "value", mem), size, 1, (stream or get_current_stream()).ptr
-        )
-
-    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(
-            getattr(mem, "value", mem), self.ptr, size, 2, (stream or get_current_stream()).ptr
-        )
-
-    def copy_from_device_async(self, src: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(self.ptr, src.ptr, size, 3, (stream or get_current_stream()).ptr)
-
 
 class Pool:
     """Counts what was allocated; memory that is freed counts as kept, as CuPy's pool keeps it."""
@@ -109,12 +96,6 @@ class Pool:
 
     def total_bytes(self) -> int:
         return self._kept
-
-    def set_limit(self, size: int | None = None) -> None:
-        self.limit = size
-
-    def free_all_blocks(self) -> None:
-        self._kept = self._used
 
 
 POOL = Pool()
@@ -276,13 +257,6 @@ def get_current_stream() -> Stream:
     return getattr(_local, "stream", Stream.null)
 
 
-class ExternalStream:
-    """A stream by its number."""
-
-    def __new__(cls, ptr: int, device_id: int = -1) -> Any:
-        return Stream._all[ptr]
-
-
 class CUDARuntimeError(RuntimeError):
     """An error of the pretend runtime."""
 
@@ -350,10 +324,6 @@ runtime = SimpleNamespace(
     deviceSynchronize=lambda: Device().synchronize(),
     memGetInfo=lambda: Device.mem_info,
 )
-
-
-def is_available() -> bool:
-    return True
 
 
 def __getattr__(name: str) -> Any:

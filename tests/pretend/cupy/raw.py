@@ -65,13 +65,8 @@ def compiler() -> str:
 
 def run_compiler(*arguments: str, text: str) -> str:
     """What g++ writes for a source; raises RuntimeError with its messages."""
-    done = subprocess.run(
-        [compiler(), *FLAGS, *arguments, "-x", "c++", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [compiler(), *FLAGS, *arguments, "-x", "c++", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:4000]}")
     return done.stdout
