@@ -17,16 +17,8 @@ from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
 from zero_mpi.train.lr_schedule import make_schedule
 
-SIZES = {
-    "vocab_size": 40,
-    "context_length": 12,
-    "embedding_length": 16,
-    "feed_forward_length": 24,
-    "head_count": 2,
-    "head_count_kv": 1,
-    "key_length": 8,
-    "value_length": 8,
-}
+SIZES = {"vocab_size": 40, "context_length": 12, "embedding_length": 16, "feed_forward_length": 24}
+SIZES |= {"head_count": 2, "head_count_kv": 1, "key_length": 8, "value_length": 8}
 STEPS, MICRO_BATCHES, SEQUENCES = 20, 2, 2
 
 

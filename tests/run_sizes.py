@@ -55,15 +55,8 @@ WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (
 Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's status
 NO_VERDICT = 97  # ours: an end without a summary
-COUNTED_AS = {
-    "passed": "passed",
-    "xpassed": "passed",
-    "failed": "failed",
-    "error": "failed",
-    "errors": "failed",
-    "skipped": "skipped",
-    "xfailed": "skipped",
-}
+COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
+COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
 
 @dataclass

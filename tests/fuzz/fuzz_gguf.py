@@ -130,17 +130,8 @@ def tokenizer(random: Random) -> dict[str, Any]:
     }
 
 
-SIZES = {
-    "vocab_size": 260,
-    "context_length": 32,
-    "embedding_length": 8,
-    "block_count": 1,
-    "feed_forward_length": 16,
-    "head_count": 2,
-    "head_count_kv": 1,
-    "key_length": 4,
-    "value_length": 4,
-}
+SIZES = {"vocab_size": 260, "context_length": 32, "embedding_length": 8, "block_count": 1}
+SIZES |= {"feed_forward_length": 16, "head_count": 2, "head_count_kv": 1, "key_length": 4, "value_length": 4}
 
 
 def model(random: Random, odd_frequencies: float = 0.3) -> File:
@@ -346,13 +337,5 @@ def special(random: Random, folder: Path) -> list[str]:
     return command(random, folder, name)
 
 
-CASES = {
-    "sound": sound,
-    "keys": keys,
-    "tensors": tensors,
-    "counts": counts,
-    "noise": noise,
-    "numbers": numbers,
-    "many": many,
-    "special": special,
-}
+CASES = {"sound": sound, "keys": keys, "tensors": tensors, "counts": counts, "noise": noise}
+CASES |= {"numbers": numbers, "many": many, "special": special}

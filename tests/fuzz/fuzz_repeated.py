@@ -122,12 +122,5 @@ def gguf(random: Random, folder: Path) -> list[str]:
     return fuzz_gguf.command(random, folder)
 
 
-CASES = {
-    "run_folder": run_folder,
-    "tokens": tokens,
-    "hugging_face": hugging_face,
-    "lines": lines,
-    "trace": trace,
-    "toml": toml,
-    "gguf": gguf,
-}
+CASES = {"run_folder": run_folder, "tokens": tokens, "hugging_face": hugging_face, "lines": lines}
+CASES |= {"trace": trace, "toml": toml, "gguf": gguf}

@@ -159,17 +159,8 @@ TOKENS = {
     "no token file": (["--data", "fake.npy", "--vocab-size", "9"], "fake.npy"),
     "text and tokens": (["--data", "ids.npy", "text"], "ids.npy"),
 }
-GROUPS = {
-    "data": NO_DATA,
-    "no text": NO_TEXT,
-    "sizes of a model": OTHER_SIZES,
-    "sizes": SIZES,
-    "flags": FLAGS,
-    "init": INITS,
-    "places": PLACES,
-    "config": FILES,
-    "tokens": TOKENS,
-}
+GROUPS = {"data": NO_DATA, "no text": NO_TEXT, "sizes of a model": OTHER_SIZES, "sizes": SIZES}
+GROUPS |= {"flags": FLAGS, "init": INITS, "places": PLACES, "config": FILES, "tokens": TOKENS}
 CASES = [
     pytest.param(flags, expected, id=f"{group}: {name}")
     for group, cases in GROUPS.items()

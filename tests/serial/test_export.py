@@ -36,13 +36,8 @@ from zero_mpi.train.text_model import TextModel
 
 NO_TOKENIZERS = "no tokenizers to write tokenizer.json with: pip install tokenizers"
 Kind = gguf.GGMLQuantizationType
-SIZES: dict[str, Any] = {
-    "vocab_size": ByteTokenizer.vocab_size,
-    "context_length": 32,
-    "embedding_length": 64,
-    "block_count": 2,
-    "head_count": 4,
-}
+SIZES: dict[str, Any] = {"vocab_size": ByteTokenizer.vocab_size, "context_length": 32, "embedding_length": 64}
+SIZES |= {"block_count": 2, "head_count": 4}
 HEADS: dict[str, Any] = {"head_count_kv": 2, "key_length": 16, "value_length": 16}
 LLAMA = Llama(**SIZES, **HEADS, feed_forward_length=97, tied=False)
 GPT = GPT2(**SIZES, feed_forward_length=128, tied=True)

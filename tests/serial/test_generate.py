@@ -30,16 +30,9 @@ from zero_mpi.train.text_model import TextModel, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 13
-SIZES: dict[str, Any] = {
-    "vocab_size": ByteTokenizer.vocab_size,
-    "context_length": CONTEXT,
-    "embedding_length": 12,
-    "feed_forward_length": 17,
-    "head_count": 6,
-    "head_count_kv": 3,
-    "key_length": 4,
-    "value_length": 3,
-}
+SIZES: dict[str, Any] = {"vocab_size": ByteTokenizer.vocab_size, "context_length": CONTEXT}
+SIZES |= {"embedding_length": 12, "feed_forward_length": 17, "head_count": 6, "head_count_kv": 3}
+SIZES |= {"key_length": 4, "value_length": 3}
 MODELS = architectures.every(SIZES)
 LLAMA = MODELS["llama"]
 SCALED = replace(LLAMA, rope_factors=(1.0, 4.0))

@@ -25,19 +25,9 @@ from zero_mpi.nn import Recompute, stage_params
 EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is
 FLAGS: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 4, "context": 16, "vocab_size": 260}
 LLAMA_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-SIZES: dict[str, Any] = {
-    "vocab_size": 260,
-    "context_length": 16,
-    "embedding_length": 24,
-    "feed_forward_length": 97,
-    "head_count": 6,
-    "head_count_kv": 3,
-    "key_length": 10,
-    "value_length": 7,
-    "rms_epsilon": EXACT,
-    "norm_epsilon": EXACT,
-    "rope_freq_base": 500000.0,
-}
+SIZES: dict[str, Any] = {"vocab_size": 260, "context_length": 16, "embedding_length": 24}
+SIZES |= {"feed_forward_length": 97, "head_count": 6, "head_count_kv": 3, "key_length": 10, "value_length": 7}
+SIZES |= {"rms_epsilon": EXACT, "norm_epsilon": EXACT, "rope_freq_base": 500000.0}
 MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
