@@ -42,13 +42,9 @@ HEADS: dict[str, Any] = {"head_count_kv": 2, "key_length": 16, "value_length": 1
 LLAMA = Llama(**SIZES, **HEADS, feed_forward_length=97, tied=False)
 GPT = GPT2(**SIZES, feed_forward_length=128, tied=True)
 MODELS = {"llama": LLAMA, "gpt2": GPT}
-TRAINING = {
-    "training.iteration_count": np.uint64(7),
-    "training.token_count": np.uint64(99),
-    "training.checkpoint_id": "x",
-    "training.tensor_digests": ["y token_embd.weight"],
-    "training.state_digest": "z",
-}
+TRAINING = {"training.iteration_count": np.uint64(7), "training.token_count": np.uint64(99)}
+TRAINING |= {"training.checkpoint_id": "x", "training.tensor_digests": ["y token_embd.weight"]}
+TRAINING |= {"training.state_digest": "z"}
 
 
 def weights_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -37,13 +37,8 @@ print(json.dumps([table, texts, launch.OPTIONS]))
 def told() -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """The launch table, the sources and the options, from a process whose CuPy is the pretend one."""
     path = os.pathsep.join([str(ROOT / "tests" / "pretend"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TELL],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = [sys.executable, "-W", "error", "-c", TELL], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     table, texts, options = json.loads(done.stdout.splitlines()[-1])
     return table, texts, options
@@ -69,16 +64,8 @@ def nvrtc() -> ctypes.CDLL:
 class Program:
     def __init__(self, text: str, name: str) -> None:
         self.handle = ctypes.c_void_p()
-        self.call(
-            "CreateProgram",
-            ctypes.byref(self.handle),
-            text.encode(),
-            name.encode(),
-            0,
-            None,
-            None,
-            owned=False,
-        )
+        given = (text.encode(), name.encode(), 0, None, None)
+        self.call("CreateProgram", ctypes.byref(self.handle), *given, owned=False)
 
     def call(self, name: str, *arguments: object, owned: bool = True) -> int:
         """nvrtcNAME of the program; what went wrong is an error, but for compiling."""

@@ -24,18 +24,11 @@ from zero_mpi.launch.world import World
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 names = ("transformers", "lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
 _, transformers, lm_eval, tasks, huggingface = torch_with(*names)
-FILES = {
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "openbookqa": "openbookqa/openbookqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "sciq": "sciq/sciq.yaml",
-    "commonsense_qa": "commonsense_qa/default.yaml",
-    "mmlu": "mmlu/default/mmlu_high_school_geography.yaml",
-    "lambada": "lambada/lambada_openai.yaml",
-}
+FILES = {"hellaswag": "hellaswag/hellaswag.yaml", "arc_easy": "arc/arc_easy.yaml", "piqa": "piqa/piqa.yaml"}
+FILES |= {"openbookqa": "openbookqa/openbookqa.yaml", "boolq": "super_glue/boolq/default.yaml"}
+FILES |= {"winogrande": "winogrande/default.yaml", "sciq": "sciq/sciq.yaml"}
+FILES |= {"commonsense_qa": "commonsense_qa/default.yaml"}
+FILES |= {"mmlu": "mmlu/default/mmlu_high_school_geography.yaml", "lambada": "lambada/lambada_openai.yaml"}
 NO_SPLITS = dict.fromkeys(("dataset_name", "validation_split", "training_split", "fewshot_split", "tag"))
 
 

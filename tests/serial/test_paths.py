@@ -96,15 +96,8 @@ def cases_of(commands, apart=1):
 
 
 def run_all(cases, folder):
-    done = subprocess.run(
-        [sys.executable, OBEDIENT],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=clean_environment(),
-        timeout=300,
-    )
+    told = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
+    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **told)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

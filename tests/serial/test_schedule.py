@@ -160,18 +160,9 @@ def test_the_loop_asks_units_and_stages_for_what_the_actions_say():
     units, stages = [Notes(said, "a"), Notes(said, "b")], Notes(said)
     actions = [Gather(1), Wait(0), Forward(0), Evaluate(1), Loss(2), Release(1), Progress()]
     run([*actions, Backward(3), WaitReduce(0), Reduce(1)], units, stages)
-    assert said == [
-        ("b", "start_gather"),
-        ("a", "wait_gather"),
-        ("", "forward", 0),
-        ("", "evaluate", 1),
-        ("", "loss_and_backward", 2),
-        ("b", "release"),
-        ("", "progress"),
-        ("", "backward", 3),
-        ("a", "wait_reduce"),
-        ("b", "start_reduce", 5),
-    ]
+    expected = [("b", "start_gather"), ("a", "wait_gather"), ("", "forward", 0), ("", "evaluate", 1)]
+    expected += [("", "loss_and_backward", 2), ("b", "release"), ("", "progress"), ("", "backward", 3)]
+    assert said == [*expected, ("a", "wait_reduce"), ("b", "start_reduce", 5)]
 
 
 T, F = True, False

@@ -12,16 +12,9 @@ from zero_mpi.launch import ending
 from zero_mpi.telemetry import log
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
-ARGUMENTS = {
-    "generate": [HOSTILE],
-    "inspect": [HOSTILE],
-    "export": [HOSTILE, "out.gguf"],
-    "samples": ["model.gguf", "--data", HOSTILE],
-    "plan": ["--doctor", HOSTILE],
-    "report": [HOSTILE],
-    "trace": [HOSTILE],
-    "hostfile": [HOSTILE, "--for", "mpich"],
-}
+ARGUMENTS = {"generate": [HOSTILE], "inspect": [HOSTILE], "export": [HOSTILE, "out.gguf"]}
+ARGUMENTS |= {"samples": ["model.gguf", "--data", HOSTILE], "plan": ["--doctor", HOSTILE]}
+ARGUMENTS |= {"report": [HOSTILE], "trace": [HOSTILE], "hostfile": [HOSTILE, "--for", "mpich"]}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
