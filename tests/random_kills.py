@@ -30,13 +30,8 @@ MODEL = ["--layers", "2", "--dim", "96", "--heads", "3", "--ffn", "97", "--conte
 MODEL += ["--batch-size", "12", "--micro-batch", "2", "--sample", "0", "--schedule", "constant"]
 MODEL += ["--keep", "2", "--timeout", "60"]
 VICTIMS = ("rank", "launcher", "job")
-WAYS = (
-    ["--async-save"],
-    ["--checkpoint-io", "parallel"],
-    ["--async-save", "--checkpoint-io", "parallel"],
-    ["--checkpoint-io", "parallel", "--strategy", "no-shard"],
-    [],
-)
+BY_ALL = ["--checkpoint-io", "parallel"]
+WAYS = (["--async-save"], BY_ALL, ["--async-save", *BY_ALL], [*BY_ALL, "--strategy", "no-shard"], [])
 MARK = "ZERO_MPI_TRIAL"  # a variable by which all processes of a trial are found
 PATIENCE = 120.0  # seconds for what must happen on a busy machine
 

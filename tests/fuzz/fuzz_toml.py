@@ -18,13 +18,8 @@ from zero_mpi.config.settings import FIELDS
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["ids.npy"]}
 MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
-BIG = {
-    *SIZES,
-    "prefetch",
-    "batch_size",
-    "micro_batch",
-    "eval_windows",
-}  # where a large number costs by itself
+# Where a large number costs by itself.
+BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
 def settings(random: Random) -> dict[str, Any]:

@@ -49,17 +49,9 @@ def micro_batches(kind, ranks):
 
 def case_of(comm, config, strategy, count, **options):
     options.setdefault("bucket_mb", 25.0)
-    return Case(
-        config,
-        ranks=comm.size,
-        strategy_name=strategy,
-        transport_wanted=comm.kind,
-        exact_wanted=comm.exact,
-        batch_size=count,
-        micro_batch=1,
-        context=config.context_length,
-        **options,
-    )
+    own = {"ranks": comm.size, "strategy_name": strategy, "transport_wanted": comm.kind}
+    own |= {"exact_wanted": comm.exact, "batch_size": count, "micro_batch": 1}
+    return Case(config, context=config.context_length, **own, **options)
 
 
 def after_step(comm, case):

@@ -101,18 +101,13 @@ sys.meta_path.insert(0, Stub())
 sys.argv = ["zero-mpi", *sys.argv[1:]]
 runpy.run_module("zero_mpi", run_name="__main__")
 """
-WITHOUT_RANKS = [
-    ["--help"],
-    ["--version"],
-    ["completion", "bash"],
-    ["hostfile", "none"],
-    ["inspect", "m.gguf"],
+WITHOUT_RANKS = [["--help"], ["--version"], ["completion", "bash"], ["hostfile", "none"]]
+WITHOUT_RANKS += [["inspect", "m.gguf"], ["report", "none"], ["trace", "none"]]
+WITHOUT_RANKS += [
     ["samples", "m.gguf", "--data", "c.jsonl", "--chat-template", "t.jinja"],
     ["generate", "m.gguf", "--prompt", "a", "--tokens", "1"],
     ["export", "m.gguf", "out.gguf", "--type", "q8_0"],
     ["plan", "--ranks", "2", "--layers", "1", "--dim", "8", "--heads", "2"],
-    ["report", "none"],
-    ["trace", "none"],
 ]
 
 

@@ -168,14 +168,9 @@ def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
     """Beside those that stay, one is being written; those that are there already have their room."""
     monkeypatch.chdir(folder)
     each = saved_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
-    for checkpoints, keep, there, refused, warned in (
-        (4, 3, 0, False, False),
-        (3.9, 3, 0, False, True),
-        (3.9, 3, 1, False, False),
-        (1, 3, 9, False, False),
-        (1.9, 1, 0, False, True),
-        (0.9, 3, 9, True, False),
-    ):
+    cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]
+    cases += [(1, 3, 9, False, False), (1.9, 1, 0, False, True), (0.9, 3, 9, True, False)]
+    for checkpoints, keep, there, refused, warned in cases:
         usage = shutil._ntuple_diskusage(0, 0, int(checkpoints * each))
         monkeypatch.setattr(shutil, "disk_usage", lambda place, usage=usage: usage)
         for number in range(there):
