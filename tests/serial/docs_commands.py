@@ -75,7 +75,6 @@ PBS = ByTest(f"{BATCH}test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_o
 REAL_MODEL = "tests/serial/test_finetune.py::test_the_example_teaches_answers_and_shows_what_was_gained"
 HALVES = ByTest("tests/serial/test_examples.py::test_each_half_of_a_run_may_have_its_own_number_of_ranks")
 EXAMPLE = ByTest("tests/serial/test_examples.py::test_example_lowers_its_loss")
-SIZES_ALONE = ByTest("tests/serial/test_plan_stored.py::test_the_table_of_the_page_is_planned")
 NO_TORCH = Nobody("it needs PyTorch, which the project does not install, and measures speed")
 SPEED = Nobody("it measures speed over hosts that it makes; as root, by hand")
 

@@ -38,7 +38,6 @@ def test_bounds(length, parts, quantum, bounds):
 @given(partitions)
 def test_slices_cover_the_buffer_in_order_and_are_even_to_one_quantum(partition):
     assert len(partition.bounds) == partition.parts + 1
-    assert len(partition.counts) == partition.parts
     positions = np.arange(partition.length)
     slices = [positions[partition.part(rank)] for rank in range(partition.parts)]
     assert np.array_equal(np.concatenate(slices), positions)
