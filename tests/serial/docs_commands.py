@@ -287,7 +287,7 @@ PLACES: dict[str, How] = {
     "zero-mpi hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
     "zero-mpi hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
     "scontrol show hostnames | zero-mpi hostfile - --for mpich > hosts": ByTest(
-        "tests/serial/test_hostfiles.py::test_standard_input_is_read"
+        "tests/serial/test_hostfiles.py::test_one_form_becomes_the_other"
     ),
     'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.train --out /shared/run': OVER_HOSTS,
     "zero-mpi supervise -- mpirun -n 8 python -m zero_mpi.train --config run.toml --out runs/default": ByTest(
