@@ -15,17 +15,14 @@ Fit = Callable[[Sizes], Sizes]
 
 
 def any_width(sizes: Sizes) -> Sizes:
-    """Heads as the suite wants them."""
     return {}
 
 
 def one_width(sizes: Sizes) -> Sizes:
-    """Values are as wide as keys."""
     return {"value_length": sizes["key_length"]}
 
 
 def model_width(sizes: Sizes) -> Sizes:
-    """All heads together are as wide as the model."""
     width = sizes["embedding_length"] // sizes["head_count"]
     return {"key_length": width, "value_length": width}
 
@@ -113,7 +110,6 @@ def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:
 
 
 def every(sizes: Sizes, **changes: Any) -> dict[str, ModelConfig]:
-    """The models of all rows, by architecture."""
     return {arch: build(arch, sizes, **changes) for arch in ROWS}
 
 

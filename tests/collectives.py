@@ -1,6 +1,7 @@
 """What tests of transports for device memory start, and compare with the host's."""
 
 import functools
+import time
 
 import numpy as np
 
@@ -33,3 +34,17 @@ def reduced(comm, partition, contributors, accumulate, kind, place):
         full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
     )
     return handle, full, out
+
+
+def near(found, parts):
+    """Whether it is the sum of the parts, in whatever order they were added."""
+    wide = [part.astype(np.float64) for part in parts]
+    room = 8 * len(parts) * np.finfo(found.dtype).eps * np.sum(np.abs(wide), axis=0)
+    return bool(np.all(np.abs(found - np.sum(wide, axis=0)) <= room))
+
+
+def poll(ready, patience=20.0):
+    end = time.monotonic() + patience
+    while not ready():
+        assert time.monotonic() < end, "not complete in time"
+        time.sleep(1e-4)

@@ -55,11 +55,9 @@ class Alone:
     rank, size = 0, 1
 
     def allgather(self, item):
-        """The items of all ranks."""
         return [item]
 
     def bcast(self, item):
-        """Rank 0's item."""
         return item
 
     def Barrier(self):
@@ -91,8 +89,6 @@ def finalize(MPI):
 
 
 class Harness:
-    """The hooks that hold the ranks of one pytest run together."""
-
     def __init__(self, world):
         self.world = world
         self.stderr = os.dup(2)  # while pytest does not capture: our last words must get out
@@ -107,8 +103,6 @@ class Harness:
 
     @contextlib.contextmanager
     def watched(self, what, seconds=TIMEOUT) -> Iterator[None]:
-        """End the whole job if the body takes longer than `seconds`."""
-
         def end_job():
             self.shout(f"{what}: not done after {seconds:g} s; the stacks of this rank:")
             faulthandler.dump_traceback(all_threads=True, file=self.stderr)
@@ -127,7 +121,6 @@ class Harness:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
-        """Send the reports of all ranks but the first to files."""
         session.config.option.with_mpi = True  # or pytest-mpi skips tests marked `mpi` in a world of one
         if self.world.rank == 0:
             return
@@ -160,7 +153,6 @@ class Harness:
                 )
 
     def reason_to_leave_out(self, item):
-        """Why a test does not run in this world, or None."""
         if self.world.size > 1 and TESTS / "serial" in item.path.parents:
             return "tests/serial runs in one process: python -m pytest tests/serial"
         marker, sizes = item.get_closest_marker("world"), sizes_of(item)
@@ -180,15 +172,12 @@ class Harness:
         return None
 
     def is_its_place(self, item):
-        """Whether this is the world, of those that a test runs in, where most is asked of it."""
         return TESTS / "serial" in item.path.parents or self.world.size == nearest(sizes_of(item))
 
     def pytest_report_collectionfinish(self):
-        """One line for each reason why tests were left out."""
         return [f"deselected {count}: {reason}" for reason, count in self.deselected.items()]
 
     def pytest_collectreport(self, report):
-        """A module that only another rank cannot import would not show in rank 0's report."""
         if report.failed and self.world.rank != 0:
             self.shout(f"cannot collect {report.nodeid}\n{str(report.longrepr)[-3000:]}")
 
@@ -202,11 +191,9 @@ class Harness:
         return result
 
     def folder_of(self, item):
-        """The folder of a test: the same on all ranks without a word between them."""
         return self.base / f"{zlib.crc32(item.nodeid.encode()):08x}"
 
     def remove(self, folder):
-        """Remove a folder that all ranks share: rank 0 does it, once the others are done with it."""
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -244,24 +231,20 @@ class Harness:
 
 
 def sizes_of(item):
-    """The numbers of ranks, of the suite's, that a test runs at."""
     marker = item.get_closest_marker("world")
     return set(marker.args if marker else SUITE_SIZES) & set(SUITE_SIZES)
 
 
 def nearest(sizes):
-    """Which of some numbers of ranks --quick runs a test at."""
     return min(sorted(sizes), key=lambda size: abs(size - QUICK_SIZE))
 
 
 def failure_text(report):
-    """Traceback and captured output of a failed phase."""
     captured = "".join(f"\n--- {title} ---\n{text[-2000:]}" for title, text in report.sections)
     return f"{report.longreprtext[-6000:]}{captured}"
 
 
 def merge_outcomes(report, outcomes, own_rank):
-    """Turn `report` into the verdict of all ranks: any failure or disagreement fails it."""
     failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
     if report.failed:
         others = sorted(failed.keys() - {own_rank})
@@ -276,13 +259,11 @@ def merge_outcomes(report, outcomes, own_rank):
 
 
 def pytest_addoption(parser):
-    """The option of `make test`."""
     parser.addoption("--quick", action="store_true", help="leave out what is only more of the same")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Find out where this process stands, before other plugins open their files."""
     config.addinivalue_line("markers", "world(*sizes): runs only at these world sizes")
     config.addinivalue_line("markers", "timeout_seconds(n): this test's time limit instead of the default")
     config.addinivalue_line(
@@ -312,7 +293,6 @@ class Unavailable(pytest.Module):
     reason = ""
 
     def collect(self):
-        """Skip."""
         pytest.skip(self.reason, allow_module_level=True)
 
 

@@ -8,30 +8,12 @@ import json
 
 import numpy as np
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-4,
-    "hidden_act": "silu",
-    "rope_theta": 1000.0,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "long_factor": [1.5, 2.0, 8.0],
-    "short_factor": [1.0, 1.25, 1.5],
-}
+SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SIZES |= {"rms_norm_eps": 1e-4, "hidden_act": "silu", "rope_theta": 1000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "long_factor": [1.5, 2.0, 8.0], "short_factor": [1.0, 1.25, 1.5]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 GPT2 = {"vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40}
 GRANITE = {
@@ -80,22 +62,18 @@ CONFIGS = {
 
 
 def norms_less_one(config):
-    """Whether weights of norms are kept as what is added to one."""
     return config["model_type"] == "gemma3_text"
 
 
 def is_tied(config):
-    """Each class has its default."""
     return config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "smollm3", "gemma3_text"))
 
 
 def shapes(config):
-    """Name -> shape of all tensors."""
     return gpt2_shapes(config) if config["model_type"] == "gpt2" else rotary_shapes(config)
 
 
 def gpt2_shapes(config):
-    """Of GPT2LMHeadModel."""
     E, V, F = config["n_embd"], config["vocab_size"], config.get("n_inner") or 4 * config["n_embd"]
     found = {"transformer.wte.weight": (V, E), "transformer.wpe.weight": (config["n_positions"], E)}
     linear = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
@@ -115,7 +93,6 @@ HEAD_NORMS = ("qwen3", "gemma3_text")
 
 
 def rotary_shapes(config):
-    """Of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM."""
     E, V, F = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     D, kind = config.get("head_dim", E // H), config["model_type"]
@@ -160,7 +137,6 @@ def random_tensors(config, seed=0):
 
 
 def write_folder(folder, config, tensors):
-    """A folder as `save_pretrained` makes it, by the safetensors library."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +146,6 @@ def write_folder(folder, config, tensors):
 
 
 def softmax(x):
-    """Over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
@@ -188,7 +163,6 @@ def attend(q, k, v, scale=None, window=None):
 
 
 def rms_norm(x, weight, eps):
-    """Over the last axis."""
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
@@ -230,12 +204,10 @@ def yarn(freqs, config, D):
 
 
 def first_context(config):
-    """Phi 3's class has it beside the scaling, with a default of its own."""
     return config.get("original_max_position_embeddings", 4096)
 
 
 def magnitude(config):
-    """What YaRN and LongRoPE multiply q and k by."""
     scaling, old = config.get("rope_scaling") or {}, first_context(config)
     if scaling.get("attention_factor"):
         return scaling["attention_factor"]
@@ -288,17 +260,13 @@ BRANCHES = {
 
 
 def linear(w, name, x):
-    """A projection of a block, with its bias if it has one."""
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
 
 def self_attention(config, w, i, x):
-    """Attention of block i; x (T, E)."""
     prefix, kind, T = f"layers.{i}.self_attn", config["model_type"], len(x)
-    D, eps = (
-        config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
-        config["rms_norm_eps"],
-    )
+    D = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    eps = config["rms_norm_eps"]
     if kind == "phi3":
         rows = np.cumsum([config["num_attention_heads"], config["num_key_value_heads"]]) * D
         q, k, v = np.split(linear(w, f"{prefix}.qkv_proj", x), rows, axis=-1)
@@ -320,7 +288,6 @@ def self_attention(config, w, i, x):
 
 
 def feed_forward(config, w, i, x):
-    """Feed-forward of block i."""
     if config["model_type"] == "phi3":
         gate, up = np.split(linear(w, f"layers.{i}.mlp.gate_up_proj", x), 2, axis=-1)
     else:
@@ -330,7 +297,6 @@ def feed_forward(config, w, i, x):
 
 
 def gelu(x):
-    """The tanh form."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
@@ -358,5 +324,4 @@ def gpt2_logits(config, tensors, ids):
 
 
 def logits(config, tensors, ids):
-    """Logits (T, V)."""
     return (gpt2_logits if config["model_type"] == "gpt2" else rotary_logits)(config, tensors, ids)

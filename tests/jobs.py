@@ -53,7 +53,6 @@ _running: set[int] = set()
 
 
 def inside_job() -> bool:
-    """Whether a launcher started this process."""
     return any(name in os.environ for name in RANK_VARIABLES)
 
 
@@ -132,7 +131,6 @@ def run_job(
 
 
 def is_module(args: Sequence[str | os.PathLike[str]]) -> bool:
-    """Whether arguments of Python name a module or a file, and no option of its own."""
     return bool(args) and (args[0] == "-m" or not str(args[0]).startswith("-"))
 
 
@@ -142,7 +140,6 @@ def is_cold() -> bool:
 
 
 def warm_python(environ: Mapping[str, str]) -> list[str]:
-    """What starts a rank in such an environment: a client of a server, or Python where there can be none."""
     kind = environ.get("ZERO_MPI_OPS", "")
     usual = clean_environment() | {"ZERO_MPI_OPS": kind}
     usual, environ = ({k: v for k, v in each.items() if k != OF_A_TEST} for each in (usual, environ))
@@ -179,8 +176,6 @@ def with_warm_python(folder: Path) -> str:
 
 
 class Server:
-    """A process of `warm_start` for one environment, which ends with this one."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.address = f"zero_mpi-tests-{uuid.uuid4().hex}"
         self.process = subprocess.Popen(
@@ -197,20 +192,17 @@ class Server:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """End the server, and ranks that are left."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def ranks_said(errors: str) -> str:
-    """The stderr of a job that failed, without what its launcher adds to any failure."""
     return NOTES.sub("", errors)
 
 
 @functools.cache
 def launcher_kind() -> str:
-    """Whose the launcher is: "mpich", "intel" or "openmpi"."""
     said = run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
     return "intel" if "Intel(R) MPI" in said else "mpich" if "HYDRA" in said else "openmpi"
 
@@ -221,7 +213,6 @@ LIBRARY = (
 
 
 def library() -> str:
-    """Name and version of the MPI library that mpi4py opens here, or why there is none."""
     status, said, errors = run_command([sys.executable, "-c", LIBRARY], timeout=20)
     lines = (said if status == 0 else errors).strip().splitlines() or ["nothing was said"]
     return " ".join(lines[0 if status == 0 else -1].partition(", package")[0].split())
@@ -245,7 +236,6 @@ def run_command(
     cwd: str | os.PathLike[str] | None = None,
     merge: bool = False,
 ) -> tuple[int, str, str]:
-    """Run any command as `run_job` does; with `merge`, stderr goes into stdout in order of time."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             command,
@@ -279,7 +269,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_running() -> None:
-    """Kill the jobs under way, for a process about to leave without cleaning up."""
     for group in _running:
         try:
             os.killpg(group, signal.SIGKILL)
@@ -288,6 +277,5 @@ def kill_running() -> None:
 
 
 def read(file: IO[bytes]) -> str:
-    """The whole text of an output file."""
     file.seek(0)
     return file.read().decode(errors="replace")

@@ -15,7 +15,6 @@ RATES = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8,
 
 
 def numbers(*shape: int) -> np.ndarray:
-    """Random float32 numbers, the same for the same shape."""
     return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 
 
@@ -78,7 +77,6 @@ FREE: dict[tuple[str, str], tuple[Any, ...]] = {
 
 
 def resized(x: np.ndarray, axis: int, by: int) -> np.ndarray:
-    """The array, one shorter or repeated by one along an axis."""
     return np.delete(x, -1, axis) if by < 0 else np.concatenate((x, x.take([-1], axis)), axis)
 
 
@@ -107,7 +105,6 @@ def calls(name: str) -> Iterator[tuple[str, bool, Given]]:
 
 
 def call(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> tuple[Any, Given]:
-    """The result of an operation whose arrays `place` makes of the given ones, and these arrays after it."""
     there = {k: place(x) if isinstance(x, np.ndarray) and k != "decay" else x for k, x in given.items()}
     if name == "causal_attention_backward" and there["kept"] is None:
         dtype = BFLOAT16 if given["q"].dtype == BFLOAT16 else np.float32
@@ -119,7 +116,6 @@ def call(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> tuple[A
 
 
 def is_refused(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> bool:
-    """Whether a call raises ValueError and names the operation."""
     try:
         call(name, given, place)
     except ValueError as error:

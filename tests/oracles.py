@@ -11,13 +11,11 @@ import pytest
 
 
 def llama_cpp() -> Any:
-    """The package xllamacpp."""
     reason = "no llama.cpp to compare with: pip install xllamacpp"
     return pytest.importorskip("xllamacpp", reason=reason, exc_type=ImportError)
 
 
 def torch_with(*names: str) -> tuple[Any, ...]:
-    """torch, and packages that stand on it."""
     reason = "no torch to compare with: pip install torch transformers peft"
     return tuple(pytest.importorskip(name, reason=reason, exc_type=ImportError) for name in ("torch", *names))
 
@@ -58,7 +56,6 @@ def tokenize(server: Any, text: str, **options: bool) -> list[int]:
 
 
 def greedy(server: Any, prompt: str, tokens: int) -> str:
-    """The likeliest continuation by llama.cpp."""
     request = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0}
     return server.handle_completions(request)["choices"][0]["text"]
 

@@ -38,7 +38,6 @@ def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
 
 
 def spare(cases: list[tuple[Any, set[Any]]]) -> list[Any]:
-    """What is left when the case with the most pairs that are still missing was taken, again and again."""
     missing, left = set().union(*(pairs for _, pairs in cases)), list(cases)
     while missing:
         taken = max(left, key=lambda case: len(case[1] & missing))

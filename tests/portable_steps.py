@@ -17,28 +17,18 @@ from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
 from zero_mpi.train.lr_schedule import make_schedule
 
-SIZES = {
-    "vocab_size": 40,
-    "context_length": 12,
-    "embedding_length": 16,
-    "feed_forward_length": 24,
-    "head_count": 2,
-    "head_count_kv": 1,
-    "key_length": 8,
-    "value_length": 8,
-}
+SIZES = {"vocab_size": 40, "context_length": 12, "embedding_length": 16, "feed_forward_length": 24}
+SIZES |= {"head_count": 2, "head_count_kv": 1, "key_length": 8, "value_length": 8}
 STEPS, MICRO_BATCHES, SEQUENCES = 20, 2, 2
 
 
 def tokens_of(step, index):
-    """Tokens and targets of a micro-batch, by whole numbers."""
     shape = SEQUENCES, SIZES["context_length"] + 1
     found = (np.arange(shape[0] * shape[1]) * 7919 + 31 * step + index) % 1009 % SIZES["vocab_size"]
     return found.reshape(shape)[:, :-1], found.reshape(shape)[:, 1:]
 
 
 def trained(arch):
-    """The digest of parameters, losses and norms after `STEPS` steps."""
     module = ShardedModule(architectures.build(arch, SIZES).stages(), SerialComm(), FULL_SHARD)
     module.initialize(seed=3)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
@@ -56,7 +46,6 @@ def trained(arch):
 
 
 def functions():
-    """The digest of the functions beside kernels, over more values than a short training has."""
     x, generator = np.arange(1, 20001) * 0.0137, np.random.Generator(np.random.Philox(key=5))
     found = [elementary.cosines(x), elementary.sines(x), elementary.normals(generator, x.size)]
     found += [[of(each) for each in x[:500].tolist()] for of in (elementary.log, elementary.cosine)]
@@ -65,7 +54,6 @@ def functions():
 
 
 def main(names):
-    """Print what is asked for, by default everything."""
     print("functions", functions(), flush=True)
     if portable.asked() == portable.PORTABLE:
         check_pins()

@@ -90,7 +90,6 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
 
 
 def main(ranks: int, flags: list[str]) -> None:
-    """Count, and print."""
     opened: list[str] = []
     begin(PER_NODE, [*flags, "--out", "before"])  # modules are loaded now
     own_source.cache_clear()

@@ -15,8 +15,6 @@ class Event(NamedTuple):
 
 
 class Waited(Handle):
-    """Writes down when the runtime waits."""
-
     def __init__(self, handle, log, label):
         self.handle, self.log, self.label = handle, log, label
 
@@ -29,8 +27,6 @@ class Waited(Handle):
 
 
 class RecordingComm(CommWrapper):
-    """Passes everything on to another communicator."""
-
     def __init__(self, inner):
         super().__init__(inner)
         self.inner, self.log = inner, []

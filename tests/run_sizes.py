@@ -55,21 +55,12 @@ WORTH_SAYING = re.compile(r"(FAILED|ERROR|SKIPPED|XFAIL|deselected) |\d+\.\d+s (
 Part = tuple[str, int, list[str]]  # name, ranks, paths
 NOTHING_RAN = 5  # pytest's status
 NO_VERDICT = 97  # ours: an end without a summary
-COUNTED_AS = {
-    "passed": "passed",
-    "xpassed": "passed",
-    "failed": "failed",
-    "error": "failed",
-    "errors": "failed",
-    "skipped": "skipped",
-    "xfailed": "skipped",
-}
+COUNTED_AS = {"passed": "passed", "xpassed": "passed", "failed": "failed", "error": "failed"}
+COUNTED_AS |= {"errors": "failed", "skipped": "skipped", "xfailed": "skipped"}
 
 
 @dataclass
 class Verdict:
-    """What a part's exit status and output amount to."""
-
     status: int
     summary: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -107,16 +98,14 @@ def run_part(ranks: int, paths: list[str], options: list[str], timeout: float) -
         )
     with tempfile.TemporaryDirectory(prefix="zero_mpi-tests-", ignore_cleanup_errors=True) as place:
         env["PYTEST_DEBUG_TEMPROOT"] = place
-        status, output, _ = jobs.run_command(
-            [*command, *paths, *options], timeout=timeout, env=env, cwd=ROOT, merge=True
-        )
+        job = [*command, *paths, *options]
+        status, output, _ = jobs.run_command(job, timeout=timeout, env=env, cwd=ROOT, merge=True)
     if status == jobs.TIMED_OUT:
         output += f"\nended after {timeout:.0f} s"
     return status, output
 
 
 def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None:
-    """One line, what did not run and why, what took long, and the end of the output of a failure."""
     state = "ok" if verdict.status == 0 else f"FAILED (status {verdict.status})"
     print(f"[{name}] {state}: {verdict.summary} ({seconds:.0f} s with start)")
     for line in output.splitlines():
@@ -128,7 +117,6 @@ def print_part(name: str, verdict: Verdict, output: str, seconds: float) -> None
 
 
 def parts(sizes: list[int], paths: list[str]) -> list[Part]:
-    """The parts that paths amount to, in turns; 0 ranks stand for one process without a launcher."""
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
@@ -151,23 +139,19 @@ def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def plural(ranks: int) -> str:
-    """A number of ranks for people."""
     return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def is_under(folder: str, path: str) -> bool:
-    """Whether a path (or a pytest node id) is of one of the folders of tests."""
     return ROOT / "tests" / folder in within(path)
 
 
 def within(path: str) -> list[Path]:
-    """The folders that a path (or a pytest node id) lies in, and itself."""
     place = (ROOT / path.partition("::")[0]).resolve()
     return [place, *place.parents]
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and the options for pytest behind its --."""
     own, options = sys.argv[1:], []
     if "--" in own:
         cut = own.index("--")
@@ -187,8 +171,6 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
 def run_parts(
     found: list[Part], lanes: int, options: list[str], limit: float, deadline: float
 ) -> Iterator[tuple[str, Verdict]]:
-    """Run the parts, `lanes` at a time, each for `limit` seconds at most, and print each when it ends."""
-
     def run(part: Part) -> tuple[str, Verdict, str, float]:
         name, ranks, paths = part
         start = time.monotonic()
@@ -203,7 +185,6 @@ def run_parts(
 
 
 def count(verdicts: Iterator[tuple[str, Verdict]]) -> tuple[Counter[str], list[str]]:
-    """All tests by outcome, and the names of the parts that failed."""
     total: Counter[str] = Counter()
     failed = []
     for name, verdict in verdicts:
@@ -214,7 +195,6 @@ def count(verdicts: Iterator[tuple[str, Verdict]]) -> tuple[Counter[str], list[s
 
 
 def close(total: Counter[str], failed: list[str]) -> int:
-    """The last lines; returns the exit status."""
     if failed:
         print(f"FAILED: {', '.join(failed)}")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
@@ -239,7 +219,6 @@ def compile_once() -> None:
 
 
 def main() -> int:
-    """Run the parts and count; returns the exit status."""
     args, options = read_arguments()
     print(f"MPI: {jobs.library()}", flush=True)
     if not args.paths:

@@ -7,9 +7,7 @@ from functools import partial
 import architectures
 import numpy as np
 
-from zero_mpi import FULL_SHARD, GradAccum, ShardedAdamW, ShardedModule, cross_entropy, device
-from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.saver import Saver
+from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, cross_entropy, device
 from zero_mpi.models import GPT2, Llama, Qwen2, Qwen3
 
 LLAMA = {"layers": 2, "dim": 30, "heads": 3, "kv_heads": 1, "ffn": 97, "context": 11, "vocab_size": 61}
@@ -22,29 +20,15 @@ MODELS = {
     "qwen2": Qwen2.from_flags(LLAMA | {"tied": True}),
     "qwen3": replace(Qwen3.from_flags(LLAMA | {"layers": 1}), key_length=14, value_length=14),
 }
-OTHERS = {  # further architectures: what is shown of several models is shown of these, by few settings
-    arch: architectures.build(
-        arch,
-        {
-            "vocab_size": 61,
-            "context_length": 11,
-            "embedding_length": 30,
-            "feed_forward_length": 97,
-            "head_count": 3,
-            "head_count_kv": 1,
-            "key_length": 10,
-            "value_length": 10,
-        },
-    )
-    for arch in architectures.ROWS
-    if arch not in MODELS
-}
+SIZES = {"vocab_size": 61, "context_length": 11, "embedding_length": 30, "feed_forward_length": 97}
+SIZES |= {"head_count": 3, "head_count_kv": 1, "key_length": 10, "value_length": 10}
+# further architectures: what is shown of several models is shown of these, by few settings
+OTHERS = {arch: architectures.build(arch, SIZES) for arch in architectures.ROWS if arch not in MODELS}
 OTHERS["llama, partial"] = replace(MODELS["llama"], rope_dimension_count=4)
 OTHERS["phi3, partial"] = replace(OTHERS["phi3"], rope_dimension_count=6)
 
 
 def micro_batch(step, number, config, rows=2):
-    """Tokens and targets of a micro-batch: the same for everyone who asks."""
     drawn = np.random.default_rng([step, number]).integers(
         0, config.vocab_size, (rows, config.context_length + 1)
     )
@@ -52,14 +36,12 @@ def micro_batch(step, number, config, rows=2):
 
 
 def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **options):
-    """A sharded module with initial values."""
     module = ShardedModule(config.stages(recompute), comm, strategy, **options)
     module.initialize(seed)
     return module
 
 
 def run_step(module, accumulator, config, step, micro_batches):
-    """One step's rounds on this rank; the last micro-batch is a shorter one."""
     tokens = (2 * micro_batches - 1) * config.context_length
     for mine in accumulator:
         if mine is None:
@@ -82,20 +64,20 @@ def train(comm, config, strategy=FULL_SHARD, *, steps=3, micro_batches=5, update
     return records, digest(module.state_dict())
 
 
+def trained(config, steps, seed=0):
+    optimizer = ShardedAdamW(make(SerialComm(), config, seed=seed), lr=1e-2)
+    accumulator = GradAccum(optimizer.module, 2)
+    for step in range(steps):
+        run_step(optimizer.module, accumulator, config, step, 2)
+        optimizer.step(max_norm=1.0)
+    return optimizer
+
+
 def digest(state):
-    """sha256 over names and bytes of whole parameters."""
     total = hashlib.sha256()
     for name, array in state.items():
         total.update(name.encode() + device.in_use().to_host(array).tobytes())
     return total.hexdigest()
-
-
-def save_checkpoint(out, optimizer, progress, description, keep=0):
-    """Write OUT/step-NNNNNNNN and point OUT/latest to it. Collective. Returns the folder."""
-    saver = Saver(out, optimizer, description, keep=keep)
-    saver.save(progress)
-    saver.close()
-    return folders.step_folder(out, progress.step)
 
 
 def offloaded_bytes(optimizer):

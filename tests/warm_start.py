@@ -32,9 +32,6 @@ HEAD = 8  # bytes of the length that a request begins with
 SIGNALS = ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "CONT")  # that a client passes on
 
 
-# ------------------------------------------------------------------------- what the launcher starts
-
-
 def client(address: str, arguments: list[str]) -> None:
     """Have a rank forked, and end as it ends. Imports little: it is started for each rank."""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -58,9 +55,6 @@ def client(address: str, arguments: list[str]) -> None:
     os.kill(os.getpid(), -code)
 
 
-# --------------------------------------------------------------------------- where ranks come from
-
-
 class Server:
     """Forks a rank for each client and tells it how the rank ended; where a client ends, so does its rank.
 
@@ -77,7 +71,6 @@ class Server:
             self.waiting.register(file, select.POLLIN)
 
     def serve(self) -> dict:
-        """Serve until the file 0 ends. Returns in a rank alone, with what it is to do."""
         print("ready", flush=True)
         while True:
             for file, _ in self.waiting.poll():
@@ -89,7 +82,6 @@ class Server:
                     return asked
 
     def leave(self) -> None:
-        """End, and all ranks too."""
         for pid in {pid for pid, _, _ in self.ranks.values()}:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
@@ -119,7 +111,6 @@ class Server:
         return None
 
     def end(self, file: int) -> None:
-        """Tell a client how its rank has ended, or end the rank of a client that has."""
         pid, ended, connection = self.ranks[file]
         if file != ended:  # nothing comes from a client but its end
             os.kill(pid, signal.SIGKILL)
@@ -159,7 +150,6 @@ def become(asked: dict) -> list[str]:
 
 
 def load() -> None:
-    """Import what ranks need, but nothing of MPI, which must see the environment of each."""
     import zero_mpi.commands.evaluate.command
     import zero_mpi.train.command  # noqa: F401
     from zero_mpi import ops
@@ -203,7 +193,6 @@ def remember(module: object, name: str, argument: object) -> None:
 
 
 def forget() -> None:
-    """Have everything computed again, for a script that may change what it is computed by."""
     for module, name, function in remembered:
         setattr(module, name, function)
 

@@ -23,7 +23,6 @@ NOT_ASKED_FOR = "tests/cluster runs by itself, without a launcher: make test-clu
 
 
 def asked_for(argument: str) -> bool:
-    """Whether an argument of pytest names this folder or something in it."""
     place = Path(argument.partition("::")[0]).resolve()
     return CLUSTER in (place, *place.parents)
 
@@ -51,7 +50,6 @@ def four_hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def common_path() -> Iterator[Path]:
-    """An empty folder that all hosts see, which `tmp_path` is not."""
     folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
     yield folder
     shutil.rmtree(folder)

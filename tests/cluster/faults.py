@@ -47,12 +47,10 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """For people and for the docs."""
         return f"{self.event}, {self.launcher}, {self.transport}"
 
     @property
     def timeout(self) -> float:
-        """The run's --timeout, in seconds. A launcher may leave ranks behind that it does not reach."""
         ends_by_it = 86 in self.statuses or self.event == "host lost"
         return TIMEOUT if ends_by_it else PATIENT
 
@@ -176,10 +174,7 @@ time_t time(time_t *now) {
 """
 
 # Where groups with a limit are made, and its file: by the controllers that /proc names, none in version 2.
-CONTROL = {
-    "": ("/sys/fs/cgroup", "memory.max"),
-    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-}
+CONTROL = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 
 
 def memory_group() -> tuple[Path, str]:
@@ -217,7 +212,6 @@ class Trial:
     def start(
         self, command: Sequence[str], flags: Sequence[str], env: Mapping[str, str] | None = None
     ) -> None:
-        """`command` starts a python on all ranks."""
         with self._errors.open("wb") as errors, self._printed.open("wb") as printed:
             self.job = subprocess.Popen(
                 [*command, str(self.script), "--out", str(self.out), *flags],
@@ -231,22 +225,18 @@ class Trial:
 
     @property
     def errors(self) -> str:
-        """What was said on stderr."""
         return self._errors.read_text(errors="replace")
 
     @property
     def words(self) -> str:
-        """What was said on stderr, and then what on stdout, where MPICH's launcher speaks."""
         return self.errors + self._printed.read_text(errors="replace")
 
     @property
     def done(self) -> int:
-        """Steps that have been recorded."""
         path = self.out / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        """Wait while the job runs."""
         until = time.monotonic() + seconds
         while not condition():
             assert self.job.poll() is None, f"the job ended by itself ({what}):\n{self.errors}"
@@ -254,7 +244,6 @@ class Trial:
             time.sleep(0.01)
 
     def until_step(self, number: int) -> None:
-        """Wait for the record of a step."""
         self.until(lambda: self.done >= number, f"step {number}")
 
     def ranks(self) -> dict[int, int]:
@@ -287,18 +276,15 @@ class Trial:
         return took
 
     def happens(self, event: Callable[["Trial"], None]) -> None:
-        """Now."""
         self.victim = self.ranks().get(VICTIM, 0)
         self.begun = time.monotonic()
         event(self)
 
     def close(self) -> None:
-        """Leave nothing behind."""
         if hasattr(self, "job"):
             end(self.job)
 
 
 def rank_of(environment: Sequence[str]) -> int | None:
-    """The rank that a launcher has told a process."""
     told = dict(line.partition("=")[::2] for line in environment)
     return next((int(told[name]) for name in RANK_VARIABLES if name in told), None)

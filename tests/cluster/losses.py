@@ -48,12 +48,10 @@ def kill_a_rank(here: Hosts, trial: Trial, host: str) -> None:
 
 
 def lose(here: Hosts, trial: Trial, host: str) -> None:
-    """A host is switched off."""
     here.lose(host)
 
 
 def hang(here: Hosts, trial: Trial, host: str) -> None:
-    """Everything in a host stands still, also what would answer."""
     for process in processes_of(here, host):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGSTOP)
@@ -70,7 +68,6 @@ STAYS = ("rank",)  # events after which the host answers
 
 
 def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
-    """Start the run, a rank a host."""
     enter, first, *job = here.job(3, 1, [], mpi=mpi)
     place = job.index("--hostfile" if "--hostfile" in job else "-machinefile") + 1
     hostfile, job[place], job[job.index("-n") + 1] = job[place], "{hostfile}", "{ranks}"
@@ -81,7 +78,6 @@ def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
 
 
 def restarted(trial: Trial) -> int:
-    """How often it was started again."""
     return (
         trial.errors.count(" on 3 hosts (")
         + trial.errors.count(" on 2 hosts (")
@@ -90,14 +86,12 @@ def restarted(trial: Trial) -> int:
 
 
 def assert_done(trial: Trial, unbroken: Path) -> None:
-    """The supervisor says 0, the run says done, and its bytes are those of the undisturbed run."""
     assert trial.job.wait(2 * SECONDS) == 0, trial.errors
     assert read_status(trial.out)["state"] == "done"
     assert_same_run(trial.out, unbroken)
 
 
 def undisturbed(folder: Path) -> Path:
-    """The same run on one rank of this machine."""
     write_tokens(folder / "tokens.npy")
     start = [sys.executable, "-m", "zero_mpi.train", "--out", str(folder / "out"), *flags(folder)]
     status, printed, errors = run_command(start, timeout=90)
@@ -121,7 +115,6 @@ def random_trial(draw: random.Random, unbroken: Path) -> str:
 
 
 def main() -> None:
-    """Some trials, with what happened in each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)

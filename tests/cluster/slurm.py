@@ -48,13 +48,11 @@ class Slurm:
         return jobs.run_command([*self.enter, *command], timeout=timeout, env=environ, cwd=ROOT)
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """What one of Slurm's commands prints, on success."""
         status, printed, errors = self.run(*command, env=env)
         assert status == 0, f"{' '.join(command)}: status {status}\n{printed}\n{errors}"
         return printed
 
     def why_no_launch(self, launch: str) -> str:
-        """Why `launch`, such as srun --mpi=pmix, starts nothing here, or an empty string."""
         status, _, errors = self.run(*launch.split(), "-n", "1", "true")
         return f"{launch}: {errors.strip()}" if status else ""
 
@@ -77,18 +75,15 @@ class Slurm:
         return self.command(*start, env={**told, **(env or {})}).strip()
 
     def log(self, job: str) -> str:
-        """What a job has said so far."""
         path = self.folder / f"job-{job}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def facts(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job, by its own names."""
         first = self.command("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
         pairs = (word.partition("=") for word in first.split() if "=" in word)
         return {name: value for name, _, value in pairs}
 
     def signal(self, job: str, name: str) -> None:
-        """Send a signal to the script of a job."""
         self.command("scancel", "--batch", f"--signal={name}", job)
 
     def signal_ranks(self, job: str, name: str) -> None:
@@ -106,7 +101,6 @@ class Slurm:
         return [ranks[number] for number in sorted(ranks)]
 
     def wait(self, job: str, state: str) -> None:
-        """Wait until a job is in this state."""
         self.until(lambda: self.facts(job)["JobState"] == state, job, f"{job} is not {state}")
 
     def until(self, holds: Callable[[], bool], job: str, otherwise: str, seconds: float = 150) -> None:
@@ -147,7 +141,6 @@ def slurm_over(here: Hosts, cpus: int = 2) -> Iterator[Slurm]:
 
 @functools.cache
 def why_no_slurm() -> str:
-    """Why a Slurm cannot be started here, or an empty string."""
     if os.geteuid() != 0:
         return "a Slurm needs root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -30,7 +30,6 @@ PIP = [sys.executable, "-m", "pip", "-q"]
 
 
 def default(name: str) -> str:
-    """What the definition takes for one of its arguments."""
     return re.search(rf"^    {name}=(.*)$", DEFINITION.read_text(), re.MULTILINE)[1]
 
 

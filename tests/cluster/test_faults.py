@@ -48,7 +48,6 @@ class Stage:
 
 
 def write_tokens(path: Path) -> None:
-    """Ids below 64 that are not quite regular."""
     place = np.arange(TOKENS)
     np.save(path, ((place % 61) ^ (place // 997 % 64)).astype(np.uint16))
 
@@ -70,7 +69,6 @@ def command(mpi: str, ranks: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unbroken() -> Iterator[Path]:
-    """The run to which nothing happened."""
     folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
     write_tokens(folder / "tokens.npy")
     start = [sys.executable, "-m", "zero_mpi.train", "--out", str(folder / "out")]
@@ -80,18 +78,12 @@ def unbroken() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-# ----------------------------------------------------------------------------- how events are made to happen
-
-
 @contextlib.contextmanager
 def inside(trial: Trial) -> Iterator[Stage]:
-    """The rank does it to itself, in the next step."""
     yield Stage(lambda trial: trial.now.touch())
 
 
 def sends(number: int) -> Callable[[Trial], contextlib.AbstractContextManager[Stage]]:
-    """A signal to one rank."""
-
     @contextlib.contextmanager
     def stage(trial: Trial) -> Iterator[Stage]:
         yield Stage(lambda trial: os.kill(trial.victim, number))
@@ -175,7 +167,6 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
 
 @contextlib.contextmanager
 def short_data(trial: Trial) -> Iterator[Stage]:
-    """The token file loses all but its beginning while ranks read it."""
     path = trial.out.parent / "tokens.npy"
     yield Stage(lambda trial: os.truncate(path, 4096), mend=lambda trial: write_tokens(path))
 
@@ -209,25 +200,18 @@ ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCo
 REFUSED = "token file cut short before the start"
 
 
-# ---------------------------------------------------------------------------------- what must hold afterwards
-
-
 def read_status(out: Path) -> dict[str, str]:
-    """What status.json says."""
     return json.loads((out / "status.json").read_text())
 
 
 def is_sound(checkpoint: Path) -> bool:
-    """Whether `zero-mpi inspect` finds nothing wrong."""
-    status, printed, errors = run_command(
-        [sys.executable, "-m", "zero_mpi", "inspect", checkpoint], timeout=60
-    )
+    command = [sys.executable, "-m", "zero_mpi", "inspect", checkpoint]
+    status, printed, errors = run_command(command, timeout=60)
     assert status in (0, 1, 2), printed + errors  # 1: another content, 2: cannot be read
     return status == 0
 
 
 def sound_step(out: Path, newest_is_broken: bool) -> int:
-    """The step to go on from."""
     newest, before, *_ = sorted(out.glob("step-*"), reverse=True)
     assert (out / "latest").resolve() == newest
     assert is_sound(newest) != newest_is_broken
@@ -236,7 +220,6 @@ def sound_step(out: Path, newest_is_broken: bool) -> int:
 
 
 def check_end(fault: Fault, trial: Trial) -> None:
-    """Exit status, the word on stderr, the word in status.json."""
     assert trial.job.returncode in fault.statuses, f"status {trial.job.returncode}\n{trial.errors}"
     pattern = fault.said.replace("<process>", str(trial.victim))
     assert re.search(pattern, trial.words) if pattern else not trial.errors, trial.words
@@ -274,7 +257,6 @@ def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
 
 
 def rows(events: Sequence[str]) -> pytest.MarkDecorator:
-    """The rows of these events as cases."""
     chosen = [fault for fault in ROWS if fault.event in events]
     return pytest.mark.parametrize("fault", chosen, ids=lambda fault: fault.name.replace(", ", "-"))
 

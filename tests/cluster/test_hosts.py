@@ -71,7 +71,6 @@ def need(mpi: str) -> None:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[tuple[Path, list[str]]]:
-    """The run that all others are to equal, and its flags."""
     folder = Path(tempfile.mkdtemp(prefix="zero_mpi-test-", dir="/var/tmp"))
     flags = ["--data", *write_text(folder), *FLAGS]
     train_compiled(1, folder / "one", *flags)
@@ -97,20 +96,8 @@ def test_what_goes_over_the_links_is_what_metrics_say(four_hosts, common_path):
     """Six steps more on two hosts of one rank each: all that a rank sends crosses, and nothing else does."""
     need("mpich")
     text = write_text(common_path)
-    flags = [
-        "--data",
-        *text,
-        "--layers",
-        "2",
-        "--dim",
-        "96",
-        "--heads",
-        "3",
-        "--context",
-        "16",
-        "--sample",
-        "0",
-    ]
+    flags = ["--data", *text, "--layers", "2", "--dim", "96", "--heads", "3", "--context", "16"]
+    flags += ["--sample", "0"]
     flags += ["--transport", "mpi", "--batch-size", "2", "--micro-batch", "1"]
     crossed, said = [], []
     for steps in (2, 8):
@@ -173,7 +160,6 @@ def test_a_link_can_be_cut_and_mended(slow_hosts):
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -181,7 +167,6 @@ def gone(pid: int) -> bool:
 
 
 def wait_until(condition, seconds: float = 20) -> bool:
-    """Whether a condition comes true in time."""
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)

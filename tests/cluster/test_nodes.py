@@ -39,15 +39,8 @@ def carried(here, hosts, out, steps, flags):
 def test_bytes_between_hosts(strategy, hosts, batch, four_hosts, common_path):
     flags = ["--strategy", strategy, "--batch-size", str(batch)]
     few, many = (carried(four_hosts, hosts, common_path / "out", steps, flags) for steps in (SHORT, LONG))
-    case = Case(
-        Llama.from_flags(SIZES),
-        ranks=hosts * EACH,
-        nodes=hosts,
-        strategy_name=strategy,
-        batch_size=batch,
-        micro_batch=1,
-        context=SIZES["context"],
-    )
+    sizes = {"ranks": hosts * EACH, "nodes": hosts, "batch_size": batch, "micro_batch": 1}
+    case = Case(Llama.from_flags(SIZES), strategy_name=strategy, context=SIZES["context"], **sizes)
     planned = plan_traffic(case).between.reshape(hosts, EACH).sum(1)
     measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
     for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):

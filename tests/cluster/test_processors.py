@@ -33,13 +33,9 @@ pytestmark = [
 
 def lines(*before, names=()):
     """What portable_steps.py prints of architectures, started by a command."""
-    done = subprocess.run(
-        [*before, sys.executable, str(STEPS), *names],
-        env=clean_environment() | COMPILED | {portable.VARIABLE: portable.PORTABLE},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = clean_environment() | COMPILED | {portable.VARIABLE: portable.PORTABLE}
+    command = [*before, sys.executable, str(STEPS), *names]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -37,34 +37,29 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Slurm]:
-    """One Slurm for all tests."""
     with slurm(cpus=8) as found:
         yield found
 
 
 @pytest.fixture
 def here(up) -> Iterator[Slurm]:
-    """The Slurm, without jobs of other tests."""
     yield up
     up.cancel_all()
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    """A small model on a few small texts."""
     return [*SMALL, "--data", *write_text(tmp_path_factory.mktemp("text"))]
 
 
 @pytest.fixture(scope="module")
 def unbroken(flags, tmp_path_factory) -> Path:
-    """The run that was never stopped, on one rank and without Slurm."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     train(1, out, *flags, "--steps", str(STEPS))
     return out
 
 
 def on_one_node(script: str, ranks: int) -> list[str]:
-    """The options that a script needs to fit into this Slurm, in which all have the same `ranks`."""
     return [f"--ntasks-per-node={ranks}", "--nodes=1"] + (["--gpus-per-node=1"] if "gpu" in script else [])
 
 
@@ -80,18 +75,15 @@ def prepared(here: Slurm, launch: str, mpi: str) -> tuple[str, dict[str, str]]:
 
 
 def steps_done(out: Path) -> int:
-    """The steps that have been recorded so far."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def until_steps(here: Slurm, job: str, out: Path, count: int) -> None:
-    """Wait until the run has done so many steps."""
     here.until(lambda: steps_done(out) >= count, job, f"no {count} steps")
 
 
 def assert_saved(out: Path) -> int:
-    """The newest checkpoint is of the last step that was recorded, which is returned."""
     done = len(fields(out))
     assert os.readlink(out / "latest") == f"step-{done:08d}"
     return done
@@ -104,9 +96,6 @@ def assert_same_state(out: Path, reference: Path) -> None:
         found, expected = tensors(out / "latest" / name), tensors(reference / "latest" / name)
         assert list(found) == list(expected)
         assert [key for key in found if found[key].tobytes() != expected[key].tobytes()] == []
-
-
-# told to save and stop
 
 
 @pytest.mark.parametrize(
@@ -182,9 +171,6 @@ def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
     assert_same_run(out, tmp_path / "unbroken")
 
 
-# the end of the job's time
-
-
 def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path):
     """Nobody sends a signal: the run itself knows when the minute is over."""
     out = tmp_path / "out"
@@ -222,9 +208,6 @@ def test_the_signal_before_the_limit_saves(here, flags, tmp_path):
     here.until(lambda: here.facts(job)["Restarts"] != "0", job, "not requeued")
 
 
-# what is not requeued
-
-
 def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):
     out = tmp_path / "out"
     job = here.submit(on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS])
@@ -242,10 +225,7 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
     """srun by itself would leave the others waiting; nothing has been saved, so nothing is requeued."""
     out = tmp_path / "out"
     job = here.submit(
-        on_one_node("", 3),
-        ONE_NODE,
-        ["--out", str(out), *flags, *ENDLESS],
-        env={"SLURM_WAIT": "3"},
+        on_one_node("", 3), ONE_NODE, ["--out", str(out), *flags, *ENDLESS], env={"SLURM_WAIT": "3"}
     )
     until_steps(here, job, out, 5)
     os.kill(here.ranks(job)[1], signal.SIGKILL)
@@ -256,18 +236,11 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
 
 
 def test_bad_usage_ends_the_job(here, flags, tmp_path):
-    job = here.submit(
-        on_one_node("", 3),
-        ONE_NODE,
-        ["--out", str(tmp_path / "out"), "--steps", "-1"],
-    )
+    job = here.submit(on_one_node("", 3), ONE_NODE, ["--out", str(tmp_path / "out"), "--steps", "-1"])
     here.wait(job, "FAILED")
     facts = here.facts(job)
     assert (facts["ExitCode"], facts["Restarts"]) == (f"{BAD_USAGE}:0", "0")
     assert "zero_mpi train: error: --steps -1: expected at least 0" in here.log(job)
-
-
-# a chain
 
 
 def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, tmp_path):
@@ -291,9 +264,6 @@ def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, 
     assert f"at step {stops[1]}" in here.log(f"{job}_3")
     assert here.log(f"{job}_4") == ""
     assert_same_run(out, unbroken)
-
-
-# statuses
 
 
 @pytest.mark.parametrize("start", [["srun", "--mpi=pmi2", "-n", "3"], ["salloc", "-Q", "-n", "3", "mpirun"]])

@@ -50,7 +50,6 @@ def submit(up: Slurm, here: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Path:
-    """The run to which nothing happened, on one rank and without Slurm."""
     folder = tmp_path_factory.mktemp("unbroken")
     train(1, folder / "out", "--data", *write_text(folder), *SMALL, *STEPS, timeout=150)
     return folder / "out"

@@ -19,14 +19,12 @@ LINE = (
 
 @pytest.fixture(params=["h1", "h2"])
 def small(request, four_hosts):
-    """The host without room, for as long as the test takes."""
     inside(four_hosts, request.param, "mount", "-t", "tmpfs", "-o", "size=3m", "none", "/dev/shm")
     yield request.param
     inside(four_hosts, request.param, "umount", "/dev/shm")
 
 
 def inside(hosts, host: str, *command: str) -> None:
-    """Run a command inside a host."""
     status, _, errors = hosts.inside(host, *command)
     assert status == 0, errors
 

@@ -25,20 +25,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Slurm]:
-    """One Slurm for all tests."""
     with slurm(cpus=8) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    """A small model on a few small texts."""
     return [*FLAGS, "--data", *write_text(tmp_path_factory.mktemp("text"))]
 
 
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory) -> Path:
-    """The run on one rank, without Slurm."""
     out = tmp_path_factory.mktemp("alone") / "out"
     train_compiled(1, out, *flags)
     return out

@@ -70,7 +70,6 @@ def start(request, four_hosts, common_path) -> Iterator[Start]:
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Status, stdout, stderr."""
     printed, errors = process.communicate(timeout=60)
     return process.returncode, printed, errors
 
@@ -113,7 +112,6 @@ def test_a_job_takes_over_from_a_killed_one_on_another_host(start, common_path):
 
 
 def kill_ranks(script: Path) -> None:
-    """Those that run this script, which is in this test's own folder."""
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and str(script) in (entry / "cmdline").read_text().split("\0"):

@@ -12,7 +12,6 @@ NOT_HERE = "an MPI that is not CUDA-aware ends the process: make test-cuda-mpi M
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what is in this folder unless it was started with an MPI for it."""
     if os.environ.get("ZERO_MPI_TEST_CUDA_MPI") == "1":
         return
     for item in items:

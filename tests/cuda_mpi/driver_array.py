@@ -67,7 +67,6 @@ class DriverSide:
         self.taken = 0  # arrays
 
     def adopt(self) -> None:
-        """Make the device that of the calling thread."""
         if not hasattr(self._threads, "adopted"):
             self.driver.open()
             self._threads.adopted = True
@@ -102,13 +101,11 @@ class DriverSide:
         return address.value
 
     def upload(self, values: np.ndarray) -> DriverArray:
-        """A copy on the device."""
         array = self.empty(values.size, values.dtype)
         self.write(array, values)
         return array
 
     def write(self, array: DriverArray, values: np.ndarray) -> None:
-        """Fill an array."""
         assert (values.size, values.dtype) == (array.size, array.dtype)
         values = np.ascontiguousarray(values)
         if array.nbytes:
@@ -117,7 +114,6 @@ class DriverSide:
             self.driver("cuCtxSynchronize")
 
     def download(self, array: DriverArray) -> np.ndarray:
-        """A copy on the host."""
         values = np.empty(array.size, array.dtype)
         if array.nbytes:
             target, place = ctypes.c_void_p(values.ctypes.data), ctypes.c_uint64(array.address)

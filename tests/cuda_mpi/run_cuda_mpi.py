@@ -29,7 +29,6 @@ WAYS = {"ob1": {"OMPI_MCA_pml": "ob1"}, "ucx": UCX}  # what Open MPI sends with
 
 
 def main() -> int:
-    """Run each way; returns the exit status."""
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
     root, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
@@ -57,7 +56,6 @@ def main() -> int:
 
 
 def environment(root: Path, prefix: Path) -> dict[str, str]:
-    """What ranks and launcher need to find that MPI, and mpi4py to load it."""
     library = next(iter(sorted(prefix.glob("lib/libmpi.so.*"))), None) or prefix / "lib" / "libmpi.so"
     folders = [prefix / "lib", root / "ucx" / "lib"]
     if not DRIVER.exists():

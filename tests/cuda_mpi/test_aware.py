@@ -7,12 +7,11 @@ that give nothing. The memory is a driver's: whoever reads or writes it by its a
 import functools
 import subprocess
 import sys
-import time
 
 import ml_dtypes
 import numpy as np
 import pytest
-from collectives import LENGTHS, reduced, wild
+from collectives import LENGTHS, near, poll, reduced, wild
 from driver_array import DriverSide
 
 from zero_mpi.comm import Partition
@@ -28,31 +27,26 @@ LONG = [*LENGTHS, (100_001, 1024)]  # longer than what libraries send at once
 SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
 EXACT = [name for name in SETTINGS if not name.startswith("fast")]
-PATIENCE = 20.0
 
 
 @functools.cache
 def streams():
-    """The device, chosen once."""
     return DriverSide()
 
 
 @functools.cache
 def communicator(name):
-    """One of each kind for all tests."""
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
     return DeviceComm(inner, CudaAwareBackend(streams(), **SETTINGS[name]), streams(), name)
 
 
 @functools.cache
 def on_host():
-    """The transport for the host, with which all are compared."""
     return MPIComm(threaded=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
-    """The progress thread ends with the module."""
     yield
     if communicator.cache_info().currsize:
         communicator("thread")._inner._progress.close()
@@ -72,13 +66,6 @@ def same_bits(array, expected):
     found = streams().download(array)
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()
-
-
-def close(array, parts):
-    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
-    found = streams().download(array)
-    assert np.all(np.abs(found - wanted) <= 8 * len(parts) * np.finfo(np.float32).eps * size)
 
 
 def test_the_host_cannot_touch_this_memory():
@@ -150,7 +137,7 @@ def test_the_librarys_reduction(name, accumulate):
             handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], streams().upload)
             handle.wait()
             parts = [wild(rank, length)[part] for rank in range(contributors)]
-            close(out, parts + ([wild(1000, length)[part]] if accumulate else []))
+            assert near(streams().download(out), parts + ([wild(1000, length)[part]] if accumulate else []))
 
 
 @pytest.mark.parametrize("length", [30_000, 101, 1, 0])
@@ -158,7 +145,7 @@ def test_allreduce(comm, length):
     array = streams().upload(wild(comm.rank, length))
     comm.allreduce(array, "test").wait()
     parts = [wild(rank, length) for rank in range(comm.size)]
-    close(array, parts)
+    assert near(streams().download(array), parts)
     if comm.exact:
         same_bits(array, functools.reduce(np.add, parts))
 
@@ -194,9 +181,6 @@ def test_a_thread_alone_brings_it_to_the_end():
     partition, whole = Partition(30_000, comm.size), wild(7, 30_000)
     full = streams().upload(np.zeros_like(whole))
     handle = comm.allgather(streams().upload(whole[partition.part(comm.rank)]), full, partition)
-    end = time.monotonic() + PATIENCE
-    while comm._inner._progress._active:
-        assert time.monotonic() < end, "not complete in time"
-        time.sleep(1e-3)
+    poll(lambda: not comm._inner._progress._active)
     handle.wait()
     same_bits(full, whole)

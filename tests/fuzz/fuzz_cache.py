@@ -20,30 +20,9 @@ from zero_mpi.data import encoded_cache
 encoded_cache.LEAST = 1
 os.environ["ZERO_MPI_CACHE"] = "cache"
 """
-SIZES = [
-    "--layers",
-    "1",
-    "--dim",
-    "8",
-    "--heads",
-    "1",
-    "--context",
-    "128",
-    "--batch-size",
-    "1",
-    "--steps",
-    "1",
-]
-TRAIN = [
-    "-m",
-    "zero_mpi.train",
-    "--tokenizer",
-    "m.gguf",
-    "--chat-template",
-    "t.jinja",
-    "--data",
-    "texts",
-]
+SIZES = ["--layers", "1", "--dim", "8", "--heads", "1"]
+SIZES += ["--context", "128", "--batch-size", "1", "--steps", "1"]
+TRAIN = ["-m", "zero_mpi.train", "--tokenizer", "m.gguf", "--chat-template", "t.jinja", "--data", "texts"]
 TRAIN += [*SIZES, "--out", "out", "--sample", "0", "--val-fraction", "0", "--save-every", "0"]
 
 

@@ -18,6 +18,7 @@ import fuzz_gguf
 import numpy as np
 import tiny
 import wild
+from checkpoints import save_checkpoint
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint.gguf.header import pack_file
@@ -48,14 +49,13 @@ def trained() -> dict[str, tuple[Keys, list[tuple[str, np.ndarray]], bytes]]:
     about = Description("llama", keys, settings, {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9})
     place = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-"))
     try:
-        folder = tiny.save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), about)
+        folder = save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), about)
         return {name: parts(folder / name) for name in NAMES}
     finally:
         shutil.rmtree(place)
 
 
 def parts(path: Path) -> tuple[Keys, list[tuple[str, np.ndarray]], bytes]:
-    """What a file is made of."""
     file = GGUFFile.open(path)
     return file.metadata, [(name, file.tensor(name)) for name in file.tensors], path.read_bytes()
 
@@ -111,7 +111,6 @@ def packed(keys: Keys, tensors: list[tuple[str, np.ndarray]]) -> bytes:
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
-    """A run folder with one checkpoint."""
     place = folder / "out" / "step-00000001"
     place.mkdir(parents=True)
     (folder / "out" / "latest").symlink_to("step-00000001")
@@ -121,7 +120,6 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def command(random: Random, folder: Path) -> list[str]:
-    """A command that reads the checkpoint."""
     flags = random.sample(["--keys", "--tensors", "--json"], random.randint(0, 2))
     commands = [
         ["-m", "zero_mpi", "inspect", "out", *flags],
@@ -137,7 +135,6 @@ def command(random: Random, folder: Path) -> list[str]:
 
 
 def keys(random: Random, folder: Path) -> list[str]:
-    """Keys of other types, or gone."""
     write(folder, changed(random))
     return command(random, folder)
 

@@ -35,23 +35,19 @@ def evaluate(folder: Path, raw: bytes) -> list[str]:
 
 
 def lines(*values: Any) -> bytes:
-    """A line of JSON for each value."""
     return "\n".join(map(json.dumps, values)).encode()
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Questions as they should be."""
     return evaluate(folder, lines(*[SOUND] * random.randint(1, 5)))
 
 
 def values(random: Random, folder: Path) -> list[str]:
-    """Another value in one place."""
     name = random.choice([*SOUND, "context", "more"])
     return evaluate(folder, lines(SOUND, SOUND | {name: random.choice(ODD)}))
 
 
 def others(random: Random, folder: Path) -> list[str]:
-    """A line that is no object."""
     return evaluate(folder, lines(SOUND, random.choice(ODD)))
 
 
@@ -64,7 +60,6 @@ def damaged(random: Random, folder: Path) -> list[str]:
 
 
 def texts(random: Random, folder: Path) -> list[str]:
-    """What is no file of lines."""
     return evaluate(
         folder, random.choice([b"", b"\n" * 9999, b"[" * 99999, b"\0" * 99, b"{}", b"\xff\xfe{}"])
     )

@@ -26,7 +26,6 @@ LARGE_PARTS = ("--part-mb", "1")
 
 
 def sparse(path: Path, head: bytes, size: int) -> None:
-    """A file of which only the head was written."""
     path.write_bytes(head)
     os.truncate(path, max(size, len(head)))
 
@@ -54,9 +53,8 @@ def headers(random: Random, folder: Path) -> list[str]:
         return fuzz_tokens.command(folder, random)
     if kind == 2:
         place, *_ = fuzz_safetensors.write(random, folder)
-        name = random.choice(
-            ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
-        )
+        names = ["model.safetensors", "model.safetensors.index.json", "tokenizer.json", "config.json"]
+        name = random.choice(names)
         sparse(place / name, struct.pack("<Q", count) + b"{" if name.endswith("tensors") else b"{", size)
         return fuzz_gguf.command(random, folder, "m")
     file = fuzz_gguf.model(random)

@@ -20,18 +20,8 @@ import fuzz_run_folder
 import wild
 
 GOES_ON = [*fuzz_run_folder.TRAIN, "--steps", "6", "--trace", "run/trace.json", "--trace-steps", "5:6"]
-TOKENIZE = [
-    "-m",
-    "zero_mpi",
-    "tokenize",
-    "text.txt",
-    "--tokenizer",
-    "byte",
-    "--out",
-    "run",
-    "--part-mb",
-    "0.001",
-]
+TOKENIZE = ["-m", "zero_mpi", "tokenize", "text.txt", "--tokenizer", "byte"]
+TOKENIZE += ["--out", "run", "--part-mb", "0.001"]
 WATCH = """
 import os, sys
 seen, hooked = set(), ("open", "os.mkdir", "os.rename", "os.symlink", "os.link", "os.remove", "os.rmdir")
@@ -126,13 +116,11 @@ def put(random: Random, path: Path, kind: str) -> None:
 
 
 def command(random: Random) -> list[str]:
-    """One that reads or writes a run folder."""
     others = [["-m", "zero_mpi", "inspect", "run"], fuzz_run_folder.command(random)]
     return random.choice([GOES_ON, GOES_ON, [*GOES_ON, "--resume", "never"], TOKENIZE, *others])
 
 
 def links(random: Random, folder: Path) -> list[str]:
-    """Links, pipes and folders in the place of one file or some."""
     write(folder)
     kinds = random.choice([LINKS, LINKS[:2]])
     for name in random.sample(NAMES, random.choice([1, 2, 6])):
@@ -152,7 +140,6 @@ def moved(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Nothing is another thing, and nothing moves."""
     write(folder)
     return GOES_ON
 

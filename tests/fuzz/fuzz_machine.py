@@ -16,12 +16,10 @@ MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", 
 
 
 def described(random: Random) -> dict[str, Any]:
-    """One of the examples."""
     return tomllib.loads((EXAMPLES / random.choice(["small.toml", "large.toml"])).read_text())
 
 
 def command(random: Random, folder: Path, machine: dict[str, Any] | bytes) -> list[str]:
-    """A plan with a machine, of one case or a sweep."""
     raw = machine if isinstance(machine, bytes) else as_toml(machine).encode()
     (folder / "machine.toml").write_bytes(raw)
     asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
@@ -54,7 +52,6 @@ def missing(random: Random, folder: Path) -> list[str]:
 
 
 def broken(random: Random, folder: Path) -> list[str]:
-    """What is no TOML any more."""
     raw = as_toml(described(random)).encode()
     cut = raw[: random.randrange(len(raw) + 1)]
     return command(
@@ -63,7 +60,6 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 
 def places(random: Random, folder: Path) -> list[str]:
-    """Something else than a file."""
     args = command(random, folder, described(random))
     (folder / "machine.toml").unlink()
     wild.special(random, folder / "machine.toml")
@@ -71,7 +67,6 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """An example as it is."""
     return command(random, folder, described(random))
 
 

@@ -34,7 +34,6 @@ def twice(random: Random, content: Any) -> bytes:
 
 
 def run_folder(random: Random, folder: Path) -> list[str]:
-    """In a file of a run."""
     run, name = fuzz_run_folder.write_run(folder), random.choice(fuzz_run_folder.FILES)
     path = run / name
     if name == "config.toml":
@@ -49,7 +48,6 @@ def run_folder(random: Random, folder: Path) -> list[str]:
 
 
 def tokens(random: Random, folder: Path) -> list[str]:
-    """In what `tokenize` left in its folder."""
     command = fuzz_texts.left(random, folder)
     aside = folder / "tokens" / ".tokenize"
     plan = {
@@ -74,7 +72,6 @@ def hugging_face(random: Random, folder: Path) -> list[str]:
 
 
 def lines(random: Random, folder: Path) -> list[str]:
-    """In a line of conversations, of questions or of texts."""
     kind = random.randrange(3)
     if kind == 0:
         form = json.loads(json.dumps(random.choice(fuzz_conversations.FORMS)))
@@ -89,7 +86,6 @@ def lines(random: Random, folder: Path) -> list[str]:
 
 
 def trace(random: Random, folder: Path) -> list[str]:
-    """In a time line."""
     return fuzz_trace.named(random, folder, twice(random, fuzz_trace.time_line(random)))
 
 
@@ -126,12 +122,5 @@ def gguf(random: Random, folder: Path) -> list[str]:
     return fuzz_gguf.command(random, folder)
 
 
-CASES = {
-    "run_folder": run_folder,
-    "tokens": tokens,
-    "hugging_face": hugging_face,
-    "lines": lines,
-    "trace": trace,
-    "toml": toml,
-    "gguf": gguf,
-}
+CASES = {"run_folder": run_folder, "tokens": tokens, "hugging_face": hugging_face, "lines": lines}
+CASES |= {"trace": trace, "toml": toml, "gguf": gguf}

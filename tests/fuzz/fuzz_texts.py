@@ -54,18 +54,8 @@ PACKED: dict[str, Written] = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jso
 def tokenize(random: Random, folder: Path, name: str, raw: bytes) -> list[str]:
     """The command on a file of these bytes."""
     (folder / name).write_bytes(raw)
-    command = [
-        "-m",
-        "zero_mpi",
-        "tokenize",
-        name,
-        "--tokenizer",
-        "byte",
-        "--out",
-        "tokens",
-        "--part-mb",
-        "0.001",
-    ]
+    command = ["-m", "zero_mpi", "tokenize", name, "--tokenizer", "byte", "--out", "tokens"]
+    command += ["--part-mb", "0.001"]
     return command + ["--skip-bad"] * random.randint(0, 1)
 
 

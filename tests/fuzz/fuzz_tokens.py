@@ -67,15 +67,13 @@ def file(random: Random) -> bytes:
     if kind == 0:
         return header(random.choice(ODD_HEADERS), version) + IDS
     if kind == 1:
-        descr = random.choice(
-            ["<u4", ">u2", "|u1", "<i8", "O", "|O", "u2,u2", "", "<u999", wild.text(random), 5]
-        )
+        types = ["<u4", ">u2", "|u1", "<i8", "O", "|O", "u2,u2", "", "<u999", wild.text(random), 5]
+        descr = random.choice(types)
         return header(usual(descr), version) + IDS
     if kind == 2:
         count = random.choice(wild.INTEGERS)
-        shape = random.choice(
-            [(count,), (500, 1), (), (1,) * 70, count, [500], "500", (500.0,), (True,), None]
-        )
+        shapes = [(count,), (500, 1), (), (1,) * 70, count, [500], "500", (500.0,), (True,), None]
+        shape = random.choice(shapes)
         return header(usual(shape=shape), version) + IDS
     if kind == 3:
         return header(usual(order=random.choice([True, None, 1, "x", []])), version) + IDS

@@ -18,13 +18,8 @@ from zero_mpi.config.settings import FIELDS
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab_size": 300, "context": 8}
 ALWAYS = {**SIZES, "batch_size": 2, "micro_batch": 1, "data": ["ids.npy"]}
 MODERATE = (0, -1, 1, 2, 3, 7, 64, 255, 1000, 0.5, 1e999, "x", True, [], {}, "\x1b[2J", 10**400)
-BIG = {
-    *SIZES,
-    "prefetch",
-    "batch_size",
-    "micro_batch",
-    "eval_windows",
-}  # where a large number costs by itself
+# Where a large number costs by itself.
+BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
 def settings(random: Random) -> dict[str, Any]:
@@ -45,7 +40,6 @@ def settings(random: Random) -> dict[str, Any]:
 
 
 def as_toml(content: Any) -> str:
-    """TOML of a table, without what TOML cannot say."""
     return tomli_w.dumps(sayable(content))
 
 
@@ -59,7 +53,6 @@ def sayable(value: Any) -> Any:
 
 
 def clean(text: str) -> str:
-    """A text that UTF-8 can hold."""
     return text.encode(errors="ignore").decode()
 
 
@@ -73,7 +66,6 @@ def command(random: Random, folder: Path) -> list[str]:
 
 
 def types(random: Random, folder: Path) -> list[str]:
-    """Values of other types and sizes."""
     (folder / "run.toml").write_text(as_toml(settings(random)))
     return command(random, folder)
 
@@ -111,7 +103,6 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 
 def places(random: Random, folder: Path) -> list[str]:
-    """Something else than a file, and odd names."""
     args = command(random, folder)
     if random.random() < 0.5:
         wild.special(random, folder / "run.toml")
@@ -123,7 +114,6 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def flags(random: Random, folder: Path) -> list[str]:
-    """Odd values on the command line."""
     args = command(random, folder)
     (folder / "run.toml").write_text(as_toml(ALWAYS))
     name = random.choice([name for name in FIELDS if name not in BIG])
@@ -133,7 +123,6 @@ def flags(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Settings that nothing is wrong with."""
     (folder / "run.toml").write_text(as_toml(ALWAYS))
     return command(random, folder)
 

@@ -111,9 +111,6 @@ def problems(command: str, end: Ending) -> Iterator[str]:
         yield "warning"
 
 
-# ------------------------------------------------------------------------------------------- processes
-
-
 def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
     """action() in a forked process that stands in `folder`; what it prints goes to files at `output`.
 
@@ -162,14 +159,12 @@ def become_child(folder: Path, output: Path, written: int) -> None:
 
 
 def bound(what: int, most: int) -> None:
-    """Set a limit, below what stands."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 @functools.cache
 def uses_intel_mpi() -> bool:
-    """Whether mpi4py opens that library here."""
     return "Intel" in library()
 
 
@@ -189,12 +184,10 @@ def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def data_size() -> int:
-    """Bytes of memory that count against RLIMIT_DATA."""
     return int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -220,11 +213,7 @@ def run_command(args: list[str]) -> None:
 
 
 def run_alone(args: list[str]) -> None:
-    """The same in a fresh interpreter, which takes a second or two to start."""
     os.execv(sys.executable, [sys.executable, *args])
-
-
-# ---------------------------------------------------------------------------------------------- cases
 
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
@@ -257,9 +246,7 @@ class Fuzz:
     alone: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(
-        default_factory=Counter
-    )  # by what was wrong: traceback, hang, slow, memory, ...
+    wrong: Counter[str] = field(default_factory=Counter)  # by traceback, hang, slow, memory, ...
     slowest: tuple[float, str] = (0.0, "")
     largest: tuple[int, str] = (0, "")
 
@@ -318,7 +305,6 @@ class Fuzz:
 
 
 def contents(folder: Path) -> dict[Path, bytes | str]:
-    """What lies in a folder, links as what they name."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
     return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
 
@@ -347,9 +333,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(
-        Random(options.seed).sample(found, len(found))
-    )  # any of them may be those that time is left for
+    cases = dict(Random(options.seed).sample(found, len(found)))  # any may be those that time is left for
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
     fuzz, begun = Fuzz(keep.absolute(), options.seed, options.alone), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))
@@ -377,10 +361,7 @@ def report(fuzz: Fuzz, seconds: float) -> None:
         print(f"FAILED {count} times: {kind}")
     cases, total = {outcome.split()[0] for outcome in fuzz.outcomes}, sum(fuzz.outcomes.values())
     named = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
-    print(
-        f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:",
-        end=" ",
-    )
+    print(f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:")
     print(f"{MOST_CPU:g} s of work, {MOST_WAIT:g} s by the clock, {MOST_GROWTH >> 20} MiB")
     print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
 

@@ -25,12 +25,10 @@ FLOATS += (-float("inf"), 1.0, 2.0, 0.1)
 
 
 def text(random: Random) -> str:
-    """An odd text, at times of two."""
     return random.choice(TEXTS) + (random.choice(TEXTS) if random.random() < 0.2 else "")
 
 
 def name(random: Random, names: Sequence[str] = ()) -> str:
-    """An odd name, or one that is nearly right."""
     if not names or random.random() < 0.3:
         return text(random)
     one = random.choice(names)
@@ -38,7 +36,6 @@ def name(random: Random, names: Sequence[str] = ()) -> str:
 
 
 def number(random: Random) -> int | float:
-    """An odd number."""
     return random.choice(random.choice((INTEGERS, FLOATS)))
 
 
@@ -103,7 +100,6 @@ def changed_json(random: Random, content: Any) -> Any:
 
 
 def range_of(container: Any) -> Any:
-    """The keys of an object, the indices of a list."""
     return container.keys() if isinstance(container, dict) else range(len(container))
 
 

@@ -47,7 +47,6 @@ def skip_what_cannot_travel(items):
 
 @pytest.fixture(scope="session")
 def the_gpu():
-    """The device, chosen once in a process."""
     before = device.in_use()
     yield device.use("cuda")
     device.adopt(before)
@@ -55,7 +54,6 @@ def the_gpu():
 
 @pytest.fixture
 def gpu(the_gpu):
-    """The GPU as the device in use, its operations ready."""
     device.adopt(the_gpu)
     ops.prepare()
     yield the_gpu

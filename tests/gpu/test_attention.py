@@ -19,25 +19,18 @@ from zero_mpi.ops import sizes
 #           B  T  S  H  K  D   E
 SHAPES = [(1, 1, 1, 1, 1, 8, 8), (2, 7, 7, 4, 2, 16, 16), (1, 33, 33, 6, 6, 8, 8), (3, 20, 20, 4, 1, 32, 32)]
 OTHER = [(2, 1, 9, 4, 2, 8, 8), (1, 5, 12, 2, 2, 16, 16), (2, 6, 6, 2, 1, 5, 3), (1, 9, 11, 3, 3, 7, 12)]
-TAKEN = [
-    (2, 64, 64, 4, 2, 64, 64),
-    (1, 128, 128, 3, 3, 128, 128),
-]  # whatever cuDNN is, it has plans for these
-ways = pytest.mark.parametrize("way", ["own", "auto"])
+# Whatever cuDNN is, it has plans for these.
+TAKEN = [(2, 64, 64, 4, 2, 64, 64), (1, 128, 128, 3, 3, 128, 128)]
 pytestmark = pytest.mark.world(1)  # a process alone
 
 
 def case(kind, shape, seed=0):
-    """q, k, v, dy."""
     b, t, s, h, kv, d, e = shape
-    return [
-        draw(kind, *x, seed=seed + i)
-        for i, x in enumerate([(b, t, h, d), (b, s, kv, d), (b, s, kv, e), (b, t, h, e)])
-    ]
+    shapes = [(b, t, h, d), (b, s, kv, d), (b, s, kv, e), (b, t, h, e)]
+    return [draw(kind, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 
 def near(got, want, kind):
-    """Whether results agree; in low types weights are rounded too before they are multiplied."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     most = np.abs(want).max(initial=0.0)
@@ -47,12 +40,10 @@ def near(got, want, kind):
 
 @pytest.fixture
 def take_way(monkeypatch):
-    """Sets the way that attention goes."""
     return lambda way: monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", way)
 
 
 def cudnn_or_skip():
-    """cuDNN on this GPU."""
     from zero_mpi.ops.gpu.sdpa import sdpa
 
     found, why_not = sdpa()
@@ -62,7 +53,6 @@ def cudnn_or_skip():
 
 
 def both(gpu, arrays, scale=0.3):
-    """y, dq, dk, dv on the host."""
     q, k, v, dy = (gpu.from_host(x) if isinstance(x, np.ndarray) else x for x in arrays)
     y, kept = ops.causal_attention(q, k, v, scale)
     return [gpu.to_host(x) for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, scale))]
@@ -74,25 +64,32 @@ def wanted(arrays, scale=0.3):
     return [y, *defined("causal_attention_backward")(dy, q, k, v, p, scale)]
 
 
-@kinds
-@ways
-@pytest.mark.parametrize("shape", SHAPES + OTHER, ids=str)
-def test_attention(gpu, take_way, kind, way, shape):
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
+def check(gpu, kind, shape, scale=0.3):
     arrays = case(kind, shape)
-    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+    for mine, want in zip(both(gpu, arrays, scale), wanted(arrays, scale), strict=True):
         assert mine.dtype == KINDS[kind]
         near(mine, want, kind)
 
 
+@pytest.fixture(params=["own", "auto"])
+def way(request, gpu, take_way):
+    if request.param == "auto":
+        cudnn_or_skip()
+    take_way(request.param)
+    return request.param
+
+
 @kinds
-@ways
+@pytest.mark.parametrize("shape", SHAPES + OTHER, ids=str)
+def test_attention(gpu, way, kind, shape):
+    check(gpu, kind, shape)
+
+
+@kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, way, shape, monkeypatch):
-    """In blocks of queries too; cuDNN is not asked."""
-    take_way(way)
+def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, shape, monkeypatch):
+    """In blocks of queries; cuDNN is not asked."""
+    take_way("auto")
     b, t, _, heads, *_ = shape
     monkeypatch.setattr(sizes, "SCORES", 4 * b * heads * sizes.scores_across(t) * 7)
     arrays = case(kind, shape)
@@ -113,21 +110,15 @@ def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, way, shap
 def test_cudnn(gpu, take_way, kind, shape):
     cudnn_or_skip()
     take_way("cudnn")
-    arrays = case(kind, shape)
-    for mine, want in zip(both(gpu, arrays, 0.125), wanted(arrays, 0.125), strict=True):
-        near(mine, want, kind)
+    check(gpu, kind, shape, 0.125)
 
 
 @pytest.mark.parametrize("kind", LOW)
 def test_cudnn_is_taken_for_what_it_can_do(gpu, take_way, kind):
     cudnn, known = cudnn_or_skip(), lambda: len(cudnn.graphs)
     take_way("auto")
-    for shape, uses in (
-        (TAKEN[0], True),
-        (OTHER[0], False),
-        (OTHER[2], False),
-        ((1, 4, 4, 2, 2, 512, 512), False),
-    ):
+    others = (OTHER[0], OTHER[2], (1, 4, 4, 2, 2, 512, 512))
+    for shape, uses in ((TAKEN[0], True), *((shape, False) for shape in others)):
         cudnn.graphs.clear()
         both(gpu, case(kind, shape))
         assert known() == (2 if uses else 0), shape  # forward and backward
@@ -141,23 +132,13 @@ def test_cudnn_is_taken_for_what_it_can_do(gpu, take_way, kind):
 
 
 @kinds
-@ways
-def test_heads_are_read_and_written_as_columns_of_one_array(gpu, take_way, kind, way):
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
+def test_heads_are_read_and_written_as_columns_of_one_array(gpu, way, kind):
     b, t, h, kv, d = 2, 9, 4, 2, 16
     joint, dy = draw(kind, b, t, (h + 2 * kv) * d), draw(kind, b, t, h, d, seed=1)
 
     def split(x):
-        first, second = h * d, (h + kv) * d
-        shapes = (b, t, h, d), (b, t, kv, d), (b, t, kv, d)
-        return [
-            part.reshape(shape)
-            for part, shape in zip(
-                (x[..., :first], x[..., first:second], x[..., second:]), shapes, strict=True
-            )
-        ]
+        parts = np.split(np.arange(x.shape[-1]), [h * d, (h + kv) * d])
+        return [x[..., part[0] : part[-1] + 1].reshape(b, t, -1, d) for part in parts]
 
     q, k, v = split(gpu.from_host(joint))
     y, kept = ops.causal_attention(q, k, v, 0.25)
@@ -172,11 +153,7 @@ def test_heads_are_read_and_written_as_columns_of_one_array(gpu, take_way, kind,
 
 
 @kinds
-@ways
-def test_heads_may_come_before_positions(gpu, take_way, kind, way):
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
+def test_heads_may_come_before_positions(gpu, way, kind):
     arrays = case(kind, (2, 9, 9, 4, 2, 16, 16))
     turned = [gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2) for x in arrays]
     for mine, want in zip(both(gpu, turned), wanted(arrays), strict=True):
@@ -224,11 +201,7 @@ def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch)
 
 
 @kinds
-@ways
-def test_two_runs_have_the_same_bits(gpu, take_way, kind, way, monkeypatch):
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
+def test_two_runs_have_the_same_bits(gpu, way, kind, monkeypatch):
     monkeypatch.setattr(sizes, "SCORES", 1 << 15)
     arrays = case(kind, (2, 65, 65, 4, 2, 16, 16))
     first, second = both(gpu, arrays), both(gpu, arrays)
@@ -236,13 +209,9 @@ def test_two_runs_have_the_same_bits(gpu, take_way, kind, way, monkeypatch):
 
 
 @kinds
-@ways
-def test_a_step_makes_nothing_new_after_the_first_two(gpu, take_way, kind, way):
+def test_a_step_makes_nothing_new_after_the_first_two(gpu, way, kind):
     from zero_mpi.ops.gpu import gemm
 
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
     arrays = [gpu.from_host(x) for x in case(kind, (2, 64, 64, 4, 2, 32, 32))]
 
     def state():
@@ -260,11 +229,7 @@ def test_a_step_makes_nothing_new_after_the_first_two(gpu, take_way, kind, way):
 
 
 @kinds
-@ways
-def test_what_comes_later_does_not_matter(gpu, take_way, kind, way):
-    if way == "auto":
-        cudnn_or_skip()
-    take_way(way)
+def test_what_comes_later_does_not_matter(gpu, way, kind):
     q, k, v, _ = case(kind, (1, 24, 24, 2, 1, 16, 16))
     first = gpu.to_host(ops.causal_attention(*map(gpu.from_host, (q, k, v)), 0.3)[0])
     for x in (k, v):
@@ -292,49 +257,43 @@ def test_own_kernels_go_on_where_cudnn_has_no_plan(gpu, take_way, kind, part, mo
     from zero_mpi.ops.gpu.sdpa import Sdpa
 
     monkeypatch.setattr(Sdpa, part, lambda *_: False)
-    arrays = case(kind, TAKEN[0])
     take_way("auto")
-    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-        near(mine, want, kind)
+    check(gpu, kind, TAKEN[0])
     take_way("cudnn")
     with pytest.raises(UsageError, match="no plan"):
-        both(gpu, arrays)
+        both(gpu, case(kind, TAKEN[0]))
 
 
-def test_a_graph_that_cudnn_refuses_is_asked_for_once(gpu, take_way, monkeypatch):
+@pytest.fixture
+def pretended(gpu, monkeypatch):
     found = cudnn_or_skip()
     if not hasattr(found.cudnn, "refuses"):
-        pytest.skip("a real cuDNN refuses nothing on demand")
+        pytest.skip("a real cuDNN refuses nothing on demand, and its version stays")
     monkeypatch.setattr(found, "graphs", {})
     monkeypatch.setattr(found, "refusals", [])
-    monkeypatch.setattr(found.cudnn, "refuses", ["sdpa_backward"])
+    return found
+
+
+def test_a_graph_that_cudnn_refuses_is_asked_for_once(gpu, pretended, take_way, monkeypatch):
+    monkeypatch.setattr(pretended.cudnn, "refuses", ["sdpa_backward"])
     take_way("auto")
-    arrays = case("bf16", TAKEN[0])
     for _ in range(2):
-        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-            near(mine, want, "bf16")
-    assert len(found.refusals) == 1
-    assert list(found.graphs.values()).count(None) == 1
+        check(gpu, "bf16", TAKEN[0])
+    assert len(pretended.refusals) == 1
+    assert list(pretended.graphs.values()).count(None) == 1
 
 
 @pytest.mark.parametrize(("version", "limit", "refused"), [(92500, 0, 0), (92400, 0, 1), (92400, 1 << 20, 0)])
 def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
-    gpu, take_way, monkeypatch, version, limit, refused
+    pretended, take_way, monkeypatch, gpu, version, limit, refused
 ):
-    found = cudnn_or_skip()
-    if not hasattr(found.cudnn, "refuses"):
-        pytest.skip("a real cuDNN's version stays")
-    monkeypatch.setattr(found.cudnn, "version", version)
+    monkeypatch.setattr(pretended.cudnn, "version", version)
     monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
-    monkeypatch.setattr(found, "slopes", limit)
-    monkeypatch.setattr(found, "graphs", {})
-    monkeypatch.setattr(found, "refusals", [])
+    monkeypatch.setattr(pretended, "slopes", limit)
     take_way("auto")
-    arrays = case("bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB by the length, 512 by its square
-    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-        near(mine, want, "bf16")
-    assert len(found.refusals) == refused
-    assert not refused or "MiB" in found.refusals[0]
+    check(gpu, "bf16", (1, 512, 512, 1, 1, 8, 8))  # 64 KiB by the length, 512 by its square
+    assert len(pretended.refusals) == refused
+    assert not refused or "MiB" in pretended.refusals[0]
 
 
 HEAD = 2 * 64 * 128 * 2  # bytes of the two query heads of a key/value head, of 64 positions

@@ -22,7 +22,6 @@ RATES = {"grad_scale": 0.37, "lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
-    """Random float32 numbers of many sizes, the same for the same shape and seed."""
     rng = np.random.default_rng([seed, *shape])
     return (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, shape)).astype(np.float32)
 
@@ -37,7 +36,6 @@ def state(size: int) -> list[np.ndarray]:
 
 
 def there(gpu: Any, x: np.ndarray, first: int = 0) -> Any:
-    """A copy on the GPU that begins `first` elements behind an aligned place."""
     room = np.zeros(x.size + first, x.dtype)
     room[first:] = x
     return gpu.from_host(room)[first:]
@@ -126,9 +124,8 @@ def special() -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         halfway = [(x + np.nextafter(x, np.float32(np.inf))) / 2 for x in low]
         ties = [np.append(x[:-1] + (x[1:] - x[:-1]) / 2, 0).astype(np.float32) for x in low]
-    ends = np.array(
-        [np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1e-45, 65520, 65519.996], np.float32
-    )
+    ends = [np.finfo(np.float32).max, np.finfo(np.float32).tiny, 1e-45, 65520, 65519.996]
+    ends = np.array(ends, np.float32)
     return np.concatenate([*low, *halfway, *ties, ends, -ends])
 
 

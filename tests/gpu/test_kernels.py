@@ -36,13 +36,11 @@ Case = tuple[list[Any], dict[str, Any]]
 def numbers(
     *shape: int, seed: int = 0, kind: Any = F32, scale: float = 1.0, shift: float = 0.0
 ) -> np.ndarray:
-    """Random numbers, the same for the same shape and seed."""
     drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
     return (drawn * scale + shift).astype(np.float32).astype(kind)
 
 
 def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
-    """Random whole numbers below `count`."""
     return np.random.default_rng([count, *shape]).integers(count, size=shape).astype(kind)
 
 
@@ -50,10 +48,8 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     """The float64 result of the definition, rounded as `ops.low_precision` says; and the arguments."""
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
-    result, roles = (
-        getattr(reference, name)(*wide, **named),
-        low_precision.ROLES.get(name, low_precision.Roles()),
-    )
+    result = getattr(reference, name)(*wide, **named)
+    roles = low_precision.ROLES.get(name, low_precision.Roles())
     kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by if name != "embedding" else 1].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
@@ -64,8 +60,6 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     rest = (x if np.ndim(x) == 0 else x.astype(np.float32) for x in result)
     return tuple(low_precision.narrowed(x, kind) if i in low else x for i, x in enumerate(rest)), after
 
-
-# ------------------------------------------------------------------------------- how an array may lie
 
 GUARD = 67  # elements before and after
 
@@ -84,7 +78,6 @@ def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
 
 
 def aligned(x: np.ndarray) -> tuple[Any, Any]:
-    """In the middle of NaN, beginning where packs are loaded at once."""
     return surrounded(x, 64)
 
 
@@ -102,7 +95,6 @@ LAYOUTS = [plain, aligned, surrounded, columns]
 
 
 def bits(x: Any) -> bytes:
-    """The bits of an array of either side."""
     return device.in_use().to_host(x).tobytes()
 
 
@@ -131,11 +123,7 @@ def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6 if kind == F32 else 1e-5)
 
 
-# -------------------------------------------------------------------------------- every operation, in a table
-
-
 def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Norms over the last axis."""
     width = shape[-1:]
     x, dy, plus = (
         numbers(*shape, kind=kind, scale=3, shift=1),
@@ -157,7 +145,6 @@ def norm_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Operations on elements."""
     x, y, z = (numbers(*shape, seed=s, kind=kind, scale=scale) for s, scale in ((0, 4), (1, 1), (2, 1)))
     return {
         "add": ([x, y], {}),
@@ -173,7 +160,6 @@ def pointwise_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def row_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """Losses, embeddings, positions; the last axis is the vocabulary or the width."""
     x, y = numbers(*shape, kind=kind, scale=3), numbers(*shape, seed=1, kind=kind)
     lead, width = shape[:-1], shape[-1]
     table, gradient = (numbers(7, width, seed=s, kind=kind) for s in (2, 3))
@@ -189,7 +175,6 @@ def row_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
 
 
 def all_cases(shape: tuple[int, ...], kind: Any) -> dict[str, Case]:
-    """All operations of the table on one shape."""
     return norm_cases(shape, kind) | pointwise_cases(shape, kind) | row_cases(shape, kind)
 
 
@@ -198,7 +183,6 @@ CASES = sorted(all_cases((2, 3, 4), F32))
 
 
 def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]], kind: Any) -> Any:
-    """Run an operation on the device and compare results, arguments and what lies around them."""
     name, (args, named) = name.partition(" ")[0], case
     result, after = expected(name, args, named)
     written = low_precision.ROLES.get(name, low_precision.Roles()).added_to
@@ -227,17 +211,14 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
 
 
 def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
-    """Whether an operation adds into an argument: what is not contiguous is refused there."""
     return name.endswith("_backward") and name.startswith(("embedding", "positions")) and x is args[-1]
 
 
 def around(room: Any, x: Any) -> bytes:
-    """The bits of a room without those of the array in it."""
     return around_bytes(bits(room), room, x)
 
 
 def around_bytes(given: bytes, room: Any, x: Any) -> bytes:
-    """`given`, the bits of a room, without the part of a contiguous array in it."""
     start = x.data.ptr - room.data.ptr
     return given[:start] + given[start + x.nbytes :]
 
@@ -259,7 +240,6 @@ def test_arrays_may_lie_anywhere_and_nothing_beside_them_is_written(gpu, shape, 
 
 @every_kind
 def test_results_end_where_they_end(gpu, monkeypatch, kind):
-    """Results lie in the middle of NaN here, and what is around them stays."""
     rooms: list[tuple[Any, Any]] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -281,8 +261,6 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
 
 @every_kind
 def test_twice_the_same_bits(gpu, monkeypatch, kind):
-    """Whatever the order in which threads run."""
-
     def run() -> list[bytes]:
         found = []
         for name, (args, named) in all_cases((3, 5, 72), kind).items():
@@ -337,9 +315,6 @@ def test_activations_have_their_limits(gpu, kind):
         np.testing.assert_array_equal(gpu.to_host(found).astype(np.float32), wanted)
 
 
-# ----------------------------------------------------------------------------------------------- norms
-
-
 @every_kind
 def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
     for name, case in norm_cases((3, 8195), kind).items():
@@ -390,9 +365,6 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
         check(name, (args, {}), plain, kind)
 
 
-# ------------------------------------------------------------------------------------------ sums over rows
-
-
 @every_kind
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 64), (300, 17), (2, 600)], ids=str)
 def test_columns_are_summed_into_any_type(gpu, shape, kind):
@@ -410,11 +382,8 @@ def test_rows_are_added_to_where_they_lie(gpu, kind):
     from zero_mpi.ops.gpu.elementwise import add_row
 
     for shape in [(1, 1), (3, 37), (2, 2100)]:
-        x, b, plus = (
-            numbers(*shape, kind=kind),
-            numbers(shape[1], seed=1, kind=kind),
-            numbers(*shape, seed=2, kind=kind),
-        )
+        x, b = numbers(*shape, kind=kind), numbers(shape[1], seed=1, kind=kind)
+        plus = numbers(*shape, seed=2, kind=kind)
         for layout in LAYOUTS:
             for more in (None, plus):
                 y, room = layout(x)
@@ -424,9 +393,6 @@ def test_rows_are_added_to_where_they_lie(gpu, kind):
                 assert bits(y) == wide.astype(kind).tobytes()
                 if layout is columns:
                     assert np.isnan(gpu.to_host(room)[:, [0, 1, 2, -2, -1]].astype(np.float32)).all()
-
-
-# ------------------------------------------------------------------------------------------------ embedding
 
 
 @every_kind
@@ -486,9 +452,6 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
     assert math.isnan(float(loss))
 
 
-# ----------------------------------------------------------------------------------------------- rotary turn
-
-
 @every_kind
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("part", [1, 0.5, 0.75], ids=str)  # of a head is turned, an even number
@@ -511,9 +474,6 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
         assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
-
-
-# ------------------------------------------------------------------------------------------------------ loss
 
 
 @every_kind
@@ -555,9 +515,6 @@ def test_cross_entropy_does_not_overflow(gpu, kind):
     np.testing.assert_allclose(gpu.to_host(dz).astype(np.float32), wanted, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------------------- no work
-
-
 @every_kind
 def test_nothing_to_do_is_done(gpu, kind):
     x, w = gpu.from_host(np.zeros((0, 8), kind)), gpu.from_host(numbers(8, kind=kind))
@@ -594,8 +551,6 @@ def test_what_does_not_fit_is_refused(gpu, name):
 
 
 def test_the_steady_state_allocates_nothing(gpu):
-    """Memory of results and partial sums is used again."""
-
     def step() -> None:
         for name, (args, named) in cases.items():
             getattr(ops, name.partition(" ")[0])(*args, **named)

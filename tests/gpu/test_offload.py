@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tiny
-from checkpoints import load_checkpoint
+from checkpoints import load_checkpoint, save_checkpoint
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.checkpoint.state import Description, TrainingProgress
@@ -30,19 +30,16 @@ FIRST, SECOND = AdamW.states
 
 
 def is_pretend():
-    """Whether streams are threads that a test can hold up."""
     return hasattr(sys.modules["cupy"].cuda.Stream, "do")
 
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """Pieces of two runs of decay, so that most units have several, and a device that is late."""
     monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2048)
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
 
 
 def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
-    """One with its state on the GPU, one with some of it on the host, for models of the same values."""
     made = []
     for where in ("none", how):
         masters = where == "state"
@@ -53,7 +50,6 @@ def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
 
 
 def step(optimizer, number):
-    """A step by gradients that follow from its number."""
     drawn = np.random.default_rng(number)
     for unit in optimizer.units:
         _, gradient, part = unit.updated
@@ -70,7 +66,6 @@ def on_host(array):
 
 
 def bits(optimizer):
-    """Everything that a step changes, as bytes."""
     found = {}
     for unit in optimizer.module.units:
         found[f"parameters {unit.name}"] = on_host(unit.parameters.shard)
@@ -78,9 +73,6 @@ def bits(optimizer):
     for unit, held in optimizer.states.items():
         found |= {f"{name} {unit}": on_host(values) for name, values in held.items()}
     return {name: array.tobytes() for name, array in found.items()}
-
-
-# ------------------------------------------------------------------------------------------------- the bits
 
 
 @pytest.mark.parametrize(
@@ -116,9 +108,6 @@ def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
     assert bits(offloaded) == before
     step(kept, 0)
     assert bits(kept) == before
-
-
-# ----------------------------------------------------------------------------------------------- the memory
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
@@ -167,7 +156,7 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
     for optimizer in (kept, offloaded):
         step(optimizer, 0), step(optimizer, 1)
         folder = tmp_path / f"run{len(folders)}"
-        folders.append(tiny.save_checkpoint(folder, optimizer, progress, DESCRIPTION))
+        folders.append(save_checkpoint(folder, optimizer, progress, DESCRIPTION))
     for name in ("model.gguf", "optimizer.gguf"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     others = optimizers(how=how, precision=precision)
@@ -201,14 +190,8 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
         ShardedAdamW(module, offload="moments")
 
 
-# -------------------------------------------------------------------------------------------------- the order
-
-HELD = {
-    "filled": "_up",
-    "updated": "stream",
-    "emptied": "_down",
-    "stored": "_down",
-}  # the stream that is late
+# An event, and the stream that is late where nobody waits for it.
+HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_down"}
 
 
 def without_wait(way, moments, name, monkeypatch):

@@ -23,7 +23,6 @@ MODELS = {
 
 
 def planned(case):
-    """The simulation and the memory of a case, planned while the GPU is in use, as a run does it."""
     before = device.in_use()
     found = simulate(case), plan_memory(case)
     assert device.in_use() is before
@@ -31,7 +30,6 @@ def planned(case):
 
 
 def train(case, rounds):
-    """A module, its optimizer, and what the pool of activations has grown by in two steps' rounds."""
     pool = arrays.Recycler(device.in_use())
     arrays._pools[id(device.in_use())] = pool
     module = ShardedModule(
@@ -51,13 +49,11 @@ def train(case, rounds):
 
 @pytest.fixture
 def own_attention(monkeypatch):
-    """What cuDNN takes for itself is not known to the byte."""
     monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "own")
 
 
 @pytest.fixture(autouse=True)
 def pools_stay():
-    """Those of other tests."""
     pools = dict(arrays._pools)
     yield
     arrays._pools.clear()
@@ -69,15 +65,8 @@ def pools_stay():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name, recompute, precision):
-    case = Case(
-        MODELS[name],
-        batch_size=4,
-        micro_batch=2,
-        context=48,
-        recompute=recompute,
-        device="cuda",
-        precision_name=precision,
-    )
+    options = {"batch_size": 4, "micro_batch": 2, "context": 48, "recompute": recompute}
+    case = Case(MODELS[name], **options, device="cuda", precision_name=precision)
     seen, memory = planned(case)
     module, optimizer, held = train(case, 2)
     assert seen.recycled == held

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.world(1)  # a process alone
 
 
 def draw(kind, *shape, seed=0, scale=1.0):
-    """Numbers that are exact in the type."""
     return (np.random.default_rng([seed, *shape]).normal(size=shape) * scale).astype(KINDS[kind])
 
 
@@ -44,28 +43,21 @@ def close(got, want, kind, slack=2e-6, added=None):
     if added is not None:
         allowed += LOW.get(kind, 0.0) / 2 * np.abs(want - np.asarray(added, np.float64))
     worst = np.abs(got - want) - allowed
-    assert (worst <= 0).all(), (
-        f"off by {np.abs(got - want).max()} at {np.unravel_index(worst.argmax(), want.shape)}"
-    )
+    assert (worst <= 0).all(), f"off by {worst.max()} at {np.unravel_index(worst.argmax(), want.shape)}"
 
 
 def defined(name):
-    """The definition of an operation, for low types as well."""
     return low_precision.accept_low(name, getattr(reference, name))
 
 
 @pytest.fixture
 def gemm(gpu):
-    """The module, its products made anew for this test."""
     from zero_mpi.ops.gpu import gemm
 
     before, gemm._products = gemm._products, None
     yield gemm
     gpu.synchronize()
     gemm._products = before
-
-
-# ------------------------------------------------------------------------------------------- the linear layer
 
 
 @kinds
@@ -118,11 +110,8 @@ def test_columns_of_a_wider_array_are_read_and_written_where_they_lie(gpu, kind)
     wide, w = draw(kind, 3, 5, 48), draw(kind, 24, 16, scale=0.25)
     on_gpu, w_gpu = gpu.from_host(wide), gpu.from_host(w)
     for columns in (slice(16, 32), slice(3, 19)):  # aligned, and not
-        close(
-            gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu)),
-            defined("linear")(wide[..., columns], w),
-            kind,
-        )
+        got = gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu))
+        close(got, defined("linear")(wide[..., columns], w), kind)
         dw, want = gpu.zeros(24 * 16, KINDS[kind]).reshape(24, 16), np.zeros((24, 16), KINDS[kind])
         ops.linear_backward_w(on_gpu[..., 24:], on_gpu[..., columns], dw)
         defined("linear_backward_w")(wide[..., 24:], wide[..., columns], want)
@@ -222,21 +211,11 @@ def test_float64_is_left_to_the_definition(gpu):
     assert np.allclose(gpu.to_host(ops.linear_backward_x(*map(gpu.from_host, (dy, w)))), dy @ w, rtol=1e-13)
 
 
-# ---------------------------------------------------------------------------------------- a head and its loss
-
-
 def head_case(kind, n, c, v, own=None):
-    """x, w, b, targets, dw, db of a head."""
     x, w, b = draw(kind, n, c), draw(kind, v, c, scale=c**-0.5), draw(kind, v, scale=0.1)
     targets = np.random.default_rng(n).integers(0, v, n)
-    return (
-        x,
-        w,
-        b,
-        targets,
-        draw(own or kind, v, c, seed=5, scale=0.01),
-        draw(own or kind, v, seed=6, scale=0.01),
-    )
+    sums = draw(own or kind, v, c, seed=5, scale=0.01), draw(own or kind, v, seed=6, scale=0.01)
+    return x, w, b, targets, *sums
 
 
 @kinds
@@ -251,9 +230,8 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     wanted = [dw.copy(), db.copy()]
     loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *wanted)
     sums = [gpu.from_host(dw), gpu.from_host(db)]
-    got, got_dx = ops.linear_cross_entropy(
-        *map(gpu.from_host, (x, w, b)), gpu.from_host(targets), 1.0 / n, *sums
-    )
+    given = [gpu.from_host(item) for item in (x, w, b, targets)]
+    got, got_dx = ops.linear_cross_entropy(*given, 1.0 / n, *sums)
     assert got.shape == ()
     assert got.dtype == np.float64
     rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients are low too
@@ -296,11 +274,7 @@ def test_chunks_take_no_more_than_they_may(gpu, monkeypatch, memory, most):
         assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most
 
 
-# -------------------------------------------------------------------------------------------------- the plans
-
-
 def a_step(gpu, arrays):
-    """What a linear layer and a head ask for in a step; the results on the host."""
     x, w, b, dw, db, targets = arrays
     y = ops.linear(x, w, b, x)
     dx = ops.linear_backward_x(y, w, x.copy())
@@ -421,8 +395,6 @@ def test_batches(gpu, gemm, kind):
     close(gpu.to_host(out)[..., :6, :5], wide[0][..., 4:10, :] @ wide[1][..., :5, :].swapaxes(-1, -2), "f32")
 
 
-# ------------------------------------------------------------------------------------------ the real bindings
-
 REAL = """
 import json, inspect
 import numpy as np
@@ -450,15 +422,13 @@ FUNCTIONS = (
 
 
 def ask_the_real(package, script):
-    """What a script prints as JSON with the installed package, however much is pretended here."""
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{package} is not installed: the names used of it are not checked")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -481,10 +451,8 @@ def test_names_numbers_and_sizes_are_those_of_the_real_bindings(gpu):
     assert has_error
     assert names["ComputeType"]["COMPUTE_32F"] == gemm.COMPUTE_32F
     assert (names["Operation"]["N"], names["Operation"]["T"]) == (gemm.NORMAL, gemm.TRANSPOSED)
-    assert (names["Epilogue"]["DEFAULT"], names["Epilogue"]["BIAS"]) == (
-        gemm.EPILOGUE_DEFAULT,
-        gemm.EPILOGUE_BIAS,
-    )
+    epilogues = names["Epilogue"]
+    assert (epilogues["DEFAULT"], epilogues["BIAS"]) == (gemm.EPILOGUE_DEFAULT, gemm.EPILOGUE_BIAS)
     schemes = names["ReductionScheme"]
     assert (schemes["NONE"], schemes["COMPUTE_TYPE"]) == (gemm.WHOLE, gemm.FLOAT32_PARTS)
     types = names["CudaDataType"]

@@ -33,7 +33,6 @@ ROUNDED = [(arch, "bf16") for arch in tiny.OTHERS]
 
 @functools.cache
 def on_the_host(name, precision):
-    """(losses and norms, digest) of one process with NumPy arrays."""
     before = device.in_use()
     device.adopt(device.HOST)
     try:
@@ -44,7 +43,6 @@ def on_the_host(name, precision):
 
 @functools.cache
 def alone(name, precision):
-    """The run of one process on the GPU."""
     return tiny.train(SerialComm(), MODELS[name], precision=PRECISIONS[precision])
 
 
@@ -84,7 +82,6 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 
 @pytest.fixture(scope="module", params=["staged", "mpi"])
 def transport(request, the_gpu):
-    """All ranks, over each transport that is exact; of device memory the MPI here takes the pretend one."""
     from zero_mpi.comm import kinds
     from zero_mpi.comm.gpu import select as device_choice
 

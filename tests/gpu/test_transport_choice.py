@@ -26,13 +26,11 @@ one_rank = pytest.mark.world(1)
 
 @pytest.fixture(autouse=True)
 def gpu(the_gpu):
-    """The GPU."""
     device.adopt(the_gpu)
     return the_gpu
 
 
 def child(*lines, end="pass"):
-    """A process that says something in the place of the live test, and how it ends."""
     said = "".join(f"os.write(1, {json.dumps(line).encode()!r} + bytes([10])); " for line in lines)
     return [sys.executable, "-c", f"import os, signal; {said}{end}"]
 
@@ -44,12 +42,7 @@ CRASHES = child(FOUND, end="os.kill(os.getpid(), signal.SIGSEGV)")
 NO_DRIVER = child({"error": "no driver"})
 
 
-# ---------------------------------------------------------------------------------------------- detection
-
-
 class Library:
-    """A communicator whose library knows the key of MPI 4.1."""
-
     def __init__(self, kinds):
         self.kinds = kinds
 
@@ -150,11 +143,7 @@ def test_all_ranks_have_one_answer(monkeypatch):
     assert one_node_fails == Answer(False, "ZERO_MPI_GPU_AWARE=1, but the test died of SIGSEGV")
 
 
-# ------------------------------------------------------------------------------------------------- choice
-
-
 def made(transport="auto", **flags):
-    """(transport, what is said of it) in a run with these flags."""
     config, notes = Config(transport=transport, device="cuda", **flags), []
     chosen = choose_transport(find_world(), config, None, notes)
     assert notes == []
@@ -177,9 +166,7 @@ def test_memory_of_gpus_is_not_shared():
 @pytest.mark.parametrize("transport", ["staged", "nccl"])
 def test_transports_of_a_gpu_need_one(transport):
     device.adopt(device.HOST)
-    with pytest.raises(
-        UsageError, match=f"--transport {transport}: it carries a GPU's arrays; use --device cuda"
-    ):
+    with pytest.raises(UsageError, match=f"--transport {transport}"):
         made(transport)
 
 
@@ -191,9 +178,7 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     assert said.startswith("staged, through ")
     assert said.endswith(" of pinned memory a transfer, exact all the same, because ZERO_MPI_GPU_AWARE=0")
     comm.close()
-    with pytest.raises(
-        UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\); use --transport auto or"
-    ):
+    with pytest.raises(UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\)"):
         made("mpi")
 
 

@@ -8,35 +8,29 @@ from zero_mpi import MPIComm
 
 @pytest.fixture(scope="session")
 def made():
-    """All ranks, exact reduction: one communicator of each transport."""
     return {name: make() for name, make in ON_ONE_NODE.items()}
 
 
 @pytest.fixture(scope="session")
 def mpi(made):
-    """By messages."""
     return made["mpi"]
 
 
 @pytest.fixture(scope="session")
 def shared(made):
-    """By memory that they share."""
     return made["shared"]
 
 
 @pytest.fixture(scope="session", params=ON_ONE_NODE)
 def exact(request, made):
-    """Each of them."""
     return made[request.param]
 
 
 @pytest.fixture(scope="session")
 def pieces():
-    """All ranks, exact reduction cut into many small pieces, pushed by a thread."""
     return MPIComm(exact_piece=700, most=5000, threaded=True)
 
 
 @pytest.fixture(scope="session")
 def fast():
-    """All ranks, the library's reductions."""
     return MPIComm(exact=False, fast_piece=3000)

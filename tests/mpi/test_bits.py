@@ -9,9 +9,9 @@ import itertools
 import numpy as np
 import pytest
 import tiny
+from test_shared import spoil_what_is_given_back
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
-from zero_mpi.device.arrays import BufferPool
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
 COVERING = [
@@ -33,7 +33,6 @@ COVERING = [
 
 @functools.cache
 def alone(name, micro_batches):
-    """The run of one process: full-shard, no prefetch, no recomputation."""
     return tiny.train(SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, prefetch=0)
 
 
@@ -44,15 +43,8 @@ ROWS = [tuple(row) for _, *row in sorted(ROWS, key=lambda row: row[0] % 3 > 0)]
 
 @pytest.mark.parametrize(("name", "strategy", "prefetch", "recompute", "bucket", "micro_batches"), ROWS)
 def test_losses_norms_and_weights(exact, name, strategy, prefetch, recompute, bucket, micro_batches):
-    result = tiny.train(
-        exact,
-        tiny.MODELS[name],
-        strategy,
-        micro_batches=micro_batches,
-        prefetch=prefetch,
-        recompute=recompute,
-        bucket_mb=bucket,
-    )
+    options = {"prefetch": prefetch, "recompute": recompute, "bucket_mb": bucket}
+    result = tiny.train(exact, tiny.MODELS[name], strategy, micro_batches=micro_batches, **options)
     assert result == alone(name, micro_batches)
 
 
@@ -66,7 +58,6 @@ def test_other_architectures(exact, arch, recompute):
 
 @functools.cache
 def alone_of(arch):
-    """The run of one process of another architecture."""
     return tiny.train(SerialComm(), tiny.OTHERS[arch], steps=2, prefetch=0)
 
 
@@ -130,11 +121,5 @@ def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2 tied"])
 def test_nothing_reads_a_buffer_that_was_given_back(exact, name, monkeypatch):
-    give = BufferPool.give
-
-    def spoil_and_give(pool, buffer):
-        buffer.fill(np.nan)
-        give(pool, buffer)
-
-    monkeypatch.setattr(BufferPool, "give", spoil_and_give)
+    spoil_what_is_given_back(monkeypatch)
     assert tiny.train(exact, tiny.MODELS[name], prefetch=2) == alone(name, 5)

@@ -24,7 +24,6 @@ MODEL, STRATEGIES = tiny.MODELS["llama"], (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
 
 @pytest.fixture(scope="module", params=ON_ONE_NODE)
 def checked(request):
-    """Each transport, checked."""
     comm = CheckedComm(ON_ONE_NODE[request.param]())
     yield comm
     comm.close()

@@ -9,12 +9,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import tiny
-from checkpoints import load_checkpoint
+from checkpoints import load_checkpoint, save_checkpoint
 from recording import RecordingComm
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress
@@ -27,7 +26,6 @@ FILES = ("model.gguf", "optimizer.gguf")
 
 
 def trained(comm, strategy, steps=2):
-    """An optimizer after two steps, and where the run stands."""
     module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
     optimizer = ShardedAdamW(module, lr=1e-2)
     go_on(optimizer, range(steps))
@@ -48,31 +46,24 @@ def digests(folder):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_the_files_of_one_process(exact, strategy, ranks_folder):
     optimizer, progress = trained(exact, strategy)
-    folder = tiny.save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
+    folder = save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
+    Saver(ranks_folder / "own ranges", optimizer, DESCRIPTION, parallel=True).save(progress)
     mine = ranks_folder / f"alone{exact.rank}"
-    alone = tiny.save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
-    assert digests(folder) == digests(alone)
+    alone = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    assert digests(folder) == digests(ranks_folder / "own ranges" / "latest") == digests(alone)
     assert (ranks_folder / "all" / "latest").resolve() == folder.resolve()
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
     mine = ranks_folder / f"alone{exact.rank}"
-    folder = tiny.save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    folder = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     module = tiny.make(exact, CONFIG, strategy, seed=7)
     optimizer = ShardedAdamW(module, lr=1e-2)
     assert load_checkpoint(folder, optimizer) == TrainingProgress(2, 100, 0, 2)
     go_on(optimizer, [2, 3])
     unbroken, _ = trained(SerialComm(), FULL_SHARD, steps=4)
     assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_ranks_that_write_their_own_ranges_write_the_same_files(exact, strategy, ranks_folder):
-    optimizer, progress = trained(exact, strategy)
-    gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
-    Saver(ranks_folder / "own", optimizer, DESCRIPTION, parallel=True).save(progress)
-    assert digests(ranks_folder / "own" / "latest") == digests(gathered)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -83,9 +74,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
     saver = Saver(ranks_folder / "behind", optimizer, DESCRIPTION, background=True, parallel=parallel)
     expected = []
     for step in (2, 3):
-        now = tiny.save_checkpoint(
-            ranks_folder / f"now{step}", optimizer, TrainingProgress(step), DESCRIPTION
-        )
+        now = save_checkpoint(ranks_folder / f"now{step}", optimizer, TrainingProgress(step), DESCRIPTION)
         saver.save(TrainingProgress(step))
         go_on(optimizer, [step])
         expected.append(digests(now))
@@ -112,7 +101,7 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_fol
 def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):
     """The last rank that writes at all cannot write the second file."""
     optimizer, progress = trained(exact, FULL_SHARD)
-    first = tiny.save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
+    first = save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
     before = digests(first)
     if exact.rank == (exact.size - 1 if parallel else 0):
         monkeypatch.setattr(parallel_write.Output, "put", refuse_moments)
@@ -128,10 +117,12 @@ def refuse_moments(self, offset, *data):
         self.problem = OSError(errno.EDQUOT, "Disk quota exceeded", str(self.content.path))
 
 
-def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_folder):
-    folder = tiny.save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
-    files = open_checkpoint(folder)
-    model, state = files.model, files.state
+def test_the_file_holds_the_parameters_with_the_digests_that_the_ranks_worked_out(exact, ranks_folder):
+    optimizer, progress = trained(exact, FULL_SHARD)
+    files = open_checkpoint(save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION))
+    model, state, held = files.model, files.state, optimizer.module.state_dict()
+    assert list(model.tensors) == list(held)
+    assert all(np.array_equal(model.tensor(name), array) for name, array in held.items())
     check_digests(files, exact.rank, exact.size)
     lines = [*model.metadata["training.tensor_digests"], *state.metadata["training.tensor_digests"]]
     assert [line.partition(" ")[2] for line in lines] == [*model.tensors, *state.tensors]
@@ -142,14 +133,11 @@ def test_every_tensor_has_the_digest_that_the_ranks_worked_out(exact, ranks_fold
 
 def test_row_sharding_writes_the_same_files(exact, ranks_folder):
     """Its slices cut the pieces of digests; only norms may differ, so the state is one that never stepped."""
-    folders = []
     for by_rows in (False, True):
         optimizer = ShardedAdamW(tiny.make(exact, CONFIG, by_rows=by_rows))
-        folders.append(
-            tiny.save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
-        )
+        save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
     exact.barrier()
-    assert digests(folders[0]) == digests(folders[1])
+    assert digests(ranks_folder / "False" / "latest") == digests(ranks_folder / "True" / "latest")
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -159,7 +147,7 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     module = tiny.make(exact, GPT2.from_flags(flags))
     optimizer = ShardedAdamW(module)
     unit = 4 * max(unit.unit.length for unit in module.units)
-    tiny.save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # imports
+    save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)  # imports
     tracemalloc.start()
     Saver(ranks_folder, optimizer, DESCRIPTION, parallel=parallel).save(TrainingProgress(2))
     peak = tracemalloc.get_traced_memory()[1]
@@ -170,36 +158,22 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     assert peak < (unit + small if gathers else small), (peak, unit)
 
 
-def test_only_rank_0_is_sent_anything(exact, ranks_folder):
-    """Each rank sends its slices once, and nothing is gathered to all."""
+def test_only_rank_0_is_sent_anything_and_brings_units_together(exact, ranks_folder):
+    """Each rank sends its slices once, and nothing is gathered to all; others hold no more than before."""
     comm = RecordingComm(exact)
     optimizer, progress = trained(comm, FULL_SHARD)
     comm.log.clear()
-    tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
+    pool = optimizer.module.parameter_pool
+    before = pool.nbytes
+    save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert {event.kind for event in comm.log} <= {"gather"}
+    assert (pool.nbytes, pool.lent) == (before, 0)
     slices = [unit.parameters.shard.nbytes for unit in optimizer.module.units]
     assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))
 
 
-def test_the_file_holds_the_parameters(exact, ranks_folder):
-    optimizer, progress = trained(exact, FULL_SHARD)
-    folder = tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
-    file, state = GGUFFile.open(folder / "model.gguf"), optimizer.module.state_dict()
-    assert list(file.tensors) == list(state)
-    assert all(np.array_equal(file.tensor(name), array) for name, array in state.items())
-
-
-def test_only_rank_0_brings_a_unit_together(exact, ranks_folder):
-    """Others hold no more than their slices while a checkpoint is written."""
-    optimizer, progress = trained(exact, FULL_SHARD)
-    before = optimizer.module.parameter_pool.nbytes
-    tiny.save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
-    assert optimizer.module.parameter_pool.nbytes == before
-    assert optimizer.module.parameter_pool.lent == 0
-
-
 def test_a_checkpoint_of_another_shape_is_refused(exact, ranks_folder):
-    folder = tiny.save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
+    folder = save_checkpoint(ranks_folder, *trained(exact, FULL_SHARD), DESCRIPTION)
     other = ShardedAdamW(tiny.make(exact, tiny.MODELS["llama"]))
     with pytest.raises(UsageError, match=r"first_moments.* is (missing|of shape)"):
         load_checkpoint(folder, other)

@@ -12,6 +12,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from collectives import near, poll, wild
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
@@ -41,7 +42,6 @@ DTYPES = [np.float32, np.float64, np.uint16]
 # (length, quantum): even or ragged, with a ragged end, one owner or few, nobody
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1), (0, 10)]
 EDGE = 4  # elements on each side of a buffer that nobody may write
-PATIENCE = 20.0  # seconds to poll before a test is given up
 
 BUFFERS = [*((*lengths, np.float32) for lengths in LENGTHS), (101, 10, np.float64), (101, 10, np.uint16)]
 
@@ -52,7 +52,6 @@ over_buffers = pytest.mark.parametrize(("length", "quantum", "dtype"), BUFFERS)
 
 @functools.cache
 def communicator(name):
-    """One of each kind for all tests: communicators are few and costly."""
     if name in SETTINGS:
         return MPIComm(**SETTINGS[name])
     return SerialComm() if name == "serial" else ON_ONE_NODE[name](threaded=False)
@@ -79,7 +78,6 @@ def test_a_wait_for_a_late_rank_is_counted(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
-    """The progress threads end with the module."""
     yield
     for name in THREADED:
         communicator(name)._progress.close()
@@ -118,63 +116,30 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def wild(rank, length, dtype=np.float32):
-    """Numbers of very different magnitude, other ones on each rank, and the same in every call."""
-    generator = np.random.default_rng([rank, length])
-    scale = 10.0 ** generator.integers(-4, 5, length)
-    return (generator.standard_normal(length) * scale).astype(dtype)
-
-
 def pattern(length, dtype):
     return (np.arange(length) * 7 % 1009 + 1).astype(dtype)
 
 
 def nothing(length, dtype=np.float32):
-    """What a buffer holds before it is written: a value that spoils every result."""
     return np.full(length, np.nan if np.issubdtype(dtype, np.floating) else 54321, dtype)
 
 
 def in_order(parts, before=None):
-    """The sum from left to right in the type of the parts, beginning with `before`."""
     terms = list(parts) if before is None else [before, *parts]
     return functools.reduce(np.add, terms)
 
 
-def close(actual, parts):
-    """Whether `actual` is the sum of the parts up to rounding."""
-    wanted = np.sum([part.astype(np.float64) for part in parts], axis=0)
-    size = np.sum([np.abs(part.astype(np.float64)) for part in parts], axis=0)
-    return bool(np.all(np.abs(actual - wanted) <= 8 * len(parts) * np.finfo(actual.dtype).eps * size))
-
-
-def poll(ready):
-    """Ask until it is so."""
-    end = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < end, "not complete in time"
-        time.sleep(1e-4)
-
-
-# ------------------------------------------------------------------------------------------------ gathers
-
-
 @over_buffers
-def test_allgather_of_a_shard(comm, length, quantum, dtype):
-    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
-    own = whole[partition.part(comm.rank)]
-    shard, full = Buffer(own), Buffer(nothing(length, dtype))
-    comm.allgather(shard.array, full.array, partition, "test").wait()
-    full.check(whole)
-    shard.check(own)
-
-
-@over_buffers
-def test_allgather_in_place(comm, length, quantum, dtype):
+@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
+def test_allgather(comm, length, quantum, dtype, in_place):
     partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
     part, full = partition.part(comm.rank), Buffer(nothing(length, dtype))
-    full.array[part] = whole[part]
-    comm.allgather(None, full.array, partition).wait()
+    shard = Buffer(whole[part])
+    if in_place:
+        full.array[part] = whole[part]
+    comm.allgather(None if in_place else shard.array, full.array, partition, "test").wait()
     full.check(whole)
+    shard.check(whole[part])
 
 
 @over_buffers
@@ -192,9 +157,6 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
             full.check(whole)
 
 
-# --------------------------------------------------------------------------------------------- reductions
-
-
 def room(comm, length, dtype=np.float32):
     """Where the transport likes to have what is reduced: a buffer with edges of its own, or None. Collective.
 
@@ -208,7 +170,6 @@ def room(comm, length, dtype=np.float32):
 
 
 def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32, place=None):
-    """Start one; returns (handle, full, what full held, out)."""
     whole, slot = place or room(comm, partition.length, dtype) or (None, None)
     given = wild(comm.rank, partition.length, dtype)
     if comm.rank >= contributors:
@@ -226,13 +187,11 @@ def start_reduction(comm, partition, contributors, accumulate, dtype=np.float32,
 
 
 def terms(partition, contributors, accumulate, dtype=np.float32):
-    """The arrays that a reduction adds, in order, in full length."""
     parts = [wild(rank, partition.length, dtype) for rank in range(contributors)]
     return [wild(1000, partition.length, dtype), *parts] if accumulate else parts
 
 
 def ordered(partition, contributors, accumulate, dtype=np.float32):
-    """The exact result, in full length."""
     parts = terms(partition, contributors, accumulate, dtype)
     return in_order(parts) if parts else np.zeros(partition.length, dtype)
 
@@ -270,7 +229,7 @@ def test_fast_reduction_is_close(name, length, quantum, accumulate):
         out.check_edges()
         part = partition.part(comm.rank)
         parts = [term[part] for term in terms(partition, contributors, accumulate)]
-        assert close(out.array, parts or [np.zeros(out.array.size)])
+        assert near(out.array, parts or [np.zeros(out.array.size)])
 
 
 def test_all_ranks_contribute_unless_told(comm):
@@ -278,7 +237,7 @@ def test_all_ranks_contribute_unless_told(comm):
     given, part = wild(comm.rank, 101), partition.part(comm.rank)
     out = nothing(part.stop - part.start)
     comm.reduce_scatter(given, out, partition).wait()
-    assert close(out, [term[part] for term in terms(partition, comm.size, False)])
+    assert near(out, [term[part] for term in terms(partition, comm.size, False)])
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
@@ -307,20 +266,17 @@ def test_allreduce(comm, length, dtype):
     array = Buffer(wild(comm.rank, length, dtype))
     comm.allreduce(array.array, "test").wait()
     array.check_edges()
-    assert close(array.array, [wild(rank, length, dtype) for rank in range(comm.size)])
+    assert near(array.array, [wild(rank, length, dtype) for rank in range(comm.size)])
 
 
 def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
-    whole = wild(0, 101, np.float64) * 1e200
+    whole = pattern(101, np.float64) * 1e200
     owners = np.arange(101) * 7 % comm.size
     own = np.where(owners == comm.rank, whole, 0)
     assert same_bits(comm.sum_vector(own.copy()), whole)
     assert same_bits(comm.sum_vector(np.empty(0)), np.empty(0))
     ones = comm.sum_vector((owners == comm.rank).astype(np.float32))
     assert same_bits(ones, np.ones(101))
-
-
-# --------------------------------------------------------------------------------- broadcasts and objects
 
 
 @over_dtypes
@@ -353,12 +309,7 @@ def test_barrier_waits_for_the_last(comm):
     assert min(comm.allgather_object(left)) >= comm.allgather_object(came)[late]
 
 
-# -------------------------------------------------------------------------------------- several in flight
-
-
 class Many:
-    """Transfers of every kind under way at once, in the same order on all ranks."""
-
     def __init__(self, comm):
         self.comm, self.checks, self.handles = comm, [], []
         shapes = [(101, 1), (101, 10), (3, 1)]
@@ -401,7 +352,7 @@ class Many:
     @staticmethod
     def is_sum(buffer, parts):
         buffer.check_edges()
-        assert close(buffer.array, parts)
+        assert near(buffer.array, parts)
 
     def check(self):
         for check in self.checks:
@@ -468,10 +419,7 @@ def test_a_reduction_is_not_complete_before_the_last_rank_gives(name):
         assert not handle.test()
         comm.barrier()
     handle.wait()
-    assert close(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
-
-
-# ----------------------------------------------------------------------------------- scratch, tags, thread
+    assert near(out.array, [term[partition.part(comm.rank)] for term in terms(partition, RANKS, False)])
 
 
 def scratch_of(comm):
@@ -504,8 +452,6 @@ def test_tags_begin_again(name):
 
 
 class Slow(Handle):
-    """Complete when it has been tested `left` times."""
-
     def __init__(self, left):
         self.left = left
 
@@ -514,14 +460,15 @@ class Slow(Handle):
         return self.left <= 0
 
 
-def test_progress_thread_tests_and_closes():
+def test_a_progress_thread_tests_to_the_end_and_closes_also_with_something_left():
     progress = ProgressEngine(True)
     thread, handles = progress._thread, [Slow(5), Slow(1)]
     for handle in handles:
         progress.add(handle)
     poll(lambda: not progress._active)
-    assert thread.is_alive()
     assert [handle.left for handle in handles] == [0, 0], "complete ones are not tested again"
+    progress.add(Slow(10**9))
+    assert thread.is_alive()
     progress.close()
     assert not thread.is_alive()
     progress.close()
@@ -537,28 +484,14 @@ def test_the_time_between_looks_is_a_choice(monkeypatch):
     assert slept.count(0.03125) >= 3
 
 
-def test_progress_closes_with_something_left():
-    progress = ProgressEngine(True)
-    thread = progress._thread
-    progress.add(Slow(10**9))
-    progress.close()
-    assert not thread.is_alive()
-
-
-def test_progress_without_a_thread_tests_once_a_push():
+def test_a_push_tests_once_where_there_is_no_thread_and_else_leaves_it_to_that():
     progress, handle = ProgressEngine(False), Slow(3)
     assert progress._thread is None
     progress.add(handle)
     for left in (2, 1, 0, 0):
         progress.push()
         assert handle.left == left
-    progress.close()
-
-
-def test_push_leaves_the_work_to_the_thread():
-    progress = ProgressEngine(True)
-    progress.close()
-    progress._thread, handle = object(), Slow(1)  # a thread that never comes to it
+    progress._thread, handle = object(), Slow(1)  # one that never comes to it
     progress.add(handle)
     progress.push()
     assert handle.left == 1

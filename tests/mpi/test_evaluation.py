@@ -13,19 +13,16 @@ PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # a 
 
 
 def batch(number, config):
-    """A micro-batch with all three kinds of parts."""
     x, targets = tiny.micro_batch(0, number, config, ROWS)
     return PartedBatch(x, targets, PARTS, number * len(PARTS))
 
 
 def losses(comm, config, **options):
-    """Those of all parts, on every rank."""
     module = tiny.make(comm, config, **options)
     return part_losses(module, MICRO_BATCHES, MICRO_BATCHES * len(PARTS), lambda i: batch(i, config))
 
 
 def direct(config):
-    """The same by the definition, from whole logits in one process."""
     module, found = tiny.make(SerialComm(), config), []
     for number in range(MICRO_BATCHES):
         x, targets = tiny.micro_batch(0, number, config, ROWS)
@@ -64,10 +61,8 @@ def test_whole_micro_batches_sum_up_to_an_evaluation(exact):
 
     total = evaluate(module, MICRO_BATCHES, read)
     rows = [(row, slice(0, None)) for row in range(ROWS)]
-    parts = part_losses(
-        module,
-        MICRO_BATCHES,
-        MICRO_BATCHES * ROWS,
-        lambda i: PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS),
-    )
+    batches = [
+        PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS) for i in range(MICRO_BATCHES)
+    ]
+    parts = part_losses(module, MICRO_BATCHES, MICRO_BATCHES * ROWS, batches.__getitem__)
     assert total == pytest.approx(parts.sum(), rel=1e-6)

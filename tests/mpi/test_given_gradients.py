@@ -26,7 +26,6 @@ COUNT = 5
 
 
 def by_hand(state, number, frozen=()):
-    """Loss and gradients of a micro-batch by name, without a module."""
     x, targets = tiny.micro_batch(0, number, CONFIG)
     stages, saved = CONFIG.stages(), []
     for stage in stages:
@@ -40,7 +39,6 @@ def by_hand(state, number, frozen=()):
 
 
 def accumulated(comm, strategy, own=False, frozen=(), **options):
-    """Loss, norm and digest after a step: by the module's backward or by `own` gradients."""
     module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02, frozen=frozen, **options)
     optimizer, accum, state = ShardedAdamW(module, lr=1e-2), GradAccum(module, COUNT), module.state_dict()
     for number in accum:
@@ -64,7 +62,6 @@ def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
 
 
 def refused(comm, call, message):
-    """All ranks get the error, and go on together."""
     with pytest.raises(ValueError, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size

@@ -13,7 +13,6 @@ STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 
 
 def read(step, number):
-    """Input and criterion of a micro-batch; None for a rank without one."""
     if number is None:
         return None, None
     x, targets = tiny.micro_batch(step, number, CONFIG)
@@ -21,14 +20,11 @@ def read(step, number):
 
 
 class Run:
-    """A module and what trains it."""
-
     def __init__(self, comm, strategy=FULL_SHARD):
         self.module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.02)
         self.optimizer, self.accum = ShardedAdamW(self.module, lr=1e-2), GradAccum(self.module, COUNT)
 
     def rounds(self, step):
-        """What the loop gave."""
         given = []
         for micro_batch in self.accum:
             given.append(micro_batch)
@@ -36,14 +32,12 @@ class Run:
         return given
 
     def end(self):
-        """Loss, norm and parameters after the step."""
         loss, norm = self.accum.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
         return loss, norm, tiny.digest(self.module.state_dict())
 
 
 @pytest.fixture
 def unbroken(exact):
-    """What a step of nothing but its rounds ends with."""
     run = Run(exact)
     run.rounds(0)
     return run.end()

@@ -8,11 +8,10 @@ from zero_mpi.models import Llama
 from zero_mpi.sharding.parameters import ReplicatedParameters
 
 QUANTUM = 1024
-DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": False})
+DEEP, TIED = (Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": tied}) for tied in (False, True))
 
 
 def one_step(comm, config, strategy, **options):
-    """A module and its optimizer after one step with a ragged last round."""
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module)
     count = comm.size + 1
@@ -26,13 +25,8 @@ def test_gathered_units_are_bounded(mpi, prefetch):
     module, _ = one_step(mpi, DEEP, FULL_SHARD, prefetch=prefetch)
     assert module.parameter_pool.peak_lent == prefetch + 1
     assert module.parameter_pool.lent == 0
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_tied_root_stays_beside_them(mpi, prefetch):
-    config = Llama.from_flags(tiny.LLAMA | {"layers": 6, "tied": True})
-    module, _ = one_step(mpi, config, FULL_SHARD, prefetch=prefetch)
-    assert module.parameter_pool.peak_lent <= prefetch + 2
+    tied, _ = one_step(mpi, TIED, FULL_SHARD, prefetch=prefetch)
+    assert tied.parameter_pool.peak_lent <= prefetch + 2, "a tied root stays beside them"
 
 
 def test_gradient_buffers_are_few_whatever_the_depth(exact):
@@ -82,8 +76,7 @@ def test_a_second_step_allocates_no_buffer(exact):
         tiny.run_step(module, accumulator, DEEP, step, exact.size)
         optimizer.step()
         sizes.append((module.parameter_pool.nbytes, module.gradient_pool.nbytes))
-    assert sizes[1] == sizes[2]
-    assert sizes[0] == sizes[1]
+    assert sizes[0] == sizes[1] == sizes[2]
 
 
 def test_frozen_parameters_have_no_gradient_and_no_moments(exact):

@@ -43,8 +43,6 @@ several = pytest.mark.world(2, 3, 4, 8)
 
 
 class Odd(Layer):
-    """A layer with the parameters that a test gives it."""
-
     def __init__(self, **params):
         self._params = params
 
@@ -56,8 +54,6 @@ class Odd(Layer):
 
 
 class Kit:
-    """A module and what works on it."""
-
     def __init__(self, comm, strategy=FULL_SHARD):
         self.comm = comm
         self.module = ShardedModule(MODEL.stages(), comm, strategy)
@@ -67,19 +63,19 @@ class Kit:
         self.state = self.module.state_dict()
 
     def round(self):
-        """One round, as it should be."""
         criterion = partial(cross_entropy, targets=TOKENS, scale=1e-2)
         idle = self.accum.next_micro_batch is None
         self.accum.accumulate(None if idle else TOKENS, criterion)
 
     def rounds(self, times=1):
-        """Whole steps without an update."""
         for _ in range(2 * times):
             self.round()
 
     def forward(self):
-        """Logits."""
         return self.module.forward(TOKENS)
+
+    def load(self, change):
+        self.module.load_state_dict({name: change(value) for name, value in self.state.items()})
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +89,6 @@ def kit(comm):
 
 
 def fails(comm, call, message):
-    """All ranks get the error, and go on together."""
     with pytest.raises(ValueError, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size
@@ -104,76 +99,40 @@ def stages(**params):
 
 
 MODULES = {
-    "no stages": (
-        lambda c: ShardedModule([], c),
-        r"stages: expected a list of Stage\(scope, layer\).*got none",
-    ),
+    "no stages": (lambda c: ShardedModule([], c), r"stages: .*got none"),
     "stages: None": (lambda c: ShardedModule(None, c), "expected a list of Stage.*got None"),
     "stages: a text": (lambda c: ShardedModule("llama", c), "expected a list of Stage.*got 'llama'"),
     "stages: a model": (lambda c: ShardedModule(MODEL, c), "expected a list of Stage.*got a Llama"),
-    "stages: a layer": (
-        lambda c: ShardedModule(Linear("a", 2, 2), c),
-        "expected a list of Stage.*got a Linear",
-    ),
+    "stages: a layer": (lambda c: ShardedModule(Linear("a", 2, 2), c), "got a Linear"),
     "stages: layers": (lambda c: ShardedModule([GELU()], c), r"stages\[0\]: expected a Stage.*got a GELU"),
-    "no layer": (
-        lambda c: ShardedModule([Stage("a", None)], c),
-        r"stages\[0\]\.layer: expected a Layer, got None",
-    ),
+    "no layer": (lambda c: ShardedModule([Stage("a", None)], c), r"stages\[0\]\.layer: .*got None"),
     "scope": (lambda c: ShardedModule([Stage(1, GELU())], c), r"stages\[0\]\.scope: expected a name, got 1"),
     "no parameters": (lambda c: ShardedModule([Stage("a", GELU())], c), "expected a model with parameters"),
     "comm: None": (lambda c: ShardedModule(MODEL.stages(), None), r"comm: expected a communicator.*got None"),
-    "strategy: name": (
-        lambda c: ShardedModule(MODEL.stages(), c, "no-shard"),
-        "a Strategy such as.*'no-shard'",
-    ),
+    "strategy: name": (lambda c: ShardedModule(MODEL.stages(), c, "no-shard"), "a Strategy .*'no-shard'"),
     "strategy: None": (lambda c: ShardedModule(MODEL.stages(), c, None), "a Strategy such as.*None"),
-    "precision": (
-        lambda c: ShardedModule(MODEL.stages(), c, precision="bf16"),
-        "a Precision such as.*'bf16'",
-    ),
-    "prefetch: half": (
-        lambda c: ShardedModule(MODEL.stages(), c, prefetch=0.5),
-        "prefetch: .*whole.*got 0.5",
-    ),
+    "precision": (lambda c: ShardedModule(MODEL.stages(), c, precision="bf16"), "a Precision .*'bf16'"),
+    "prefetch: half": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=0.5), r"prefetch: .*got 0.5"),
     "prefetch: text": (lambda c: ShardedModule(MODEL.stages(), c, prefetch="1"), "prefetch: .*got '1'"),
     "prefetch: True": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=True), "prefetch: .*got True"),
-    "bucket: 0": (
-        lambda c: DDP(MODEL.stages(), c, bucket_mb=0),
-        "bucket_mb: expected a number above 0.*got 0",
-    ),
+    "bucket: 0": (lambda c: DDP(MODEL.stages(), c, bucket_mb=0), "bucket_mb"),
     "bucket: nan": (lambda c: DDP(MODEL.stages(), c, bucket_mb=np.nan), "bucket_mb: .*got nan"),
     "bucket: text": (lambda c: DDP(MODEL.stages(), c, bucket_mb="25"), "bucket_mb: .*got '25'"),
-    "frozen: a text": (
-        lambda c: ShardedModule(MODEL.stages(), c, frozen="blk.*"),
-        r"a list of.*got 'blk\.\*'",
-    ),
-    "frozen: None": (
-        lambda c: ShardedModule(MODEL.stages(), c, frozen=None),
-        "list of name patterns, got None",
-    ),
+    "frozen: a text": (lambda c: ShardedModule(MODEL.stages(), c, frozen="blk.*"), r"got 'blk\.\*'"),
+    "frozen: None": (lambda c: ShardedModule(MODEL.stages(), c, frozen=None), "got None"),
     "frozen: numbers": (lambda c: ShardedModule(MODEL.stages(), c, frozen=[0]), "name patterns, got 0"),
     "offload": (
         lambda c: ShardedModule(MODEL.stages(), c, precision=BF16, offload_masters=True),
         "expected a GPU",
     ),
-    "0-d": (
-        lambda c: ShardedModule(stages(w=Param(())), c),
-        r"parameter w: .*at least one dimension.*got \(\)",
-    ),
+    "0-d": (lambda c: ShardedModule(stages(w=Param(())), c), r"parameter w: .*got \(\)"),
     "0-d by rows": (lambda c: ShardedModule(stages(w=Param(())), c, by_rows=True), "at least one dimension"),
     "float size": (lambda c: ShardedModule([Stage("a", Linear("a", 2.0, 3))], c), r"a\.weight: .*got 2\.0"),
-    "size 0": (
-        lambda c: ShardedModule([Stage("a", RMSNorm("a", 0, 1e-5))], c),
-        r"a\.weight: .*at least 1, got 0",
-    ),
+    "size 0": (lambda c: ShardedModule([Stage("a", RMSNorm("a", 0, 1e-5))], c), r"a\.weight: .*got 0"),
     "size -1": (lambda c: ShardedModule(stages(w=Param((2, -1))), c), "w: .*at least 1, got -1"),
     "a list": (lambda c: ShardedModule(stages(w=Param([2, 2])), c), "w: .*got a list"),
     "a number": (lambda c: ShardedModule(stages(w=Param(7)), c), "w: .*got 7"),
-    "no Param": (
-        lambda c: ShardedModule(stages(w=np.ones(3)), c),
-        r"parameter w: expected Param.*got a ndarray",
-    ),
+    "no Param": (lambda c: ShardedModule(stages(w=np.ones(3)), c), r"parameter w: .*got a ndarray"),
     "init": (lambda c: ShardedModule(stages(w=Param((3,), "one")), c), "init 'one' is not known"),
     "std": (lambda c: ShardedModule(stages(w=Param((3,), std=np.nan)), c), "parameter w: std: .*got nan"),
     "linear: 0": (lambda c: ShardedLinear(c, 0, 3), "ShardedLinear: .*at least 1, got 0"),
@@ -184,16 +143,10 @@ MODULES = {
         lambda c: ShardedModule([Stage("a", Linear("a", 2, 3)), Stage("b", Linear("a", 3, 2))], c),
         r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
     ),
-    "mpi: comm": (
-        lambda c: MPIComm("world"),
-        "MPIComm: comm: expected a communicator of mpi4py, got 'world'",
-    ),
+    "mpi: comm": (lambda c: MPIComm("world"), r"MPIComm: .*got 'world'"),
     "mpi: piece": (lambda c: MPIComm(exact_piece=0), "exact_piece: .*at least 1, got 0"),
     "trace: comm": (lambda c: tracing(None, "a.json").__enter__(), "tracing: comm: expected"),
-    "trace: path": (
-        lambda c: tracing(c, None).__enter__(),
-        "tracing: path: expected the name of a file, got None",
-    ),
+    "trace: path": (lambda c: tracing(c, None).__enter__(), r"tracing: .*got None"),
     "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
     "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),
     "connect: negative": (lambda c: connect(timeout=-1), "connect: timeout: .*got -1"),
@@ -214,20 +167,14 @@ def test_connect_refuses(comm, case):
 
 
 USES = {
-    "accum: module": (
-        lambda k: GradAccum(MODEL, 4),
-        "GradAccum: module: expected a ShardedModule, got a Llama",
-    ),
+    "accum: module": (lambda k: GradAccum(MODEL, 4), r"GradAccum: .*got a Llama"),
     "accum: text": (lambda k: GradAccum(k.module, "4"), "GradAccum: micro-batches.*whole number.*got '4'"),
     "accum: 0": (lambda k: GradAccum(k.module, 0), "GradAccum: micro-batches.*at least 1, got 0"),
     "accum: -1": (lambda k: GradAccum(k.module, -1), "at least 1, got -1"),
     "accum: float": (lambda k: GradAccum(k.module, 2.0), "got 2.0"),
     "accum: None": (lambda k: GradAccum(k.module, None), "got None"),
     "accum: True": (lambda k: GradAccum(k.module, True), "got True"),
-    "adam: module": (
-        lambda k: ShardedAdamW(k.module.parameters()),
-        "module: expected a ShardedModule, got a list",
-    ),
+    "adam: module": (lambda k: ShardedAdamW(k.module.parameters()), r"module: .*got a list"),
     "adam: lr text": (lambda k: ShardedAdamW(k.module, lr="0.1"), "ShardedAdamW: lr: .*got '0.1'"),
     "adam: lr nan": (lambda k: ShardedAdamW(k.module, lr=np.nan), "lr: .*got nan"),
     "adam: lr -1": (lambda k: ShardedAdamW(k.module, lr=-1), "lr: expected a number of at least 0.*got -1"),
@@ -238,14 +185,8 @@ USES = {
     "adam: eps": (lambda k: ShardedAdamW(k.module, eps=0), "eps: .*above 0.*got 0"),
     "adam: decay": (lambda k: ShardedAdamW(k.module, weight_decay=-0.1), "weight_decay: .*got -0.1"),
     "adam: offload": (lambda k: ShardedAdamW(k.module, offload="gpu"), "--offload gpu: expected one of"),
-    "step at first": (
-        lambda k: k.optimizer.step(),
-        "step: there are no gradients yet; call GradAccum.accumulate",
-    ),
-    "step in between": (
-        lambda k: (k.round(), k.optimizer.step()),
-        "step: gradients of the step's last round",
-    ),
+    "step at first": (lambda k: k.optimizer.step(), r"GradAccum\.accumulate"),
+    "step in between": (lambda k: (k.round(), k.optimizer.step()), "last round"),
     "step twice": (lambda k: (k.rounds(), k.optimizer.step(), k.optimizer.step()), "no gradients yet"),
     "step: lr": (lambda k: (k.rounds(), k.optimizer.step(lr="0.1")), "step: lr: .*got '0.1'"),
     "step: norm": (lambda k: (k.rounds(), k.optimizer.step(max_norm=0)), "step: max_norm: .*above 0.*got 0"),
@@ -259,97 +200,43 @@ USES = {
     "a list": (lambda k: k.accum.accumulate(TOKENS.tolist(), len), "forward: expected an array, got a list"),
     "a text": (lambda k: k.module.forward("text"), "forward: expected an array, got 'text'"),
     "backward at first": (lambda k: k.module.backward(None), "backward needs a forward"),
-    "backward twice": (
-        lambda k: (k.module.backward(k.forward()), k.module.backward(1)),
-        "backward needs a forward",
-    ),
-    "backward None": (
-        lambda k: (k.forward(), k.module.backward(None)),
-        "had an input; expected a gradient.*None",
-    ),
-    "contributors": (
-        lambda k: k.module.backward(k.forward(), contributors=-1),
-        f"contributors: expected a whole number from 0 to {SIZE}, got -1",
-    ),
+    "backward twice": (lambda k: (k.module.backward(k.forward()), k.module.backward(1)), "a forward"),
+    "backward None": (lambda k: (k.forward(), k.module.backward(None)), "a gradient.*None"),
+    "contributors": (lambda k: k.module.backward(k.forward(), contributors=-1), r"contributors: .*got -1"),
     "seed None": (lambda k: k.module.initialize(None), "initialize: seed: .*got None"),
     "seed text": (lambda k: k.module.initialize("0"), "initialize: seed: .*got '0'"),
     "seed float": (lambda k: k.module.initialize(0.5), "initialize: seed: .*got 0.5"),
-    "state None": (
-        lambda k: k.module.load_state_dict(None),
-        "expected a mapping of names to arrays, got None",
-    ),
+    "state None": (lambda k: k.module.load_state_dict(None), "got None"),
     "state empty": (lambda k: k.module.load_state_dict({}), "missing token_embd.weight.* more; surplus none"),
-    "state surplus": (
-        lambda k: k.module.load_state_dict(k.state | {"a": 1, 2: 3}),
-        "missing none; surplus a, 2",
-    ),
-    "state lists": (
-        lambda k: k.module.load_state_dict({name: value.tolist() for name, value in k.state.items()}),
-        "token_embd.weight: expected an array, got a list",
-    ),
-    "state shape": (
-        lambda k: k.module.load_state_dict({name: value.T[None] for name, value in k.state.items()}),
-        r"token_embd.weight: expected shape \(16, 8\), got \(1, 8, 16\)",
-    ),
-    "state type": (
-        lambda k: k.module.load_state_dict({name: value.astype(complex) for name, value in k.state.items()}),
-        "token_embd.weight: expected an array of real numbers, got one of complex128",
-    ),
+    "state surplus": (lambda k: k.module.load_state_dict(k.state | {"a": 1, 2: 3}), "surplus a, 2"),
+    "state lists": (lambda k: k.load(lambda x: x.tolist()), "token_embd.weight: .*got a list"),
+    "state shape": (lambda k: k.load(lambda x: x.T[None]), r"token_embd.weight: .*\(16, 8\).*\(1, 8, 16\)"),
+    "state type": (lambda k: k.load(lambda x: x.astype(complex)), "token_embd.weight: .*complex128"),
     "shards None": (lambda k: k.module.update_shards(None), "update_shards: expected an array, got None"),
     "shards text": (lambda k: k.module.update_shards(np.array("a")), "update_shards: .*got one of str"),
     "shards size": (lambda k: k.module.update_shards(np.zeros(1)), "update_shards: expected a flat array of"),
-    "name": (
-        lambda k: k.module.all_gather_param("w"),
-        "parameter 'w' is not known; names are like token_embd",
-    ),
+    "name": (lambda k: k.module.all_gather_param("w"), "parameter 'w' is not known"),
     "name None": (lambda k: k.module.all_gather_param(None), "parameter None is not known"),
     "name list": (lambda k: k.module.all_gather_param([]), "parameter a list is not known"),
-    "prefetch twice": (
-        lambda k: (k.module.prefetch_forward_params(), k.module.prefetch_forward_params()),
-        "already started",
-    ),
-    "plain: array": (
-        lambda k: k.optimizer.step_on_params(np.ones(3), [np.ones(3)]),
-        "params: expected a list",
-    ),
-    "plain: numbers": (
-        lambda k: k.optimizer.step_on_params([1.0], [1.0]),
-        r"params\[0\]: expected an array, got 1",
-    ),
-    "plain: whole": (
-        lambda k: k.optimizer.step_on_params([np.ones(2, int)], [np.ones(2)]),
-        "floating numbers, got",
-    ),
+    "prefetch twice": (lambda k: [k.module.prefetch_forward_params() for _ in range(2)], "already started"),
+    "plain: array": (lambda k: k.optimizer.step_on_params(np.ones(3), [np.ones(3)]), "params: .*a list"),
+    "plain: numbers": (lambda k: k.optimizer.step_on_params([1.0], [1.0]), r"params\[0\]"),
+    "plain: whole": (lambda k: k.optimizer.step_on_params([np.ones(2, int)], [np.ones(2)]), "floating"),
     "plain: fewer": (lambda k: k.optimizer.step_on_params([np.ones(2)], []), "gradients differ"),
-    "plain: names": (
-        lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, {"b": np.ones(2)}),
-        "gradients differ",
-    ),
+    "plain: names": (lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, {"b": np.ones(2)}), "differ"),
     "plain: mixed": (lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, [np.ones(2)]), "differ"),
     "logits list": (lambda k: cross_entropy([[1.0]], TOKENS), "logits: expected an array, got a list"),
     "logits whole": (lambda k: cross_entropy(np.ones((2, 4, 16), int), TOKENS), "logits: .*floating numbers"),
     "targets float": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS * 1.0), "targets: .*whole numbers"),
-    "targets shape": (
-        lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS[0]),
-        r"expected shape \(2, 4\), got \(4,",
-    ),
+    "targets shape": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS[0]), r"\(2, 4\), got \(4,"),
     "targets above": (lambda k: cross_entropy(np.ones((2, 4, 7)), TOKENS), "targets from 0 to 6.*got 0 to 7"),
-    "targets below": (
-        lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS - 2),
-        "targets from 0 to 15.*got -2",
-    ),
+    "targets below": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS - 2), "got -2"),
     "no targets": (lambda k: cross_entropy(np.ones((0, 16)), np.ones(0, int)), "at least one target"),
     "scale": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, "1"), "scale: .*got '1'"),
     "scale nan": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, np.nan), "scale: .*got nan"),
     "strategy": (lambda k: Strategy("mine", True, False, False), "mine: expected shards_moments"),
-    "strategy nodes": (
-        lambda k: Strategy("mine", False, True, False, True),
-        "within_nodes: expected shards_param",
-    ),
-    "strategy type": (
-        lambda k: Strategy("mine", 1, True, False),
-        "shards_parameters: expected True or False, got 1",
-    ),
+    "strategy nodes": (lambda k: Strategy("mine", False, True, False, True), "within_nodes"),
+    "strategy type": (lambda k: Strategy("mine", 1, True, False), "shards_parameters"),
     "partition": (lambda k: Partition(-1, 2), "Partition: length: .*at least 0, got -1"),
     "partition parts": (lambda k: Partition(4, 0), "Partition: parts: .*at least 1, got 0"),
     "partition float": (lambda k: Partition(4.0, 2), "Partition: length: .*got 4.0"),
@@ -464,8 +351,6 @@ def test_a_module_can_be_used_after_into_inner(kit):
     assert tiny.digest(kit.module.into_inner()[1]) != before
 
 
-# ------------------------------------------------------------------------------------ ranks that differ
-
 mine = partial(lambda usual, odd: odd if RANK == ODD else usual)
 ALONE = f"on rank {ODD}, where {'rank 0 has' if SIZE == 2 else f'{SIZE - 1} of {SIZE} ranks have'}"
 OTHER = Llama.from_flags(SIZES | {"ffn": 64})
@@ -488,7 +373,7 @@ DIFFERENT = {
     "class": (lambda c: mine(ShardedModule, DDP)(MODEL.stages(), c), "the strategy is"),
     "micro-batches": (
         lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, 5)),
-        "this GradAccum: the number of micro-batches is 5",
+        "micro-batches is 5",
     ),
     "lr": (lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, 0.2)), "lr is 0.2"),
     "betas": (

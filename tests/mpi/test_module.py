@@ -6,14 +6,11 @@ import tiny
 
 from zero_mpi import (
     DDP,
-    FULL_SHARD,
     NO_SHARD,
-    SHARD_GRAD_OP,
     GradAccum,
     SerialComm,
     ShardedAdamW,
     ShardedLinear,
-    ShardedModule,
     ShardInfo,
     clip_grad_norm,
     cross_entropy,
@@ -30,9 +27,6 @@ def whole_state(seed=0):
 
 def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-# ------------------------------------------------------------------------------------------- the state
 
 
 @strategies
@@ -65,8 +59,6 @@ def test_all_gather_param_on_every_rank(exact):
     module = tiny.make(exact, CONFIG)
     assert np.array_equal(module.all_gather_param("output.weight"), whole_state()["output.weight"])
     assert module.parameter_pool.lent == 0
-    with pytest.raises(ValueError, match=r"parameter 'nonsense' is not known; names are like token_embd"):
-        module.all_gather_param("nonsense")
 
 
 @strategies
@@ -75,21 +67,6 @@ def test_update_shards_takes_one_flat_vector(exact, strategy):
     flat = np.concatenate(tiny.make(exact, CONFIG, strategy, seed=9).parameters())
     module.update_shards(flat)
     assert same(module.state_dict(), whole_state(seed=9))
-    with pytest.raises(
-        ValueError, match=rf"expected a flat array of {flat.size} elements, the slices of rank"
-    ):
-        module.update_shards(np.zeros(flat.size + 1, np.float32))
-
-
-def test_load_state_dict_names_what_does_not_fit(exact):
-    module, state = tiny.make(exact, CONFIG), whole_state()
-    with pytest.raises(ValueError, match="missing none; surplus extra"):
-        module.load_state_dict(state | {"extra": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"output.weight: expected shape \(61, 30\), got \(30, 61\)"):
-        module.load_state_dict(state | {"output.weight": state["output.weight"].T})
-
-
-# ------------------------------------------------------------------------------------------- prefetch
 
 
 def test_prefetch_before_forward(exact):
@@ -99,17 +76,7 @@ def test_prefetch_before_forward(exact):
     assert not module.has_pending_prefetch
     module.prefetch_forward_params()
     assert module.has_pending_prefetch
-    with pytest.raises(ValueError, match="already started; run forward before the next prefetch"):
-        module.prefetch_forward_params()
     assert np.array_equal(module.forward(x, training=False), plain)
-    assert not module.has_pending_prefetch
-
-
-@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
-def test_prefetch_has_nothing_to_do_where_parameters_stay_whole(exact, strategy):
-    module = tiny.make(exact, CONFIG, strategy)
-    with pytest.raises(ValueError, match="keeps parameters whole, nothing to gather"):
-        module.prefetch_forward_params()
     assert not module.has_pending_prefetch
 
 
@@ -138,18 +105,13 @@ def test_a_step_drops_what_was_gathered_before_it(exact):
     assert np.array_equal(*outputs)
 
 
-# ------------------------------------------------------------------------------------------ gradients
-
-
 def one_round(module, rank):
-    """Forward and backward of the micro-batch with the rank's number."""
     x, targets = tiny.micro_batch(0, rank, CONFIG)
     _, dy = cross_entropy(module.forward(x), targets, 1 / (module.comm.size * targets.size))
     module.backward(dy)
 
 
 def whole_gradients(ranks):
-    """The gradient that one process has of all the ranks' micro-batches, by name."""
     module = tiny.make(SerialComm(), CONFIG, NO_SHARD)
     for rank in range(ranks):
         x, targets = tiny.micro_batch(0, rank, CONFIG)
@@ -198,7 +160,6 @@ def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy)
 
 @strategies
 def test_a_plain_loop_without_accumulation(exact, strategy):
-    """forward, backward, step: after it every rank sees the same, changed parameters."""
     module = tiny.make(exact, CONFIG, strategy)
     optimizer = ShardedAdamW(module, lr=1e-2)
     for _ in range(2):
@@ -209,19 +170,11 @@ def test_a_plain_loop_without_accumulation(exact, strategy):
     assert not any(np.array_equal(state[name], array) for name, array in whole_state().items())
 
 
-def test_backward_needs_forward(exact):
-    module = tiny.make(exact, CONFIG)
-    with pytest.raises(ValueError, match=r"backward needs a forward\(x, training=True\) before it"):
-        module.backward(np.zeros(1))
-
-
 def test_fast_no_shard_reduces_once_a_step(fast):
     module = tiny.make(fast, CONFIG, NO_SHARD)
     one_round(module, fast.rank)
     if fast.size > 1:
-        with pytest.raises(
-            ValueError, match="pass last=False to backward for every micro-batch but the last"
-        ):
+        with pytest.raises(ValueError, match="last=False"):
             one_round(module, fast.rank)
 
 
@@ -241,30 +194,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(exact, strategy):
     assert same(module.state_dict(), whole_state())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefetch": -1}, "prefetch: expected a whole number of at least 0, got -1"),
-        ({"bucket_mb": 0}, "bucket_mb: expected a number above 0 and not infinite, got 0"),
-        ({"frozen": ["nothing.*"]}, r"frozen pattern 'nothing.\*' matches no parameter; names are like"),
-    ],
-)
-def test_impossible_arguments(exact, options, message):
-    with pytest.raises(ValueError, match=message):
-        ShardedModule(CONFIG.stages(), exact, FULL_SHARD, **options)
-
-
-# ------------------------------------------------------------------------------------- DDP and others
-
-
 def test_ddp_broadcasts_the_roots_parameters(exact):
     root = exact.size - 1
     module = DDP(CONFIG.stages(), exact, bucket_mb=0.02)
     module.initialize(seed=exact.rank)
     module.broadcast_parameters(root)
     assert same(module.state_dict(), whole_state(seed=root))
-    with pytest.raises(ValueError, match=f"root: expected a whole number from 0 to {root}, got {exact.size}"):
-        module.broadcast_parameters(exact.size)
 
 
 def test_ddp_trains_as_one_process(exact):
@@ -311,12 +246,6 @@ def test_shard_info_of_more_ranks_than_rows(exact):
     assert [info.offset for info in infos[:2]] == [0, 1][: exact.size]
 
 
-def test_accumulation_needs_a_loss(exact):
-    accumulator = GradAccum(tiny.make(exact, CONFIG), exact.size)
-    with pytest.raises(ValueError, match="accumulate needs a criterion"):
-        accumulator.accumulate(tiny.micro_batch(0, 0, CONFIG)[0])
-
-
 def test_the_norm_waits_for_reductions(exact):
     norms = []
     for sync in (True, False):
@@ -326,15 +255,6 @@ def test_the_norm_waits_for_reductions(exact):
             module.sync_gradients()
         norms.append(module.gradient_norm())
     assert norms[0] == norms[1]
-
-
-def test_accumulation_refuses_a_batch_out_of_turn(exact):
-    module = tiny.make(exact, CONFIG)
-    accumulator = GradAccum(module, 2 * exact.size)
-    with pytest.raises(
-        ValueError, match=f"round 0 of 2: rank {exact.rank} needs a micro-batch; pass its input"
-    ):
-        accumulator.accumulate(None)
 
 
 def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):

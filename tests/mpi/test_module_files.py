@@ -29,7 +29,6 @@ COUNT, ROWS = 4, 3
 
 
 def make(comm, strategy=FULL_SHARD, *, seed=0, inputs=7, name="head", **options):
-    """A perceptron, whose sizes are no multiples of anything, and its optimizer."""
     stages = [
         Stage("body", Chain(Linear("body", inputs, 33, bias=True, std=0.3), GELU())),
         Stage(name, Linear(name, 33, 5, bias=True, std=0.3)),
@@ -44,7 +43,6 @@ def criterion(y):
 
 
 def train(optimizer, steps):
-    """Losses of some steps."""
     accum, losses = GradAccum(optimizer.module, COUNT), []
     for step in steps:
         for number in accum:
@@ -59,7 +57,6 @@ def train(optimizer, steps):
 
 
 def saved(comm, folder, strategy=FULL_SHARD, steps=2, **options):
-    """The folder of a module after some steps."""
     module, optimizer = make(comm, strategy, **options)
     train(optimizer, range(steps))
     return zero_mpi.save(folder, module, optimizer)
@@ -71,7 +68,6 @@ def digests(folder):
 
 @pytest.fixture
 def alone(exact, ranks_folder):
-    """A folder that each rank saved by itself: of one process."""
     return saved(SerialComm(), ranks_folder / f"alone{exact.rank}")
 
 
@@ -128,7 +124,6 @@ def test_frozen_parameters_have_no_moments_and_come_back(exact, ranks_folder):
 
 
 def refused(comm, call, message, kind=UsageError):
-    """All ranks get the error, and go on together."""
     with pytest.raises(kind, match=message):
         call()
     assert comm.allgather_object("on") == ["on"] * comm.size

@@ -3,7 +3,6 @@
 Groups of ranks of this machine count as nodes (`ZERO_MPI_RANKS_PER_NODE`); tests/cluster has real ones.
 """
 
-import os
 import random
 import time
 from contextlib import contextmanager
@@ -33,16 +32,9 @@ ORDINARY, MANY_PIECES = chain_sum.chain_piece(2), 700  # elements
 
 @contextmanager
 def nodes_of(ranks):
-    """Every `ranks` ranks are a node."""
-    before = os.environ.get(PRETEND)
-    os.environ[PRETEND] = str(ranks)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PRETEND, str(ranks))
         yield
-    finally:
-        if before is None:
-            del os.environ[PRETEND]
-        else:
-            os.environ[PRETEND] = before
 
 
 @contextmanager
@@ -55,7 +47,6 @@ def transport(kind, ranks, **options):
 
 
 def per_node():
-    """The ways to cut the world into like nodes of more than one rank."""
     return [count for count in (2, 4) if WORLD.size % count == 0 and WORLD.size > count]
 
 
@@ -64,7 +55,6 @@ def values(rank, length, round_=0):
 
 
 def in_order(length, contributors, rounds):
-    """The sum of `values`, one after the other."""
     total = np.zeros(length, np.float32)
     for round_ in range(rounds):
         for rank in range(contributors):
@@ -74,7 +64,6 @@ def in_order(length, contributors, rounds):
 
 
 def reduce_rounds(comm, size, index, length, contributors, rounds, pool, dawdle=None):
-    """This rank's slice of the sums of some rounds."""
     partition = Partition(length, size, 16)
     out = np.full(partition.counts[index], np.nan, np.float32)
     for round_ in range(rounds):
@@ -91,41 +80,30 @@ def reduce_rounds(comm, size, index, length, contributors, rounds, pool, dawdle=
 SUMS = [(5000, 1), (4096, 3), (1, 2), (40, 2), (0, 1), (100_000, 2)]
 
 
-@pytest.mark.world(4, 8)
-@pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
-def test_sums_are_those_of_the_order_of_ranks(monkeypatch, piece):
-    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: piece)
+def check_sums(comm, group):
     dawdle = random.Random(WORLD.rank)
-    for ranks in per_node():
-        with transport("shared", ranks) as comm:
-            for length, rounds in SUMS:
-                pool = comm.memory([], [length + 1000]).buffers
-                for contributors in range(1, comm.size + 1):
-                    given = length, contributors, rounds, pool, dawdle
-                    out, part = reduce_rounds(comm, comm.size, comm.rank, *given)
-                    expected = in_order(length, contributors, rounds)[part]
-                    assert out.tobytes() == expected.tobytes()
-                del pool
+    for length, rounds in SUMS:
+        pool = group.memory([], [length + 1000]).buffers
+        for contributors in range(1, comm.size + 1):
+            given = length, contributors, rounds, pool, dawdle
+            out, part = reduce_rounds(group, group.size, group.rank, *given)
+            assert out.tobytes() == in_order(length, contributors, rounds)[part].tobytes()
+        del pool
 
 
 @pytest.mark.world(2, 3, 4, 8)
 @pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
-def test_every_node_gets_the_sums_of_all_ranks(monkeypatch, kind, piece):
+def test_sums_are_those_of_the_order_of_ranks_in_the_world_and_on_every_node(monkeypatch, kind, piece):
     monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: piece)
-    dawdle = random.Random(WORLD.rank)
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
             owners = comm.shard_group()
             assert isinstance(owners, ShardGroup)
             assert owners.size == ranks
-            for length, rounds in SUMS:
-                pool = owners.memory([], [length + 1000]).buffers
-                for contributors in range(1, comm.size + 1):
-                    given = length, contributors, rounds, pool, dawdle
-                    out, part = reduce_rounds(owners, owners.size, owners.rank, *given)
-                    assert out.tobytes() == in_order(length, contributors, rounds)[part].tobytes()
-                del pool
+            check_sums(comm, owners)
+            if kind == "shared":
+                check_sums(comm, comm)
 
 
 @pytest.mark.world(4, 8)
@@ -196,7 +174,6 @@ KNOWN = {}
 
 
 def alone(**options):
-    """The run of one process."""
     key = repr(sorted(options.items()))
     if key not in KNOWN:
         KNOWN[key] = tiny.train(SerialComm(), DEEP, **options)

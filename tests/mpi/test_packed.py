@@ -31,7 +31,6 @@ def windows(counts):
 
 
 def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
-    """Losses and norms of steps, the loss of an evaluation, and the sha256 of the parameters."""
     found = windows(counts)
     module = tiny.make(comm, MODELS[name], strategy, **options)
     optimizer, loader = ShardedAdamW(module, lr=1e-2), StepLoader(found, batch_size=9, micro_batch=2, seed=3)
@@ -49,7 +48,6 @@ def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
 
 @functools.cache
 def alone(name, counts):
-    """The run of one process."""
     return train(SerialComm(), name, counts=counts)
 
 

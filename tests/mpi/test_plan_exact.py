@@ -32,38 +32,30 @@ MIDDLE = {
     "gpt2": GPT2.from_flags({"layers": 3, "dim": 80, "heads": 4, "context": 11, "vocab_size": 777}),
 }
 RAGGED = ("one", "less", "more")
+LOW = [
+    {"precision_name": "bf16"},
+    {"precision_name": "fp16"},
+    {"precision_name": "bf16", "reduce_dtype": "fp32"},
+]
 
 
 class Recorder(RecordingComm):
-    """Hands on whatever else a transport is asked for."""
-
     def memory(self, *wanted):
         return self.inner.memory(*wanted)
 
 
 def micro_batches(kind, ranks):
-    """One for all; one too few; one and a half rounds."""
     return {"one": 1, "less": max(1, ranks - 1), "more": ranks + (ranks + 1) // 2}[kind]
 
 
 def case_of(comm, config, strategy, count, **options):
-    """The case of a module on this communicator; its micro-batches have one sequence each."""
     options.setdefault("bucket_mb", 25.0)
-    return Case(
-        config,
-        ranks=comm.size,
-        strategy_name=strategy,
-        transport_wanted=comm.kind,
-        exact_wanted=comm.exact,
-        batch_size=count,
-        micro_batch=1,
-        context=config.context_length,
-        **options,
-    )
+    own = {"ranks": comm.size, "strategy_name": strategy, "transport_wanted": comm.kind}
+    own |= {"exact_wanted": comm.exact, "batch_size": count, "micro_batch": 1}
+    return Case(config, context=config.context_length, **own, **options)
 
 
 def after_step(comm, case):
-    """A module and its optimizer after a step of a case; shapes of micro-batches do not matter here."""
     options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
     options |= {"precision": case.precision, "whole": case.settings["whole"]}
     strategy = strategy_named(case.strategy_name)
@@ -80,11 +72,7 @@ def after_step(comm, case):
     return module, optimizer
 
 
-# -------------------------------------------------------------------------------------------------- traffic
-
-
 def check_traffic(comm, case):
-    """What each rank gave in a step is what the plan says, by the transport's account and by the calls."""
     recording = Recorder(comm)
     before = comm.meter.sent_bytes
     after_step(recording, case)
@@ -116,7 +104,7 @@ def test_traffic_of_ragged_rounds(mpi, strategy, kind):
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefetch": 0}, {"prefetch": 3}, {"recompute": True}, {"frozen": ("token_embd*", "blk.0.*")}],
+    [{"prefetch": 0}, {"prefetch": 3}, {"recompute": True}, {"frozen": ("token_embd*", "blk.0.*")}, *LOW],
     ids=str,
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -140,9 +128,6 @@ def test_traffic_of_shared_memory(shared, strategy):
     after_step(shared, case)
     sent = shared.allgather_object(shared.meter.sent_bytes - before)
     assert sent == plan_traffic(case, flags=0).sent.tolist()
-
-
-# --------------------------------------------------------------------------------------------- several nodes
 
 
 @pytest.fixture(scope="module", params=["nodes", "messages"])
@@ -177,9 +162,6 @@ def test_memory_over_nodes(apart, strategy):
     check_memory(apart, case)
 
 
-# --------------------------------------------------------------------------------------------------- memory
-
-
 def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
@@ -192,6 +174,7 @@ def held_bytes(module, optimizer):
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
+    masters = [one.master for one in kept] if module.precision.is_low else []
     copies = Snapshot()
     adapters = kept != [unit.parameters for unit in units]  # alone are written
     taken = [
@@ -205,6 +188,7 @@ def held_bytes(module, optimizer):
         "gathered": module.parameter_pool.nbytes if strategy.shards_parameters else 0,
         "unpacked": module.unpacked_pool.nbytes,
         "gradient_buffers": module.gradient_pool.nbytes,
+        "masters": sum(one.nbytes for one in masters if one is not None),
         "snapshot": sum(copy.values.nbytes for copy in taken),
     }
 
@@ -234,7 +218,7 @@ def test_memory_of_the_library_s_reductions(fast, strategy):
     check_memory(fast, case_of(fast, MIDDLE["llama"], strategy, 2 * fast.size, async_save=True))
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"frozen": ("blk.*",)}], ids=str)
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 3}, {"frozen": ("blk.*",)}, *LOW], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_of_other_settings(mpi, strategy, options):
     case = case_of(mpi, MIDDLE["llama"], strategy, 2 * mpi.size, async_save=True, **options)

@@ -22,7 +22,6 @@ SETTINGS = [  # strategy, prefetch, recompute, bucket MiB, micro-batches a step
 
 @functools.cache
 def alone(name, precision, micro_batches):
-    """The run of one process."""
     return tiny.train(
         SerialComm(), tiny.MODELS[name], micro_batches=micro_batches, precision=PRECISIONS[precision]
     )
@@ -32,16 +31,9 @@ def alone(name, precision, micro_batches):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2 tied"])
 def test_bits(exact, name, precision, strategy, prefetch, recompute, bucket, micro_batches):
-    result = tiny.train(
-        exact,
-        tiny.MODELS[name],
-        strategy,
-        micro_batches=micro_batches,
-        prefetch=prefetch,
-        recompute=recompute,
-        bucket_mb=bucket,
-        precision=PRECISIONS[precision],
-    )
+    options = {"prefetch": prefetch, "recompute": recompute, "bucket_mb": bucket}
+    options |= {"micro_batches": micro_batches, "precision": PRECISIONS[precision]}
+    result = tiny.train(exact, tiny.MODELS[name], strategy, **options)
     assert result == alone(name, precision, micro_batches)
 
 

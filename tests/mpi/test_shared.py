@@ -149,7 +149,6 @@ def test_rows_and_ranks_that_dawdle(shared, micro_batches, monkeypatch):
 
 
 def late(rank, comm, seconds=0.1):
-    """Let one rank be behind the others."""
     if comm.rank == rank:
         time.sleep(seconds)
 
@@ -213,9 +212,6 @@ def test_nobody_adds_into_gradients_that_a_late_rank_still_reads(shared):
     module.sync_gradients()
     for unit, gradient in zip(alone.units, found, strict=True):
         assert np.array_equal(unit.gradient.whole, gradient)
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
@@ -361,10 +357,8 @@ def test_more_reductions_than_the_table_has_entries(shared):
     """Under way at once, and one after the other."""
     partition, count = Partition(64, shared.size), 2 * words.ENTRIES + 3
     pool = shared.memory([], [64] * 3).buffers
-    slots, out = (
-        [pool.take(64) for _ in range(3)],
-        np.zeros((count, partition.counts[shared.rank]), np.float32),
-    )
+    slots = [pool.take(64) for _ in range(3)]
+    out = np.zeros((count, partition.counts[shared.rank]), np.float32)
     for number in range(count):
         slots[number % 3][:] = number
         shared.reduce_scatter(slots[number % 3], out[number], partition).wait()
@@ -389,9 +383,6 @@ def test_waiting_hands_the_core_over(crowded, monkeypatch):
     sleeps = done[spins:]
     assert sleeps == sorted(sleeps)
     assert (sleeps[0], sleeps[-1]) == (spin_wait.SHORTEST, spin_wait.LONGEST)
-
-
-# ----------------------------------------------------------------------------------- where it is not possible
 
 
 def test_more_than_there_is_is_refused_on_all_ranks(shared):

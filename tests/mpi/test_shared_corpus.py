@@ -11,7 +11,6 @@ from zero_mpi.train.setup import share_corpus
 
 @pytest.fixture
 def shared_file(tmp_path, mpi):
-    """A token file at a path that all ranks know."""
     path = mpi.broadcast_object(str(tmp_path / "ids.npy") if mpi.rank == 0 else None)
     if mpi.rank == 0:
         np.save(path, np.arange(5000, dtype=np.uint16) % 250)
@@ -20,7 +19,6 @@ def shared_file(tmp_path, mpi):
 
 
 def shared(mpi, path):
-    """The ids to train on and to hold out, as each rank gets them, and the notes."""
     corpus, notes = None, list[str]()
     if mpi.rank == 0:
         corpus = load_corpus([path], val_fraction=0.1, context=8, seed=0, tokenizer=None, vocab_size=250)

@@ -12,7 +12,6 @@ from zero_mpi.launch.world import Hearing, World
 
 @pytest.fixture
 def heard(monkeypatch):
-    """When each word of rank 0 came, by the clock of a rank's meter."""
     times, broadcast = [], Hearing.broadcast_object
 
     def noted(self, value, root=0):

@@ -30,13 +30,11 @@ __all__ = ["apart"]  # a fixture
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "own head"])
 def base(request):
-    """A model and its bytes."""
     return tiny_blocks.base(request.param)
 
 
 @pytest.fixture(scope="module")
 def floats(base):
-    """What one process gives with the base in floats."""
     return {
         kind.name: tiny_blocks.train(SerialComm(), *base, stored=False, precision=kind)
         for kind in (FP32, BF16)
@@ -61,9 +59,6 @@ def test_on_several_nodes(base, floats, strategy, kind):
             assert tiny_blocks.train(comm, *base, strategy) == floats["fp32"]
 
 
-# ---------------------------------------------------------------------------------------------- the plan
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_memory_and_traffic_are_the_plan_s(mpi, base, strategy, prefetch):
@@ -86,9 +81,8 @@ def test_memory_and_traffic_over_nodes(apart, base, strategy):
     check_memory(apart, replace(case, async_save=True))
     before = apart.meter.sent_bytes
     kept = after_step(apart, case)
-    assert (
-        apart.allgather_object(apart.meter.sent_bytes - before) == plan_traffic(case, flags=0).sent.tolist()
-    )
+    sent = apart.allgather_object(apart.meter.sent_bytes - before)
+    assert sent == plan_traffic(case, flags=0).sent.tolist()
     del kept
 
 

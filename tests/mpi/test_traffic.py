@@ -13,7 +13,6 @@ NAMES = ["token_embd", "blk.0", "blk.1", "output"]
 
 
 def recorded(comm, config, strategy, *, micro_batches=None, **options):
-    """The events of one step, without the control vectors, and the module."""
     comm = RecordingComm(comm)
     module = tiny.make(comm, config, strategy, **options)
     optimizer = ShardedAdamW(module)
@@ -29,7 +28,6 @@ def recorded(comm, config, strategy, *, micro_batches=None, **options):
 
 
 def starts(events, kind):
-    """Labels of the collectives of a kind, in order."""
     return [event.label for event in events if event.kind == kind]
 
 
@@ -108,7 +106,6 @@ def test_fast_no_shard_is_one_allreduce_a_bucket(fast):
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_bytes_of_full_shard(mpi, name, rounds):
-    """A round sends (P - 1) slices a gather, and all but the own slice a reduction."""
     config, ranks = tiny.MODELS[name], mpi.size
     events, module = recorded(mpi, config, FULL_SHARD, micro_batches=rounds * ranks)
     lengths = {unit.name: unit.unit.length for unit in module.units}
@@ -120,7 +117,6 @@ def test_bytes_of_full_shard(mpi, name, rounds):
 
 
 def test_bytes_of_shard_grad_op_and_no_shard(mpi):
-    """Reductions a round, and one gather of the whole a step."""
     rounds, ranks = 2, mpi.size
     for strategy in (SHARD_GRAD_OP, NO_SHARD):
         events, module = recorded(mpi, tiny.MODELS["gpt2"], strategy, micro_batches=rounds * ranks)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from checkpoints import save_checkpoint
 from pretended_mounts import pretend
 from test_checkpoint import CONFIG, DESCRIPTION, digests, trained
 from test_nodes import nodes_of
@@ -61,7 +62,7 @@ CASES = {  # the kind, ranks a node, writers a node that are asked for, and who 
 def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, monkeypatch):
     kind, ranks_per_node, asked, expected = CASES[case]
     optimizer, progress = trained(mpi, FULL_SHARD)
-    gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     pretend(monkeypatch, ranks_folder, kind)
     with saver(ranks_folder / "out", optimizer, ranks_per_node, writers_per_node=asked) as made:
         with file_calls.FileCalls() as calls:
@@ -144,7 +145,7 @@ def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder
     from zero_mpi.comm.guarded import CheckedComm
 
     optimizer, progress = trained(CheckedComm(mpi), strategy)
-    gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     pretend(monkeypatch, ranks_folder, "gpfs")
     with saver(ranks_folder / "out", optimizer, 2, background=True) as made:
         made.save(progress)
@@ -155,7 +156,7 @@ def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder
 @pytest.mark.world(3, 4)
 def test_row_sharding_is_read_back_once_other_hosts_see_it(mpi, ranks_folder, monkeypatch):
     optimizer = ShardedAdamW(tiny.make(mpi, CONFIG, by_rows=True))
-    gathered = tiny.save_checkpoint(ranks_folder / "gathered", optimizer, TrainingProgress(1), DESCRIPTION)
+    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, TrainingProgress(1), DESCRIPTION)
     pretend(monkeypatch, ranks_folder, "beegfs")
     with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
         made.save(TrainingProgress(1))

@@ -75,7 +75,6 @@ PBS = ByTest(f"{BATCH}test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_o
 REAL_MODEL = "tests/serial/test_finetune.py::test_the_example_teaches_answers_and_shows_what_was_gained"
 HALVES = ByTest("tests/serial/test_examples.py::test_each_half_of_a_run_may_have_its_own_number_of_ranks")
 EXAMPLE = ByTest("tests/serial/test_examples.py::test_example_lowers_its_loss")
-SIZES_ALONE = ByTest("tests/serial/test_plan_stored.py::test_the_table_of_the_page_is_planned")
 NO_TORCH = Nobody("it needs PyTorch, which the project does not install, and measures speed")
 SPEED = Nobody("it measures speed over hosts that it makes; as root, by hand")
 
@@ -134,10 +133,7 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
-    "zero-mpi inspect runs/proved runs/other": Run(
-        says="verdict +not the same",
-        statuses=(1,),
-    ),
+    "zero-mpi inspect runs/proved runs/other": Run(says="verdict +not the same", statuses=(1,)),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),
@@ -291,7 +287,7 @@ PLACES: dict[str, How] = {
     "zero-mpi hostfile hostfiles/four_nodes.mpich --for openmpi": Run(says="node4 slots=2"),
     "zero-mpi hostfile hostfiles/four_nodes.openmpi --for mpich": Run(says="node4:2"),
     "scontrol show hostnames | zero-mpi hostfile - --for mpich > hosts": ByTest(
-        "tests/serial/test_hostfiles.py::test_standard_input_is_read"
+        "tests/serial/test_hostfiles.py::test_one_form_becomes_the_other"
     ),
     'mpirun --hostfile hosts -n 4 "$(command -v python)" -m zero_mpi.train --out /shared/run': OVER_HOSTS,
     "zero-mpi supervise -- mpirun -n 8 python -m zero_mpi.train --config run.toml --out runs/default": ByTest(

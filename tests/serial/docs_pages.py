@@ -33,14 +33,12 @@ class Program:
 
 
 def shell_lines(text: str) -> list[Line]:
-    """The commands of a block."""
     joined = re.sub(r"\\\n\s*", "", text)
     bare = (re.sub(r"(^|\s+)#\s.*", "", line).strip() for line in joined.splitlines())
     return [Line(line) for line in bare if line]
 
 
 def steps_of(page: Path) -> list[Line | Program]:
-    """All that a reader of the page does, from top to bottom."""
     steps: list[Line | Program] = []
     for kind, text in BLOCK.findall(page.read_text()):
         if kind == "sh":
@@ -52,7 +50,6 @@ def steps_of(page: Path) -> list[Line | Program]:
 
 
 def lines_elsewhere() -> dict[Path, list[str]]:
-    """Commands in the docstrings of examples and in the comments of hostfiles, by file."""
     found = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
         found[path] = PROGRAM.findall(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")

@@ -33,7 +33,6 @@ def all_of(cases):
 
 
 def entry(package, name):
-    """The module of `python -m package name ...`, where the package may be that of `train`."""
     return module_of(name if package == "zero_mpi" else "train")
 
 
@@ -59,7 +58,6 @@ def forked(command):
 
 
 def main(package, *arguments):
-    """Run a command in this process."""
     module = entry(package, arguments[0])
     sys.argv[1:] = arguments[package == "zero_mpi" :]
     importlib.import_module(module).main()

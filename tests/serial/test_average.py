@@ -25,7 +25,6 @@ KEEP = 0.75
 
 
 def averages(optimizer):
-    """By the names of parameters."""
     return {
         name: array.copy()
         for unit in optimizer.units
@@ -49,16 +48,11 @@ def test_it_is_the_formula_and_a_skipped_step_leaves_it(way):
         assert optimizer.step().skipped == (number in (0, 2))
         if number not in (0, 2):
             now = module.state_dict()
-            expected = {
-                name: np.float32(KEEP) * array + np.float32(1 - KEEP) * now[name]
-                for name, array in expected.items()
-            }
+            expected = {n: np.float32(KEEP) * x + np.float32(1 - KEEP) * now[n] for n, x in expected.items()}
         found = averages(optimizer)
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-    plain = make_module(**way, frozen=["blk.1*"])
-    assert ShardedAdamW(plain, **OPTIONS, ema=KEEP).memory_bytes() == 3 * sum(
-        array.nbytes for array in optimizer.averages().values()
-    )
+    plain = ShardedAdamW(make_module(**way, frozen=["blk.1*"]), **OPTIONS, ema=KEEP)
+    assert plain.memory_bytes() == 3 * sum(array.nbytes for array in optimizer.averages().values())
 
 
 @pytest.mark.parametrize("ema", [0, 1.0, "x", float("nan")])
@@ -66,14 +60,11 @@ def test_what_no_average_can_keep_is_refused(ema):
     with pytest.raises(ValueError, match="ShardedAdamW: ema: expected"):
         ShardedAdamW(make_module(), ema=ema)
 
-
-def test_what_lies_in_the_host_s_memory_has_none():
-    with pytest.raises(UsageError, match=r"--ema 0\.9: cannot be had with --offload moments"):
+    with pytest.raises(UsageError, match=r"--ema 0\.9: .*--offload moments"):
         ShardedAdamW(make_module(), ema=0.9, offload="moments")
 
 
 def stepped(steps, **options):
-    """A module and an optimizer after so many steps."""
     module = make_module(WAYS["no-shard"]["strategy"], frozen=["blk.1*"])
     optimizer = ShardedAdamW(module, **OPTIONS, **options)
     for number in range(steps):
@@ -83,6 +74,9 @@ def stepped(steps, **options):
 
 
 def test_a_module_s_folder_holds_it_and_gives_it_back(tmp_path):
+    start, at_first = stepped(0, ema=KEEP)
+    files = open_checkpoint(save(tmp_path / "start", start, at_first))
+    assert all(np.array_equal(files.model.tensor(n), files.average.tensor(n)) for n in files.model.tensors)
     module, optimizer = stepped(3, ema=KEEP)
     save(tmp_path / "saved", module, optimizer)
     files = open_checkpoint(tmp_path / "saved")
@@ -107,13 +101,6 @@ def test_a_module_s_folder_holds_it_and_gives_it_back(tmp_path):
         load(tmp_path / "plain", other, fresh)
 
 
-def test_before_the_first_step_it_is_the_model(tmp_path):
-    module, optimizer = stepped(0, ema=KEEP)
-    save(tmp_path / "saved", module, optimizer)
-    files = open_checkpoint(tmp_path / "saved")
-    assert all(np.array_equal(files.model.tensor(n), files.average.tensor(n)) for n in files.model.tensors)
-
-
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_plan_counts_its_bytes(adapters):
     config = tiny.MODELS["llama"]
@@ -131,8 +118,6 @@ def test_the_plan_counts_its_bytes(adapters):
     assert found[KEEP].snapshot - found[None].snapshot == (trained if adapters else found[None].parameters)
 
 
-# ------------------------------------------------------------------------------------------- the command
-
 SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--tied"]
 DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
 FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
@@ -140,7 +125,6 @@ FLAGS = [*DATA, "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text, as flags."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
     return ["--data", str(path)]
@@ -148,7 +132,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
-    """A run of one rank, with two checkpoints."""
     out = tmp_path_factory.mktemp("alone") / "run"
     train(1, out, *SIZES, *FLAGS, *text, "--save-every", "2")
     return out
@@ -166,13 +149,13 @@ def files(out, weights="model.gguf"):
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, ["--strategy", "no-shard", "--async-save"]),
-        (3, ["--transport", "mpi", "--checkpoint-io", "parallel"]),
-        (3, ["--strategy", "shard-grad-op"]),
+        (2, "--strategy no-shard --async-save"),
+        (3, "--transport mpi --checkpoint-io parallel"),
+        (3, "--strategy shard-grad-op"),
     ],
 )
 def test_the_same_files_on_several_ranks(ranks, more, alone, text, tmp_path):
-    train(ranks, tmp_path / "run", *SIZES, *FLAGS, *text, *more)
+    train(ranks, tmp_path / "run", *SIZES, *FLAGS, *text, *more.split())
     assert files(tmp_path / "run") == files(alone)
     assert fields(tmp_path / "run") == fields(alone)
 
@@ -187,7 +170,6 @@ def test_a_resume_goes_on_with_it(alone, text, tmp_path):
 
 
 def test_it_is_a_model_by_its_formula(alone):
-    """From the models of both checkpoints and the average of the first."""
     first, last = (open_checkpoint(alone / f"step-0000000{step}") for step in (2, 4))
     assert last.average.tensors == last.model.tensors
     for name in last.model.tensors:

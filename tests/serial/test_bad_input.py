@@ -1,13 +1,11 @@
 """Bad usage and bad input: one line from rank 0 that names the thing and the way out, status 2, nothing done.
 
-Each case is refused in this process, one of each kind by jobs of one and of three ranks too. More of the same
-are all of them on three ranks, where a fault is noticed by all, by rank 0 alone, or while the others wait.
+Each case is refused in this process, one of each kind by a job of three ranks too.
 """
 
 import gzip
 import os
 import re
-import shutil
 from pathlib import Path
 
 import gguf
@@ -27,7 +25,6 @@ SMALL += ["--batch-size", "2", "--micro-batch", "1", "--sample", "0"]
 
 
 def ids(path: Path, values: list[int], dtype: type = np.uint16) -> None:
-    """A token file."""
     np.save(path, np.array(values, dtype))
 
 
@@ -41,22 +38,11 @@ def model_file(path: Path, architecture: str) -> None:
     writer.close()
 
 
-def write_configurations(folder: Path) -> None:
-    """TOML files, each but one with a fault."""
-    (folder / "broken.toml").write_text("steps = = 3\n")
-    (folder / "unknown.toml").write_text("stepz = 3\n")
-    (folder / "type.toml").write_text('steps = "three"\n')
-    (folder / "sound.toml").write_text("steps = 1\n")
-    (folder / "data.toml").write_text("data = [1]\n")
-
-
 def write_what_is_no_text(folder: Path) -> None:
     """Files that a user may take for text."""
-    (folder / "text.gz").write_bytes(gzip.compress((folder / "text").read_bytes()))
     (folder / "wide.txt").write_text("A text with two bytes for each letter. " * 9, "utf-16")
     (folder / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' * 9)
     (folder / "table.parquet").write_bytes(b"PAR1\x15\x04\x15" + bytes(99) + b"PAR1")
-    (folder / "binary").write_bytes(bytes(range(256)) * 9)
     (folder / "binary-folder").mkdir()
     (folder / "binary-folder" / "text.gz").write_bytes(gzip.compress(b"text"))
 
@@ -73,10 +59,10 @@ def things(tmp_path_factory) -> Path:
     (folder / "header.gguf").write_bytes(whole[:40])
     model_file(folder / "mamba.gguf", "mamba")
     model_file(folder / "partial.gguf", "llama")
-    (folder / "empty").touch()
     (folder / "empty-folder").mkdir()
     os.mkfifo(folder / "pipe")
-    write_configurations(folder)
+    (folder / "unknown.toml").write_text("stepz = 3\n")
+    (folder / "sound.toml").write_text("steps = 1\n")
     ids(folder / "ids.npy", [1, 2, 3] * 50)
     ids(folder / "wide.npy", [1, 2, 3] * 50, np.int64)
     ids(folder / "high.npy", [1, 2, 999] * 50)
@@ -97,125 +83,84 @@ def refusal(ranks: int, flags: list[str], folder: Path, out: Path) -> str:
 
 
 TEXT = ["--data", "text"]
+MODEL = ["--init", "model.gguf"]
+# A few of each kind; all of a kind: test_corpus.py, test_kinds.py, test_models.py, test_config.py,
+# test_combinations.py, test_gguf_reader.py.
 NO_DATA = {
-    "missing file": (["--data", "nowhere.txt"], "--data nowhere.txt does not exist"),
-    "missing beside sound": (["--data", "text", "nowhere.txt"], "--data nowhere.txt does not exist"),
-    "empty file": (["--data", "empty"], "--data .*empty"),
+    "missing beside sound": (["--data", "text", "nowhere.txt"], "--data nowhere.txt "),
     "empty folder": (["--data", "empty-folder"], "--data .*empty-folder"),
-    "pipe": (["--data", "pipe"], "--data pipe is neither a file nor a folder"),
-    "context": ([*TEXT, "--context", "100000"], "context 100000 .*--context or more --data"),
+    "pipe": (["--data", "pipe"], "--data pipe "),
+    "context": ([*TEXT, "--context", "100000"], "context 100000 .*--context"),
 }
 NO_TEXT = {
-    "gzip": (["--data", "text.gz"], "--data text.gz looks like gzip, which is no text: .*gunzip"),
-    "UTF-16": (["--data", "text", "wide.txt"], "--data wide.txt looks like text in UTF-16.*iconv -f UTF-16"),
-    "JSON Lines": (["--data", "lines.jsonl"], "--data lines.jsonl looks like JSON Lines.*jq -r .text"),
-    "Parquet": (
-        ["--data", "table.parquet"],
-        "--data table.parquet looks like a Parquet file.*zero-mpi tokenize",
-    ),
-    "a model": (["--data", "model.gguf"], "--data model.gguf looks like a GGUF model.*--init"),
-    "binary": (["--data", "binary"], "--data binary looks like binary data.*UTF-8"),
-    "a folder of them": (["--data", "binary-folder"], "no text .*: binary-folder; .* left out: 1 .*gzip"),
+    "UTF-16": (["--data", "text", "wide.txt"], "--data wide.txt .*UTF-16.*iconv -f UTF-16"),
+    "JSON Lines": (["--data", "lines.jsonl"], "--data lines.jsonl .*JSON Lines.*jq -r .text"),
+    "Parquet": (["--data", "table.parquet"], "--data table.parquet .*zero-mpi tokenize"),
+    "a model": (["--data", "model.gguf"], "--data model.gguf .*--init"),
+    "a folder of them": (["--data", "binary-folder"], "binary-folder; .* left out: 1 .*gzip"),
 }
 SIZES = {
-    "heads": ([*TEXT, "--heads", "5"], "--heads 5 does not divide --dim 24"),
-    "kv-heads": ([*TEXT, "--kv-heads", "2"], "--kv-heads 2 does not divide --heads 3"),
+    "heads": ([*TEXT, "--heads", "5"], "--heads 5 .*--dim 24"),
     "kv-heads of gpt2": ([*TEXT, "--arch", "gpt2", "--kv-heads", "1"], "--kv-heads 1: .*--arch llama"),
-    "odd head": ([*TEXT, "--dim", "9", "--heads", "3"], "--dim 9 / --heads 3 = 3 is odd"),
-    "ffn": ([*TEXT, "--ffn", "0"], "--ffn 0: expected at least 1"),
-    "batch-size": ([*TEXT, "--batch-size", "0"], "--batch-size 0: expected at least 1"),
-    "micro-batch": ([*TEXT, "--micro-batch", "0"], "--micro-batch 0: expected at least 1"),
+    "batch-size": ([*TEXT, "--batch-size", "0"], "--batch-size 0: "),
 }
 FLAGS = {
     "unknown flag": ([*TEXT, "--no-such-flag"], "--no-such-flag"),
     "stray word": (["stray"], "stray"),
     "strategy": ([*TEXT, "--strategy", "foo"], "--strategy.*'foo'.*full-shard"),
-    "arch": ([*TEXT, "--arch", "foo"], "--arch.*'foo'.*llama"),
-    "schedule": ([*TEXT, "--schedule", "foo"], "--schedule.*'foo'.*cosine"),
     "no number": ([*TEXT, "--steps", "many"], "--steps.*'many'"),
-    "no value": (["--steps"], "--steps.*expected one argument"),
-    "seed": ([*TEXT, "--seed", "-1"], "--seed -1: expected at least 0"),
-    "val-fraction": ([*TEXT, "--val-fraction", "1"], "--val-fraction 1.0: expected less than 1"),
-    "threads": ([*TEXT, "--threads", "zero"], "--threads zero: expected a number"),
-    "max-time": ([*TEXT, "--max-time", "soon"], "--max-time soon: expected a duration such as 3h50m"),
-    "max-time of dots": ([*TEXT, "--max-time", "1.2.3m"], "--max-time 1.2.3m: expected a duration"),
-    "bucket-mb": ([*TEXT, "--strategy", "no-shard", "--bucket-mb", "nan"], "--bucket-mb nan"),
-    "many threads": ([*TEXT, "--threads", "100000"], "--threads 100000: this rank may run on .* core"),
-    "min-lr": ([*TEXT, "--min-lr", "1"], "--min-lr 1.0: expected at most --lr 0.004"),
-    "trace-steps": ([*TEXT, "--trace-steps", "1:2"], "--trace-steps 1:2: .*give --trace FILE"),
-    "empty": (["--data", ""], "--data '': expected something, found an empty text"),
+    "no value": (["--steps"], "--steps"),
+    "many threads": ([*TEXT, "--threads", "100000"], "--threads 100000: .* core"),
+    "min-lr": ([*TEXT, "--min-lr", "1"], "--min-lr 1.0: .*--lr 0.004"),
+    "empty": (["--data", ""], "--data ''"),
     "freeze": ([*TEXT, "--freeze", "no.such.*"], r"--freeze.*no\.such\.\*"),
-    "tokenizer": ([*TEXT, "--tokenizer", "from-init"], "--tokenizer from-init needs --init"),
-    "tokenizer file": ([*TEXT, "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json: there is no such"),
-    "tokenizer of text": ([*TEXT, "--tokenizer", "text"], "text: .*expected a GGUF file"),
-    "checkpoint-io": ([*TEXT, "--checkpoint-io", "foo"], "--checkpoint-io.*'foo'.*gather.*parallel"),
-    "vocab-size": ([*TEXT, "--vocab-size", "300"], "--vocab-size is for token files"),
+    "tokenizer": ([*TEXT, "--tokenizer", "from-init"], "--tokenizer from-init .*--init"),
+    "tokenizer file": ([*TEXT, "--tokenizer", "nowhere.json"], "--tokenizer nowhere.json"),
+    "tokenizer of text": ([*TEXT, "--tokenizer", "text"], "text: "),
+    "vocab-size": ([*TEXT, "--vocab-size", "300"], "--vocab-size"),
 }
 INITS = {
-    "no GGUF": ([*TEXT, "--init", "text"], "text: .*expected a GGUF file"),
-    "empty": ([*TEXT, "--init", "empty"], "empty: expected a GGUF file"),
-    "missing": ([*TEXT, "--init", "nowhere.gguf"], "nowhere.gguf: no such file"),
-    "folder": ([*TEXT, "--init", "run"], "run: expected model.gguf, or config.json.*run/latest"),
-    "truncated": ([*TEXT, "--init", "truncated.gguf"], "truncated.gguf: .*found the end of the file"),
+    "no GGUF": ([*TEXT, "--init", "text"], "text: "),
+    "missing": ([*TEXT, "--init", "nowhere.gguf"], "nowhere.gguf: "),
+    "folder": ([*TEXT, "--init", "run"], "run: .*run/latest"),
+    "truncated": ([*TEXT, "--init", "truncated.gguf"], "truncated.gguf: "),
     "truncated header": ([*TEXT, "--init", "header.gguf"], "header.gguf: "),
-    "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: architecture 'mamba'.*llama, gpt2"),
+    "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: .*'mamba'.*llama, gpt2"),
     "not a whole model": ([*TEXT, "--init", "partial.gguf"], "partial.gguf: "),
-    "context": ([*TEXT, "--init", "model.gguf", "--context", "32"], "--context 32: the model .* has 16"),
+    "context": ([*TEXT, *MODEL, "--context", "32"], "--context 32: .* 16"),
 }
-MODEL = ["--init", "model.gguf"]
 OTHER_SIZES = {
-    "layers": (
-        [*TEXT, *MODEL, "--layers", "2"],
-        "--layers 2: the model of --init model.gguf has --layers 1;",
-    ),
-    "heads": ([*TEXT, *MODEL, "--heads", "2"], "--heads 2: .* has --heads 3"),
-    "kv-heads": ([*TEXT, *MODEL, "--kv-heads", "1"], "--kv-heads 1: .* has --kv-heads 3"),
-    "ffn": ([*TEXT, *MODEL, "--ffn", "18"], "--ffn 18: .* has --ffn 17"),
-    "arch": ([*TEXT, *MODEL, "--arch", "gpt2"], "--arch gpt2: .* has --arch llama"),
-    "tied": ([*TEXT, *MODEL, "--tied"], "--tied: .* has --no-tied"),
-    "vocab-size": (["--data", "ids.npy", *MODEL, "--vocab-size", "9"], "--vocab-size 9: .* --vocab-size 260"),
-    "dry run": ([*TEXT, *MODEL, "--layers", "2", "--dry-run"], "--layers 2: the model of --init model.gguf"),
+    "layers": ([*TEXT, *MODEL, "--layers", "2"], "--layers 2"),
+    "heads": ([*TEXT, *MODEL, "--heads", "2"], "--heads 2: .* --heads 3"),
+    "kv-heads": ([*TEXT, *MODEL, "--kv-heads", "1"], "--kv-heads 1: .* --kv-heads 3"),
+    "ffn": ([*TEXT, *MODEL, "--ffn", "18"], "--ffn 18: .* --ffn 17"),
+    "arch": ([*TEXT, *MODEL, "--arch", "gpt2"], "--arch gpt2: .* --arch llama"),
+    "tied": ([*TEXT, *MODEL, "--tied"], "--tied: .* --no-tied"),
+    "vocab-size": (["--data", "ids.npy", *MODEL, "--vocab-size", "9"], "--vocab-size 9: .* 260"),
+    "dry run": ([*TEXT, *MODEL, "--layers", "2", "--dry-run"], "--layers 2: .*--init model.gguf"),
 }
 PLACES = {
-    "a file in the way": ([*TEXT, "--out", "text"], "--out text: cannot write there"),
-    "a file above": ([*TEXT, "--out", "text/run"], "--out text/run: cannot write there"),
-    "no writing there": ([*TEXT, "--out", "/proc/x"], "--out /proc/x: cannot write there"),
-    "no checkpoint": (
-        [*TEXT, "--resume", "nosuchfolder"],
-        "--resume nosuchfolder: .*auto, never or a folder",
-    ),
-    "no checkpoint in it": ([*TEXT, "--resume", "empty-folder"], "empty-folder.*no such file"),
-    "another model": (
-        [*TEXT, "--resume", "run/latest", "--dim", "48"],
-        r"embedding_length was 24, now 48 \(--dim\);",
-    ),
+    "a file in the way": ([*TEXT, "--out", "text"], "--out text: "),
+    "a file above": ([*TEXT, "--out", "text/run"], "--out text/run: "),
+    "no writing there": ([*TEXT, "--out", "/proc/x"], "--out /proc/x: "),
+    "no checkpoint": ([*TEXT, "--resume", "nosuchfolder"], "--resume nosuchfolder"),
+    "no checkpoint in it": ([*TEXT, "--resume", "empty-folder"], "empty-folder"),
+    "another model": ([*TEXT, "--resume", "run/latest", "--dim", "48"], r"24, now 48 \(--dim\)"),
 }
 FILES = {
-    "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: no such file"),
-    "no TOML": (["--config", "text"], "--config text: not a TOML file"),
-    "broken": (["--config", "broken.toml"], "--config broken.toml: not a TOML file"),
-    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*; did you mean steps"),
-    "wrong type": (["--config", "type.toml"], "--config type.toml: steps = 'three', expected int"),
-    "wrong item": (["--config", "data.toml"], r"--config data.toml: data = \[1\], expected"),
+    "missing": (["--config", "nowhere.toml"], "--config nowhere.toml: "),
+    "no TOML": (["--config", "text"], "--config text: "),
+    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*steps"),
 }
 TOKENS = {
-    "dtype": (["--data", "wide.npy", "--vocab-size", "9"], "wide.npy: .*uint16 or uint32 ids, found int64"),
-    "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*larger --vocab-size"),
-    "no vocab-size": (["--data", "ids.npy"], "token files need --vocab-size"),
+    "dtype": (["--data", "wide.npy", "--vocab-size", "9"], "wide.npy: .*int64"),
+    "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*--vocab-size"),
+    "no vocab-size": (["--data", "ids.npy"], "--vocab-size"),
     "no token file": (["--data", "fake.npy", "--vocab-size", "9"], "fake.npy"),
-    "text and tokens": (["--data", "ids.npy", "text"], "text or token files, not both"),
+    "text and tokens": (["--data", "ids.npy", "text"], "ids.npy"),
 }
-GROUPS = {
-    "data": NO_DATA,
-    "no text": NO_TEXT,
-    "sizes of a model": OTHER_SIZES,
-    "sizes": SIZES,
-    "flags": FLAGS,
-    "init": INITS,
-    "places": PLACES,
-    "config": FILES,
-    "tokens": TOKENS,
-}
+GROUPS = {"data": NO_DATA, "no text": NO_TEXT, "sizes of a model": OTHER_SIZES, "sizes": SIZES}
+GROUPS |= {"flags": FLAGS, "init": INITS, "places": PLACES, "config": FILES, "tokens": TOKENS}
 CASES = [
     pytest.param(flags, expected, id=f"{group}: {name}")
     for group, cases in GROUPS.items()
@@ -238,31 +183,6 @@ def test_it_is_refused_before_anything_is_done(flags, expected, things, tmp_path
 @pytest.mark.parametrize(("flags", "expected"), ONE_OF_EACH, ids=GROUPS)
 def test_one_line_and_status_2(flags, expected, things, tmp_path):
     assert re.search(expected, refusal(3, [*SMALL, *flags], things, tmp_path / "out"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("flags", "expected"), CASES)
-def test_the_same_of_all_on_three_ranks(flags, expected, things, tmp_path):
-    assert re.search(expected, refusal(3, [*SMALL, *flags], things, tmp_path / "out"))
-
-
-def cut(path: Path) -> None:
-    """A file whose end is missing."""
-    os.truncate(path, path.stat().st_size - 100)
-
-
-@pytest.mark.parametrize("name", ["model.gguf", "optimizer.gguf"])
-@pytest.mark.parametrize("damage", [cut, Path.unlink])
-def test_a_corrupt_checkpoint_is_named_and_left_alone(damage, name, things, tmp_path):
-    """`auto` does not begin anew where a checkpoint is: the user says what is to be done about it."""
-    out = shutil.copytree(things / "run", tmp_path / "out", symlinks=True)
-    damage(out / "latest" / name)
-    job = ["-m", "zero_mpi.train", "--out", str(out), *TEXT, *SMALL, "--steps", "2"]
-    status, printed, errors = run_job(3, job, cwd=things, timeout=20)
-    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
-    assert name in errors
-    assert (out / "metrics.jsonl").read_bytes() == (things / "run" / "metrics.jsonl").read_bytes()
-    assert "--resume" in errors, "the way out"
 
 
 FAR_AWAY = """

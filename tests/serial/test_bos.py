@@ -93,7 +93,6 @@ def test_each_document_and_each_part_of_a_long_one_begins_with_it(context):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of one vocabulary that ask for bos and that do not, and a text."""
     made = tmp_path_factory.mktemp("bos")
     for name, asks in (("asks", True), ("not", False)):
         bpe_files.write_model(made / f"{name}.gguf", sentencepiece_files.merged(400, add_bos_token=asks))
@@ -103,7 +102,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path, bos: int | None, stride: int = CONTEXT) -> np.ndarray:
-    """Nats a token of each window by the logits of generation."""
     model, ids = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
     first, width = ([], CONTEXT + 1) if bos is None else ([bos], CONTEXT)
     starts = range(0, len(ids) - width + 1, stride)
@@ -162,18 +160,8 @@ def test_of_a_mixture_only_text_has_it(folder):
 @pytest.mark.parametrize("packing", ["none", "documents"])
 def test_training_begins_at_the_loss_of_an_evaluation(folder, tmp_path, packing):
     flags = ["--init", str(folder / "asks.gguf"), "--data", str(folder / "text"), "--val-fraction", "0"]
-    flags += [
-        "--context",
-        str(CONTEXT),
-        "--steps",
-        "1",
-        "--sample",
-        "0",
-        "--packing",
-        packing,
-        "--micro-batch",
-        "1",
-    ]
+    flags += ["--context", str(CONTEXT), "--steps", "1", "--sample", "0", "--packing", packing]
+    flags += ["--micro-batch", "1"]
     expected, ids = losses(folder, BOS), len(ASKS.encode(TEXT)) + 1
     if packing == "documents":
         model, every = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]

@@ -51,7 +51,6 @@ train_command.main()
 
 @pytest.fixture
 def env(monkeypatch):
-    """Two pretended GPUs, and no launcher."""
     for name in LOCAL_RANK:
         monkeypatch.delenv(name, raising=False)
     return {"PYTHONPATH": str(PRETEND), "PRETEND_CUPY_GPUS": "2"}
@@ -65,9 +64,8 @@ CASES += [(FIRST, "2", "auto", [[0, False]]), (FIRST, "1", "cpu", []), (FIRST, "
 @pytest.mark.parametrize(("name", "told", "flag", "expected"), [*CASES, (FIRST, "untold", "cuda", [])])
 def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
     flags = ["--device", flag]
-    status, said, errors = run_command(
-        [sys.executable, "-c", CLAIM, *flags], env=env | {name: told}, timeout=30
-    )
+    command = [sys.executable, "-c", CLAIM, *flags]
+    status, said, errors = run_command(command, env=env | {name: told}, timeout=30)
     assert (status, errors) == (0, "")
     assert json.loads(said) == expected
 

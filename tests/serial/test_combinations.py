@@ -13,102 +13,76 @@ from zero_mpi.config.toml import write_toml
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 
-REFUSED = {  # flags that are refused: what is said, and what lets them be
-    "--lora-alpha 2": ("--lora-alpha 2.0: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
-    "--lora-targets a b": (r"--lora-targets .*: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
-    "--lora-init a.gguf": ("--lora-init a.gguf: of no adapter: give --lora RANK", "--init m.gguf --lora 1"),
-    "--ema 0.9 --offload moments": ("--ema 0.9: cannot be had with --offload moments", "--offload none"),
-    "--epochs 2 --steps 5": ("--epochs 2: expected that or --steps 5, not both", None),
-    "--trace-steps 2:5": ("--trace-steps 2:5: .*--trace FILE", "--trace t.json"),
-    "--min-lr 0.1 --lr 0.01": ("--min-lr 0.1: expected at most --lr 0.01", "--lr 0.2"),
-    "--decay-steps 5": ("--decay-steps 5: .*give --schedule wsd", "--schedule wsd"),
-    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": (
-        "--decay-steps 5: expected no more than --steps 8 has after --warmup 4",
-        "--steps 9",
-    ),
-    "--bits native": ("--bits native: this process is pinned: take ZERO_MPI_BITS", "--bits portable"),
-    "--bits portable --precision bf16": ("--bits portable: cannot .* --precision bf16", "--precision fp32"),
-    "--bits portable --reduction fast": ("--bits portable: --reduction fast has no", "--reduction exact"),
-    "--bits portable --device cuda": ("--bits portable: cannot be had on a GPU", "--device cpu"),
-    "--patience 2 --val-fraction 0": (
-        "--patience 2: --val-fraction 0 holds nothing out",
-        "--val-fraction 0.1",
-    ),
-    "--patience 2 --eval-every 0": (
-        "--patience 2: --eval-every 0 evaluates at the end",
-        "--eval-every 1",
-    ),
+REFUSED = {  # flags that are refused: what is said beside them, and what lets them be
+    "--lora-alpha 2": ("--lora RANK", "--init m.gguf --lora 1"),
+    "--lora-targets a b": ("--lora RANK", "--init m.gguf --lora 1"),
+    "--lora-init a.gguf": ("--lora RANK", "--init m.gguf --lora 1"),
+    "--ema 0.9 --offload moments": ("--offload moments", "--offload none"),
+    "--epochs 2 --steps 5": ("--steps 5", None),
+    "--trace-steps 2:5": ("--trace FILE", "--trace t.json"),
+    "--min-lr 0.1 --lr 0.01": ("--lr 0.01", "--lr 0.2"),
+    "--decay-steps 5": ("--schedule wsd", "--schedule wsd"),
+    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": ("--steps 8 has after --warmup 4", "--steps 9"),
+    "--bits native": ("ZERO_MPI_BITS", "--bits portable"),
+    "--bits portable --precision bf16": ("--precision bf16", "--precision fp32"),
+    "--bits portable --reduction fast": ("--reduction fast", "--reduction exact"),
+    "--bits portable --device cuda": ("GPU", "--device cpu"),
+    "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
+    "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
-IDLE_CASES = {  # flags without effect: what is said, and what gives them one again
-    "--min-lr 0 --schedule constant": (
-        "--min-lr 0.0 has no effect: --schedule constant",
-        "--schedule linear",
-    ),
-    "--bucket-mb 5": ("--bucket-mb 5.0 has no effect: only --strategy no-shard", "--strategy no-shard"),
-    "--prefetch 2 --strategy no-shard": ("--prefetch 2 has no effect", "--strategy full-shard"),
-    "--prefetch 2 --strategy shard-grad-op": ("--prefetch 2 has no", "--strategy full-shard"),
-    "--val-fraction 0.1 --val-data README.md": (
-        "--val-fraction 0.1 has no effect: what is held out is --val-data",
-        "--val-fraction 0.05",
-    ),
-    "--eval-every 5 --val-fraction 0": (
-        "--eval-every 5 has no effect: --val-fraction 0",
-        "--val-fraction 0.1",
-    ),
-    "--eval-windows 5 --val-fraction 0": ("--eval-windows 5 has no", "--val-fraction 0.1"),
-    "--writers-per-node 2": (
-        "--writers-per-node 2 has no effect: --checkpoint-io gather: rank 0 writes",
-        "--checkpoint-io parallel",
-    ),
-    "--prompt x --sample 0": ("--prompt x has no effect: --sample 0", "--sample 9"),
-    "--micro-batch 8 --batch-size 4": ("--micro-batch 8 has no effect: .* --batch-size 4", "--batch-size 8"),
+IDLE_CASES = {  # flags without effect: what is said beside them, and what gives them one again
+    "--min-lr 0 --schedule constant": ("--schedule constant", "--schedule linear"),
+    "--bucket-mb 5": ("--strategy no-shard", "--strategy no-shard"),
+    "--prefetch 2 --strategy no-shard": ("--strategy no-shard", "--strategy full-shard"),
+    "--prefetch 2 --strategy shard-grad-op": ("", "--strategy full-shard"),
+    "--val-fraction 0.1 --val-data README.md": ("--val-data", "--val-fraction 0.05"),
+    "--eval-every 5 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
+    "--eval-windows 5 --val-fraction 0": ("", "--val-fraction 0.1"),
+    "--writers-per-node 2": ("--checkpoint-io gather", "--checkpoint-io parallel"),
+    "--prompt x --sample 0": ("--sample 0", "--sample 9"),
+    "--micro-batch 8 --batch-size 4": ("--batch-size 4", "--batch-size 8"),
 }
-IDLE_WITH_TOKENS = {
-    "--prompt x": ("--prompt x has no effect: --data are token files", ""),
-    "--sample 9": ("--sample 9 has no effect: --data are token files", "--sample 0"),
-    "--tokenizer byte": ("--tokenizer byte has no effect: --data are token files", ""),
-    "--control-tokens parse": ("--control-tokens parse has no effect: --data are token files", ""),
-    "--bos always": ("--bos always has no effect: --data are token files", ""),
+IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives them none to have
+    "--prompt x": "",
+    "--sample 9": "--sample 0",
+    "--tokenizer byte": "",
+    "--control-tokens parse": "",
+    "--bos always": "",
 }
 
 
 def said(*flags, is_text=True):
-    """The lines on flags without effect."""
     return list(without_effect(FlagContext(parse(" ".join(flags).split()), is_text)))
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_never_happen_is_refused(flags, monkeypatch):
-    expected, remedy = REFUSED[flags]
+    beside, remedy = REFUSED[flags]
     monkeypatch.setattr(portable, "active", flags == "--bits native")  # of a process that is pinned
-    with pytest.raises(UsageError, match=f"^{expected}"):
+    with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{beside}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])
 
 
 @pytest.mark.parametrize("flags", IDLE_CASES)
 def test_what_does_nothing_is_said_in_a_line(flags):
-    expected, remedy = IDLE_CASES[flags]
+    beside, remedy = IDLE_CASES[flags]
     (line,) = said(flags)
-    assert re.match(expected, line)
+    assert re.match(f"{flags.split()[0]} .* has no effect.*{beside}", line)
     assert said(flags, remedy) == []
 
 
 @pytest.mark.parametrize("flags", IDLE_WITH_TOKENS)
 def test_what_is_for_text_does_nothing_for_tokens(flags):
-    expected, remedy = IDLE_WITH_TOKENS[flags]
     (line,) = said(flags, is_text=False)
-    assert line.startswith(expected)
-    assert said(flags) == said(remedy, is_text=False) == []
+    assert line.startswith(f"{flags} has no effect: --data ")
+    assert said(flags) == said(IDLE_WITH_TOKENS[flags], is_text=False) == []
 
 
 def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
     given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
-    context = FlagContext(parse(given), is_text=True, are_ids=True)
-    found = [*without_effect(context)]
-    assert len(found) == 2
-    for flag, line in zip(("--bos always", "--control-tokens parse"), found, strict=True):
-        assert line.startswith(IDLE_WITH_TOKENS[flag][0])
+    found = [*without_effect(FlagContext(parse(given), is_text=True, are_ids=True))]
+    assert [line.partition(" has ")[0] for line in found] == ["--bos always", "--control-tokens parse"]
 
 
 def test_every_row_of_the_tables_has_a_case():
@@ -118,38 +92,28 @@ def test_every_row_of_the_tables_has_a_case():
     assert refused == [f"--{row.name.replace('_', '-')}" for row in CONTRADICTIONS]
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--val-fraction", "0"], ["--strategy", "no-shard"], ["--sample", "0"]]
-)
+@pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])
 def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
     """Also where OUT/config.toml of a run gives them all."""
-    (tmp_path / "all.toml").write_text(write_toml(parse(flags)))
-    assert said("--config", str(tmp_path / "all.toml")) == said(*flags) == []
-
-
-# what is said at a start
+    (tmp_path / "all.toml").write_text(write_toml(parse(flags.split())))
+    assert said("--config", str(tmp_path / "all.toml")) == said(flags) == []
 
 
 def test_a_model_that_is_trained_further_has_another_rate_and_it_is_said():
     config = parse(["--init", "m.gguf", "--data", "text"])
     assert config.lr == 5e-5
-    assert list(remarks(config, is_text=True)) == [
-        "--lr 5e-05: the default with --init, for weights that are trained already"
-    ]
+    assert [line[:13] for line in remarks(config, is_text=True)] == ["--lr 5e-05: t"]
     assert parse(["--init", "m.gguf", "--lr", "0.01"]).lr == 0.01
     assert list(remarks(parse(["--init", "m.gguf", "--data", "text", "--lr", "0.01"]), is_text=True)) == []
     assert parse([]).lr == 4e-3
-
-
-def test_a_model_that_is_trained_further_on_nothing_that_was_named():
-    (_, line) = remarks(parse(["--init", "m.gguf"]), is_text=True)
-    assert line.startswith("--init without --data: trains the model on Python's own library in ")
+    _, line = remarks(parse(["--init", "m.gguf"]), is_text=True)
+    assert line.startswith("--init without --data")
 
 
 def test_more_threads_than_cores(monkeypatch):
     monkeypatch.setattr(environment, "cores", lambda: 4)
     assert [threads_within(count) for count in (None, 0, 1, 4)] == [None, 0, 1, 4]
-    with pytest.raises(UsageError, match=r"^--threads 5: this rank may run on 4 cores: give as many or less"):
+    with pytest.raises(UsageError, match=r"^--threads 5: .* 4 cores"):
         threads_within(5)
 
 

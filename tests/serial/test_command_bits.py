@@ -52,7 +52,6 @@ HEADER, *ROWS = [tuple(row.split()) for row in TABLE.strip().splitlines()]
 
 
 def no_launcher() -> bool:
-    """Whether jobs cannot be started here."""
     try:
         return not launcher()
     except FileNotFoundError:
@@ -64,7 +63,6 @@ pytestmark = needs_mpiexec
 
 
 def write_text(folder: Path, documents: int = 4, seed: int = 0) -> list[str]:
-    """Paths of a few small text files that look a little like a program."""
     words = ["def", "return", "self", "for", "in", "x", "y", "(", ")", ":", "+", "\n"]
     draw = random.Random(seed)
     paths = [folder / f"text-{seed}-{number}.txt" for number in range(documents)]
@@ -83,9 +81,8 @@ def train(
 ) -> str:
     """Train into `out`, on success only. Returns what was printed; `script` instead of the plain command."""
     start = [str(script)] if script else ["-m", "zero_mpi.train"]
-    status, printed, errors = run_job(
-        ranks, [*start, "--out", str(out), *flags], timeout=timeout, env=operations, cwd=out.parent
-    )
+    command = [*start, "--out", str(out), *flags]
+    status, printed, errors = run_job(ranks, command, timeout=timeout, env=operations, cwd=out.parent)
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
 
@@ -94,7 +91,6 @@ train_compiled = functools.partial(train, operations=COMPILED)  # bits are to be
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
-    """The text of these fields (loss and grad_norm) of all steps, as it stands in the file."""
     wanted = names or ("loss", "grad_norm")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
@@ -102,19 +98,16 @@ def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Both files of the newest checkpoint."""
     return {name: (out / "latest" / name).read_bytes() for name in ("model.gguf", "optimizer.gguf")}
 
 
 def assert_same_run(out: Path, reference: Path) -> None:
-    """Same curve, same files, byte for byte."""
     assert fields(out) == fields(reference)
     found, expected = files(out), files(reference)
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a GGUF file, by a reader that is not ours."""
     return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
 
 
@@ -181,8 +174,7 @@ def test_other_architectures_on_three_ranks(arch, text, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
 @pytest.mark.parametrize(
-    "how",
-    [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]],
+    "how", [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]]
 )
 def test_however_a_checkpoint_is_written_it_is_the_same(how, strategy, reference, tmp_path):
     """A save after every step; in the background it overlaps with the next one."""

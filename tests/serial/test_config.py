@@ -25,28 +25,11 @@ from zero_mpi.errors import UsageError
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}
 # Settings whose values are checked more closely than by type.
-SPECIAL = {
-    "threads": "2",
-    "max_time": "1h30m",
-    "reduce_dtype": "fp32",
-    "resume": "never",
-    "schedule": "wsd",
-    "decay_steps": 3,
-    "steps": 20,
-    "strategy": "no-shard",
-}
-SPECIAL |= {
-    "arch": "gpt2",
-    "reduction": "fast",
-    "tokenizer": "from-init",
-    "trace_steps": "2:5",
-    "transport": "mpi",
-    "device": "cpu",
-    "min_lr": 0.001,
-    "lr_scale": ["*.bias=0", "blk.*=1.5"],
-    "trace": "t.json",
-    "warmup": 7,
-}
+SPECIAL = {"threads": "2", "max_time": "1h30m", "reduce_dtype": "fp32", "resume": "never", "schedule": "wsd"}
+SPECIAL |= {"decay_steps": 3, "steps": 20, "strategy": "no-shard"}
+SPECIAL |= {"arch": "gpt2", "reduction": "fast", "tokenizer": "from-init", "trace_steps": "2:5"}
+SPECIAL |= {"transport": "mpi", "device": "cpu", "min_lr": 0.001, "lr_scale": ["*.bias=0", "blk.*=1.5"]}
+SPECIAL |= {"trace": "t.json", "warmup": 7}
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
@@ -55,7 +38,6 @@ SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and
 
 
 def other_value(name):
-    """A value that is not the default, where the setting has more than one."""
     field = FIELDS[name]
     if name in SPECIAL:
         return SPECIAL[name]
@@ -63,26 +45,20 @@ def other_value(name):
 
 
 def as_flags(name, value):
-    """The command line that sets one value."""
     if isinstance(value, bool):
         return [spelled(name) if value else spelled(name).replace("--", "--no-", 1)]
     return [spelled(name), *map(str, value if isinstance(value, list) else [value])]
 
 
 def from_file(tmp_path, text, *flags):
-    """The configuration of a TOML file and flags."""
     path = tmp_path / "run.toml"
     path.write_text(text)
     return parse(["--config", str(path), *flags])
 
 
 def changed(config):
-    """The settings that differ from the default."""
     pairs = zip(dataclasses.asdict(config).items(), dataclasses.asdict(Config()).items(), strict=True)
     return {name: value for (name, value), (_, default) in pairs if value != default}
-
-
-# flags
 
 
 def test_no_flags_give_the_defaults():
@@ -136,35 +112,28 @@ def test_values_out_of_range_are_refused_by_name(flags):
         parse(flags)
 
 
-# the file
-
-
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
-    others = {name: other_value(name) for name in FIELDS if name != "epochs"} | {
-        "offload": "none",  # beside ema
-        "reduction": "exact",  # beside bits
-        "precision": "fp32",  # beside bits
-    }
-    config = Config(**others)
+    others = {name: other_value(name) for name in FIELDS if name != "epochs"}
+    beside = {"offload": "none", "reduction": "exact", "precision": "fp32"}  # ema and bits
+    config = Config(**others | beside)
     assert from_file(tmp_path, write_toml(config)) == config
 
 
-def test_defaults_go_through_the_file_and_back(tmp_path):
-    """None has no spelling in TOML: such settings are left out, and lists may be empty."""
-    assert from_file(tmp_path, write_toml(Config())) == Config()
-
-
-def test_zeros_and_no_are_written_too(tmp_path):
-    """0, 0.0 and false are said by somebody; only None is left out."""
-    config = Config(keep=0, sample=0, grad_clip=0.0, val_fraction=0.0, tied=False, warmup=0)
-    assert from_file(tmp_path, write_toml(config)) == config
+TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"])
 
 
 @pytest.mark.parametrize(
-    "value", [["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline"]], ids=repr
+    "values",
+    [
+        {},
+        {"keep": 0, "sample": 0, "grad_clip": 0.0, "val_fraction": 0.0, "tied": False, "warmup": 0},
+        *({"data": text, "freeze": text} for text in TEXTS),
+    ],
+    ids=str,
 )
-def test_lists_of_any_text_go_through_the_file_and_back(value, tmp_path):
-    config = Config(data=value, freeze=value)
+def test_defaults_zeros_and_texts_go_through_the_file_and_back(values, tmp_path):
+    """None has no spelling in TOML: such settings are left out; 0, 0.0 and false are said by somebody."""
+    config = Config(**values)
     assert from_file(tmp_path, write_toml(config)) == config
 
 
@@ -198,17 +167,17 @@ def test_a_whole_number_is_a_float_where_one_is_expected(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stepz = 3\n", r"run\.toml: 'stepz' is not a setting"),
-        ('steps = "3"\n', r"run\.toml: steps = '3', expected int"),
-        ("steps = 3.5\n", r"run\.toml: steps = 3\.5, expected int"),
-        ("steps = true\n", r"run\.toml: steps = True, expected int"),
-        ("lr = false\n", r"run\.toml: lr = False, expected float"),
-        ("tied = 1\n", r"run\.toml: tied = 1, expected bool"),
-        ('data = "a"\n', r"run\.toml: data = 'a', expected list"),
-        ("data = [1]\n", r"run\.toml: data = \[1\], expected"),
-        ("[run]\nsteps = 3\n", r"run\.toml: 'run' is not a setting"),
-        ("steps = \n", r"run\.toml: not a TOML file"),
-        ("batch_size = 0\n", r"--batch-size 0: expected at least 1"),
+        ("stepz = 3\n", "'stepz'"),
+        ('steps = "3"\n', "steps = '3', expected int"),
+        ("steps = 3.5\n", r"steps = 3\.5, expected int"),
+        ("steps = true\n", "steps = True, expected int"),
+        ("lr = false\n", "lr = False, expected float"),
+        ("tied = 1\n", "tied = 1, expected bool"),
+        ('data = "a"\n', "data = 'a', expected list"),
+        ("data = [1]\n", r"data = \[1\], expected"),
+        ("[run]\nsteps = 3\n", "'run'"),
+        ("steps = \n", "TOML"),
+        ("batch_size = 0\n", "--batch-size 0: "),
     ],
 )
 def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
@@ -217,54 +186,34 @@ def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
 
 
 def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"--config .*nowhere\.toml: no such file"):
-        parse(["--config", str(tmp_path / "nowhere.toml")])
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"--config .*binary\.toml: not a TOML file"):
-        parse(["--config", str(tmp_path / "binary.toml")])
-    with pytest.raises(UsageError, match=r"--config .*: expected a TOML file, found a folder"):
-        parse(["--config", str(tmp_path)])
+    for name in ("nowhere.toml", "binary.toml", ""):
+        with pytest.raises(UsageError, match=f"--config {tmp_path / name}: "):
+            parse(["--config", str(tmp_path / name)])
 
 
-# durations and threads
+DURATIONS = {"3h50m": 13800, "90s": 90, "15m": 900, "3600": 3600, "1h2m3s": 3723, "0.5h": 1800, "1h30": 3630}
+DURATIONS |= {"0": 0, "1.5": 1.5, None: None}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        *(("3h50m", 13800), ("90s", 90), ("15m", 900), ("3600", 3600), ("1h2m3s", 3723), ("0.5h", 1800)),
-        *(("1h30", 3630), ("0", 0), ("1.5", 1.5), (None, None)),
-    ],
-)
-def test_durations(text, expected):
-    assert seconds(text) == expected
-
-
-@pytest.mark.parametrize("text", ["soon", "", "h", "3d", "-5", "1 h", "1e3", "3hh", ".", "1.2.3s", "²"])
-def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(UsageError, match="--max-time"):
-        seconds(text)
+def test_durations():
+    assert {text: seconds(text) for text in DURATIONS} == DURATIONS
+    for text in ("soon", "", "h", "3d", "-5", "1 h", "1e3", "3hh", ".", "1.2.3s", "²"):
+        with pytest.raises(UsageError, match="--max-time"):
+            seconds(text)
 
 
 def test_threads():
     assert [thread_count(text) for text in (None, "auto", "1", "12")] == [None, 0, 1, 12]
-
-
-@pytest.mark.parametrize("text", ["zero", "0", "-1", "1.5", "", "²"])
-def test_what_is_no_thread_count_is_refused(text):
-    with pytest.raises(UsageError, match="--threads"):
-        thread_count(text)
-
-
-# --help and the console script
+    for text in ("zero", "0", "-1", "1.5", "", "²"):
+        with pytest.raises(UsageError, match="--threads"):
+            thread_count(text)
 
 
 @pytest.fixture(scope="module")
 def shown():
-    """What three ranks print for --help."""
-    status, printed, errors = run_job(
-        3, ["-m", "zero_mpi.train", "--help"], env={"COLUMNS": "100"}, timeout=30
-    )
+    command = ["-m", "zero_mpi.train", "--help"]
+    status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
     assert (status, errors) == (0, "")
     return printed
 
@@ -304,18 +253,10 @@ def test_the_console_script_says_its_version_and_commands():
 
 
 def test_the_console_script_refuses_an_unknown_command():
-    status, printed, errors = console("trian")
-    assert (status, printed) == (2, "")
-    assert errors == "zero-mpi: error: 'trian' is not a command; did you mean train?\n"
-    names = ", ".join(main.COMMANDS)
-    assert console("xyzzy")[2] == f"zero-mpi: error: 'xyzzy' is not a command; expected one of {names}\n"
-
-
-@pytest.mark.parametrize("command", [*main.COMMANDS][:3])
-def test_the_console_script_hands_the_flags_on(command):
-    status, printed, errors = console(command, "--no-such-flag")
-    assert (status, printed) == (2, "")
-    assert errors.startswith(f"zero_mpi {command}: error: unknown flag --no-such-flag; ")
+    for name, near in (("trian", ["train"]), ("xyzzy", main.COMMANDS)):
+        status, printed, errors = console(name)
+        assert (status, printed, errors.count("\n")) == (2, "", 1)
+        assert all(word in errors for word in (f"'{name}'", *near))
 
 
 @needs_mpiexec
@@ -334,6 +275,5 @@ def test_the_configuration_of_a_run_is_a_file_that_config_takes(tmp_path, monkey
 def test_every_path_is_recorded_from_the_root():
     named = {"init": "base.gguf", "lora_init": "adapter.gguf", "data": ["text"], "trace": "run.json"}
     kept = recorded(Config(**named, lora=2))
-    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == list(
-        map(os.path.abspath, ["base.gguf", "adapter.gguf", "text", "run.json"])
-    )
+    paths = ["base.gguf", "adapter.gguf", "text", "run.json"]
+    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == [*map(os.path.abspath, paths)]

@@ -28,19 +28,15 @@ RUN = [sys.executable, "-m", "zero_mpi.train"]
 
 
 def copy_of_package(folder):
-    """Another copy of the package's source, in `folder`."""
     ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
     return shutil.copytree(PACKAGE, folder / "zero_mpi", ignore=ignored)
 
 
 class Ranks:
-    """A transport by which the other ranks say what they are given."""
-
     def __init__(self, *values):
         self.values = values
 
     def allgather_object(self, value):
-        """Problems and digests first, then hosts and facts."""
         if len(value) == 3:
             return [("", "", repr(facts)) for facts in self.values]
         return [(f"node{number}", facts) for number, facts in enumerate(self.values)]
@@ -48,7 +44,6 @@ class Ranks:
 
 @pytest.fixture
 def flags(tmp_path):
-    """A small run."""
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 
@@ -61,9 +56,6 @@ def refused(usual, odd, cwd):
     assert len(re.findall("^zero_mpi", errors, re.MULTILINE)) == 1, "launchers may add lines of their own"
     assert not list(Path(cwd).glob("out/step-*"))
     return errors
-
-
-# who is the odd one
 
 
 @pytest.mark.parametrize(
@@ -131,9 +123,6 @@ def test_a_run_of_one_rank_is_no_mistake(environ):
     consistency.check_not_alone(World(0, 4), {"PMI_SIZE": "4"})
 
 
-# in jobs
-
-
 @needs_mpiexec
 def test_another_flag_on_one_rank_is_refused(flags, tmp_path):
     said = refused([*RUN, *flags], [*RUN, *flags, "--lr", "0.5"], tmp_path)
@@ -143,7 +132,6 @@ def test_another_flag_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
-    """Which operations compute: their last bits differ."""
     said = refused(["env", "ZERO_MPI_OPS=auto", *RUN, *flags], [*RUN, *flags], tmp_path)
     assert "has operations numpy, ranks 0, 2" in said
     assert "use the same environment" in said

@@ -25,26 +25,10 @@ TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos
 
 
-def load(
-    *paths,
-    val_fraction=0.0,
-    context=4,
-    seed=0,
-    tokenizer=TOKENIZER,
-    vocab_size=260,
-    any_bytes=False,
-    val_paths=(),
-):
-    return load_corpus(
-        [str(path) for path in paths],
-        val_paths=[str(path) for path in val_paths],
-        val_fraction=val_fraction,
-        context=context,
-        seed=seed,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        any_bytes=any_bytes,
-    )
+def load(*paths, val_paths=(), **options):
+    settings = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": TOKENIZER, "vocab_size": 260}
+    settings |= {"any_bytes": False, "val_paths": list(map(str, val_paths))}
+    return load_corpus(list(map(str, paths)), **settings | options)
 
 
 def write(root, **files):
@@ -67,16 +51,11 @@ def put_ids(path, ids, dtype=np.uint16):
 
 
 def many(root, count=40, size=50):
-    """`count` documents, each of `size` times its own byte."""
     return write(root, **{f"d{i:02}": bytes([i + 1]) * size for i in range(count)})
 
 
 def documents_of(tokens):
-    """The set of documents (by their byte) in a stream of `many`."""
     return set(np.unique(tokens).tolist()) - {EOS}
-
-
-# finding files
 
 
 def test_folders_are_read_in_order_of_name_and_hidden_files_skipped(tmp_path):
@@ -112,21 +91,14 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path):
     assert [name for name, _ in collect_files([str(inside)])] == ["link/x", "y"]
 
 
-def test_a_missing_path_is_named(tmp_path):
-    put(tmp_path / "here", "text")
-    with pytest.raises(UsageError, match=r"--data .*/nowhere.txt does not exist"):
-        load(tmp_path / "here", tmp_path / "nowhere.txt")
-
-
-def test_a_pipe_is_refused_by_name_and_skipped_in_a_folder(tmp_path):
-    """Reading one would wait for ever, and only one rank could."""
+def test_a_missing_path_and_a_pipe_are_named_and_a_pipe_in_a_folder_is_skipped(tmp_path):
+    """Reading a pipe would wait for ever, and only one rank could."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe is neither a file nor a folder"):
-        collect_files([str(tmp_path / "pipe")])
     assert collect_files([str(tmp_path)]) == []
-
-
-# text
+    put(tmp_path / "here", "text")
+    for name in ("nowhere.txt", "pipe"):
+        with pytest.raises(UsageError, match=rf"--data .*/{name} "):
+            load(tmp_path / "here", tmp_path / name)
 
 
 def test_documents_are_bytes_each_closed_by_eos(tmp_path):
@@ -142,24 +114,19 @@ def test_binary_files_of_a_folder_are_left_out_and_counted(tmp_path):
     write(tmp_path, a="text " * 9, b=b"x\0y", c=b"z" * 8191 + b"\0", d=b"late" * 2048 + b"\0")
     corpus = load(tmp_path)
     assert corpus.documents == 2
-    assert corpus.notes == ("files that are no text left out: 2 (b: binary data, c: binary data)",)
+    assert "2 (b: binary data, c: binary data)" in corpus.notes[0]
     assert corpus.train.ids[-2] == 0  # beyond the first 8 KiB nobody looks
 
 
-def test_a_binary_file_that_the_user_names_is_refused(tmp_path):
-    write(tmp_path, a="text", b=b"x\0y")
-    for paths in ([tmp_path / "b"], [tmp_path, tmp_path / "b"]):
-        with pytest.raises(UsageError, match=r"--data .*/b looks like binary data, which is no text"):
-            load(*paths)
-
-
-def test_bytes_that_the_user_asks_for_are_taken_and_told(tmp_path):
+def test_a_binary_file_that_the_user_names_is_refused_unless_bytes_are_asked_for(tmp_path):
     """With --tokenizer byte, of files that are named; those of a folder stay outside."""
     write(tmp_path, a="text", b=b"x\0y", c=b"\x1f\x8b\x08")
+    for paths in ([tmp_path / "b"], [tmp_path, tmp_path / "b"]):
+        with pytest.raises(UsageError, match=r"--data .*/b "):
+            load(*paths)
     corpus = load(tmp_path / "b", context=3, any_bytes=True)
     assert corpus.train.ids.tolist() == [*b"x\0y", EOS]
-    told = "files that are no text, taken as they are for --tokenizer byte: 1 (b: binary data)"
-    assert corpus.notes == (told,)
+    assert "--tokenizer byte: 1 (b: " in corpus.notes[0]
     assert load(tmp_path, tmp_path / "b", any_bytes=True).documents == 2
 
 
@@ -180,14 +147,12 @@ def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
     assert corpus.notes == ()
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="tokenizer has 260 tokens, the model's vocabulary 259"):
-        load(put(tmp_path / "a", "text"), vocab_size=259)
-
-
-def test_text_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"without a tokenizer: .* token files"):
-        load(put(tmp_path / "a", "text"), tokenizer=None)
+@pytest.mark.parametrize(
+    ("options", "found"), [({"vocab_size": 259}, "259"), ({"tokenizer": None}, "tokenizer")]
+)
+def test_text_that_the_model_has_no_tokens_for_is_refused(tmp_path, options, found):
+    with pytest.raises(UsageError, match=found):
+        load(put(tmp_path / "a", "text"), **options)
 
 
 def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
@@ -201,21 +166,11 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
         load(path)
 
 
-# token files
-
-
 def test_token_files_are_taken_as_they_are(tmp_path):
     one, two = put_ids(tmp_path / "1.npy", [5, 6, 7]), put_ids(tmp_path / "2.npy", [70000, 1, 2], np.uint32)
     corpus = load(one, two, tokenizer=None, vocab_size=70001)
     assert corpus.train.ids.held().tolist() == [5, 6, 7, 70000, 1, 2]
     assert (corpus.train.ids.dtype, corpus.documents) == (np.uint32, 2)
-
-
-def test_token_files_stay_on_disk(tmp_path):
-    one, two = put_ids(tmp_path / "1.npy", range(70)), put_ids(tmp_path / "2.npy", range(100, 130))
-    corpus = load(one, two, val_fraction=0.2)
-    found = {*corpus.train.ids.held().tolist(), *corpus.val.ids.held().tolist()}
-    assert found == {*range(70), *range(100, 130)}
 
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
@@ -238,14 +193,8 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path, monkeypa
 )
 def test_other_arrays_are_refused_with_what_came(tmp_path, array, found):
     np.save(tmp_path / "ids.npy", array)
-    with pytest.raises(
-        UsageError, match=f"ids.npy: expected a 1-D array of uint16 or uint32 ids, found {found}"
-    ):
+    with pytest.raises(UsageError, match=f"ids.npy: .*found {found}"):
         load(tmp_path / "ids.npy")
-
-
-def pickled(path):
-    np.save(path, np.array([{}], object), allow_pickle=True)
 
 
 def archive(path):
@@ -258,12 +207,19 @@ def cut_short(path):
     os.truncate(path, 4000)
 
 
-@pytest.mark.parametrize(
-    "make", [pickled, archive, cut_short, lambda path: put(path, ""), lambda path: put(path, "x")]
-)
-def test_files_that_are_no_arrays_are_refused(tmp_path, make):
-    make(tmp_path / "ids.npy")
-    with pytest.raises(UsageError, match=r"cannot read .*ids.npy as a token file: ."):
+NO_ARRAYS = {
+    "pickled": lambda path: np.save(path, np.array([{}], object), allow_pickle=True),
+    "archive": archive,
+    "cut short": cut_short,
+    "empty": lambda path: put(path, ""),
+    "text": lambda path: put(path, "x"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_ARRAYS)
+def test_files_that_are_no_arrays_are_refused(tmp_path, kind):
+    NO_ARRAYS[kind](tmp_path / "ids.npy")
+    with pytest.raises(UsageError, match=r"ids.npy"):
         load(tmp_path / "ids.npy")
 
 
@@ -282,9 +238,6 @@ def test_which_kind_of_files_is_known_beforehand(tmp_path):
     assert not holds_token_files([])
 
 
-# the held-out set
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.33, 0.5, 0.9])
 def test_whole_documents_are_held_out(tmp_path, fraction, seed):
@@ -298,25 +251,21 @@ def test_whole_documents_are_held_out(tmp_path, fraction, seed):
     assert corpus.notes == ()
 
 
-def test_both_sides_keep_the_order_of_the_corpus(tmp_path):
-    corpus = load(many(tmp_path), val_fraction=0.4)
-    for side in (corpus.train.ids, corpus.val.ids):
-        assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
-        assert side[-1] == EOS
-
-
-def test_the_draw_depends_on_the_seed_alone(tmp_path):
+def test_the_draw_depends_on_the_seed_alone_and_keeps_the_order(tmp_path):
     many(tmp_path)
-    drawn = [frozenset(documents_of(load(tmp_path, val_fraction=0.2, seed=s).val.ids)) for s in (0, 0, 1, 2)]
+    loaded = [load(tmp_path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1, 2)]
+    drawn = [frozenset(documents_of(corpus.val.ids)) for corpus in loaded]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
+    for side in (loaded[0].train.ids, loaded[0].val.ids):
+        assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
+        assert side[-1] == EOS
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_last_training_document_is_never_held_out(tmp_path, seed):
     corpus = load(many(tmp_path, count=3), val_fraction=0.99, seed=seed)
-    assert (corpus.documents, corpus.val_documents) == (3, 2)
-    assert corpus.train.size == 51
+    assert (corpus.documents, corpus.val_documents, corpus.train.size) == (3, 2, 51)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -351,59 +300,34 @@ def test_without_a_held_out_set_a_note_says_why(tmp_path):
     many(tmp_path / "many", count=10, size=3)
     corpus = load(tmp_path / "many", val_fraction=0.1)
     assert (corpus.val.size, corpus.train.size, corpus.val_documents) == (0, 40, 0)
-    assert corpus.notes == (
-        "no held-out set: it would have 4 tokens, a window takes 5; use a larger --val-fraction or a smaller "
-        "--context",
-    )
+    assert all(part in corpus.notes[0] for part in ("4 tokens", "--val-fraction", "--context"))
     corpus = load(put(tmp_path / "one", "abcd"), val_fraction=0.5)
-    assert corpus.notes == ("no held-out set: it would leave 2 tokens to train on, a window takes 5",)
+    assert "2 tokens" in corpus.notes[0]
     assert corpus.train.ids.tolist() == [*b"abcd", EOS]
-
-
-def test_fraction_zero_turns_it_off_without_a_note(tmp_path):
-    corpus = load(many(tmp_path), val_fraction=0)
-    assert (corpus.val.size, corpus.val_documents, corpus.notes) == (0, 0, ())
-    assert corpus.train.size == 40 * 51
+    corpus = load(tmp_path / "many", val_fraction=0)
+    assert (corpus.val.size, corpus.train.size, corpus.notes) == (0, 40, ())
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, math.nan])
 def test_other_fractions_are_refused(tmp_path, fraction):
-    with pytest.raises(UsageError, match="--val-fraction must be at least 0 and below 1, not "):
+    with pytest.raises(UsageError, match="--val-fraction"):
         load(many(tmp_path), val_fraction=fraction)
-
-
-# too little data
 
 
 def test_a_single_window_is_enough_and_one_token_less_is_not(tmp_path):
     path = put(tmp_path / "a", "abcd")
     assert load(path, context=4, val_fraction=0.05).train.size == 5
-    with pytest.raises(
-        UsageError,
-        match=r"^context 5 needs at least 6 tokens, the data holds 5: use a smaller --context or more",
-    ):
+    with pytest.raises(UsageError, match=r"^context 5 .*6 tokens.* 5"):
         load(path, context=5)
 
 
-@pytest.mark.parametrize("files", [{}, {"a": "", "b": ""}])
-def test_empty_data_is_named(tmp_path, files):
-    write(tmp_path, **files)
-    with pytest.raises(UsageError, match=f"--data holds no text and no tokens: {tmp_path}$"):
+@pytest.mark.parametrize("files", [{}, {"a": "", "b": ""}, {"b": b"\0" * 99}, {"ids.npy": None}])
+def test_data_without_text_or_tokens_are_named(tmp_path, files):
+    for name, content in files.items():
+        put_ids(tmp_path / name, []) if content is None else put(tmp_path / name, content)
+    with pytest.raises(UsageError, match=f"--data .*{tmp_path}") as caught:
         load(tmp_path)
-
-
-def test_empty_token_files_are_empty_data(tmp_path):
-    with pytest.raises(UsageError, match=r"no tokens: .*ids.npy"):
-        load(put_ids(tmp_path / "ids.npy", []))
-
-
-def test_a_folder_of_binary_files_is_empty_data_and_says_so(tmp_path):
-    put(tmp_path / "b", b"\0" * 99)
-    with pytest.raises(UsageError, match=r"no text and no tokens: .*; files that are no text left out: 1"):
-        load(tmp_path)
-
-
-# the hash
+    assert files != {"b": b"\0" * 99} or "left out: 1" in str(caught.value)
 
 
 def test_other_data_are_held_out_whole(tmp_path):
@@ -419,10 +343,9 @@ def test_other_data_are_held_out_whole(tmp_path):
 
 def test_other_data_must_have_a_window_and_a_text(tmp_path):
     folder = write(tmp_path, a="some text", b="xy", empty__c="")
-    with pytest.raises(UsageError, match="--val-data holds 3 tokens, a window takes 5: give more of it"):
-        load(folder / "a", val_paths=[folder / "b"])
-    with pytest.raises(UsageError, match=r"--val-data holds no text and no tokens: .*empty"):
-        load(folder / "a", val_paths=[folder / "empty"])
+    for name, found in (("b", "3 tokens"), ("empty", "empty")):
+        with pytest.raises(UsageError, match=f"--val-data.* {found}|--val-data.*/{found}"):
+            load(folder / "a", val_paths=[folder / name])
 
 
 def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatch):
@@ -436,16 +359,9 @@ def test_the_hash_does_not_depend_on_place_split_or_context(tmp_path, monkeypatc
 
 
 def test_the_hash_sees_names_bytes_order_and_bounds(tmp_path):
-    variants = [
-        {"a": "one", "b": "two"},
-        {"a": "onf", "b": "two"},
-        {"a": "two", "b": "one"},
-        {"a": "one", "c": "two"},
-        {"a": "onet", "b": "wo"},
-        {"a": "one", "b": "two", "c": "x"},
-        {"aone": "b", "two": "x"},
-        {"x__a": "one", "b": "two"},
-    ]
+    variants = [{"a": "one", "b": "two"}, {"a": "onf", "b": "two"}, {"a": "two", "b": "one"}]
+    variants += [{"a": "one", "c": "two"}, {"a": "onet", "b": "wo"}, {"a": "one", "b": "two", "c": "x"}]
+    variants += [{"aone": "b", "two": "x"}, {"x__a": "one", "b": "two"}]
     hashes = {load(write(tmp_path / str(i), **files), context=2).sha256 for i, files in enumerate(variants)}
     paths = [tmp_path / "0" / name for name in "ab"]
     assert load(*paths, context=2).sha256 in hashes
@@ -468,37 +384,14 @@ def test_the_hash_of_token_files_sees_ids_and_names(tmp_path):
     assert len(set(hashes)) == 3
 
 
-# Python's own library
-
-
-def test_the_library_is_python_source_without_tests_and_packages():
-    files = stdlib_files()
-    root = text_files.stdlib_root()
-    names = [path.relative_to(root).as_posix() for path in files]
-    assert names == sorted(names)
-    assert {"os.py", "json/decoder.py", "__future__.py"} <= set(names)
-    parts = {part for name in names for part in name.split("/")}
-    assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    assert all(name.endswith(".py") and not name.startswith("_sysconfigdata") for name in names)
-
-
 def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
-    kept = ("a.py", "email/b.py", "testing.py")
-    dropped = (
-        "test/x.py",
-        "lib2to3/tests/x.py",
-        "idlelib/idle_test/x.py",
-        "site-packages/x.py",
-        "dist-packages/x.py",
-        "__pycache__/x.py",
-        "a.pyc",
-        "_sysconfigdata__linux.py",
-        ".x.py",
-    )
+    kept = ["a.py", "email/b.py", "testing.py"]
+    folders = ("test", "lib2to3/tests", "idlelib/idle_test", "site-packages", "dist-packages", "__pycache__")
+    dropped = [*(f"{folder}/x.py" for folder in folders), "a.pyc", "_sysconfigdata__linux.py", ".x.py"]
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == list(kept)
+    assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == kept
 
 
 def test_no_path_means_the_library(tmp_path, monkeypatch):
@@ -507,23 +400,9 @@ def test_no_path_means_the_library(tmp_path, monkeypatch):
     corpus = load()
     assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
     assert corpus.sha256 == load(tmp_path / "lib").sha256
-
-
-def test_the_default_corpus_trains_and_holds_out():
-    corpus = load(val_fraction=0.05, context=256)
-    total = corpus.train.size + corpus.val.size
-    assert total > 3_000_000
-    assert 0.05 <= corpus.val.size / total <= 0.1
-    assert corpus.notes == ()
-
-
-def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
-    with pytest.raises(UsageError, match=f"Python's own library in {tmp_path}"):
+    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "none")
+    with pytest.raises(UsageError, match=str(tmp_path)):  # a Python without sources
         load()
-
-
-# entropy
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 import tiny
 from checkpoints import load_checkpoint
+from random_kills import sound_step
 
-from zero_mpi import GradAccum, SerialComm, ShardedAdamW
+from zero_mpi import SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.errors import JobError
 from zero_mpi.models import Llama
@@ -38,27 +38,13 @@ DESCRIPTION = Description("llama", CONFIG.metadata(), {"seed": 0}, {"threads": 1
 CALLS = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
-def trained(steps: int, seed: int = 0) -> ShardedAdamW:
-    """The tiny model after some steps."""
-    optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=seed), lr=1e-2)
-    accumulator = GradAccum(optimizer.module, 2)
-    for step in range(steps):
-        tiny.run_step(optimizer.module, accumulator, CONFIG, step, 2)
-        optimizer.step(max_norm=1.0)
-    return optimizer
-
-
 def save(out: Path, step: int, keep: int = 0, seed: int = 0, background: bool = False) -> None:
-    """The checkpoint of a step; returns when it is complete or has failed."""
     saver = Saver(out, STATES[step, seed], DESCRIPTION, keep=keep, background=background)
     saver.save(TrainingProgress(step, 100 * step, 0, step, 2 * step))
     saver.wait()
 
 
-STATES = {(step, seed): trained(step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
-
-
-# counting operations
+STATES = {(step, seed): tiny.trained(CONFIG, step, seed) for step, seed in ((1, 0), (2, 0), (2, 1))}
 
 
 class Operations:
@@ -71,14 +57,11 @@ class Operations:
         self._lock = threading.Lock()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Stand between the package and the system."""
         for name in CALLS:
             patch.setattr(os, name, self.watching(name))
         patch.setattr(folders, "exchange", self.watching("exchange"))
 
     def watching(self, name: str) -> Callable[..., Any]:
-        """The call `name`, counted."""
-
         def call(*arguments: Any, **more: Any) -> Any:
             with self._lock:
                 self.count += 1
@@ -95,7 +78,6 @@ class Operations:
         return call
 
     def note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Keep track of which files hold what is not on disk yet."""
         if name == "open" and arguments[1] & os.O_CREAT:
             self.opened[inode(result)] = Opened(os.dup(result))
         elif name in ("pwritev", "ftruncate", "fsync") and inode(arguments[0]) in self.opened:
@@ -108,31 +90,22 @@ class Operations:
                 self.real["ftruncate"](file.handle, 0)
 
     def close(self) -> None:
-        """Give the handles back."""
         for file in self.opened.values():
             os.close(file.handle)
 
 
 @dataclass
 class Opened:
-    """A file that was made, by a handle of our own, and whether all of it is on disk."""
-
     handle: int
     synced: bool = False
 
 
 def inode(handle: int) -> int:
-    """Which file a handle is of."""
     return os.fstat(handle).st_ino
-
-
-# where a save begins
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is there when step 2 is saved, and what is to be there after it."""
-
     before: tuple[tuple[int, int], ...]  # (step, seed) of earlier checkpoints, in their order
     after: tuple[int, ...]
     keep: int = 0
@@ -158,7 +131,6 @@ def case(request, monkeypatch) -> Case:
 
 @pytest.fixture
 def start(case, tmp_path) -> Callable[[], Path]:
-    """Makes the run's folder as it was before the save, each time it is called."""
     template = tmp_path / "template"
     template.mkdir()
     for step, seed in case.before:
@@ -175,26 +147,13 @@ def start(case, tmp_path) -> Callable[[], Path]:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory) -> dict[str, bytes]:
-    """The files of an undisturbed save of step 2."""
     out = tmp_path_factory.mktemp("complete")
     save(out, 2)
     return contents(out / "latest")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Name -> bytes of the files of a checkpoint."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-# what must hold after an interruption
-
-
-def sound_step(folder: Path) -> int:
-    """The step of a checkpoint whose two files are what was written."""
-    files = open_checkpoint(folder)
-    state = files.state
-    check_digests(files)
-    return int(state.metadata["training.iteration_count"])
 
 
 def assert_nothing_lost(out: Path, case: Case) -> None:
@@ -211,14 +170,10 @@ def assert_nothing_lost(out: Path, case: Case) -> None:
 
 
 def assert_goes_on(out: Path, case: Case, complete: dict[str, bytes]) -> None:
-    """The next save of step 2 ends as if nothing had been."""
     save(out, 2, case.keep)
     names = [folders.step_folder(out, step).name for step in case.after]
     assert sorted(path.name for path in out.iterdir()) == ["latest", *names]
     assert contents(out / "latest") == complete
-
-
-# by SIGKILL
 
 
 def save_and_die(out: Path, case: Case, stop_at: int, *, power: bool) -> bool:
@@ -262,9 +217,6 @@ def test_a_save_may_be_killed_before_any_operation(power, case, start, complete)
         if not killed:
             break
     assert stop_at > 25, "the sweep has not seen the operations of a save"
-
-
-# by an error of the system
 
 
 @contextlib.contextmanager

@@ -22,18 +22,15 @@ OF_0_1_0 = {"context": 128, "batch_size": 16, "steps": 2, "warmup": 40, "lr": 2e
 
 @pytest.fixture
 def folder(tmp_path):
-    """Seventy conversations, one of them long, and a model."""
     write_lines(tmp_path / "chat.jsonl", *[{"messages": TALK}, SAME] * 34, {"messages": TALK}, LONG)
     return tmp_path
 
 
 def settings(folder):
-    """The settings of a run, as its folder says them."""
     return tomllib.loads((folder / "out" / "config.toml").read_text())
 
 
 def model(folder, context):
-    """A model of so long a context, with a tokenizer of bytes."""
     about = replace(LLAMA, context_length=context, value_length=4)
     write_model(folder / "m.gguf", about, ByteTokenizer(CHATML).metadata())
 
@@ -68,9 +65,8 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     assert found["warmup"] == round(0.09 * found["steps"])
     assert f"70 conversations ({int(room < longest)} cut) in " in printed
     assert f"steps:     {found['steps']}, 3.0 times through the data; rate " in printed
-    status, said, _ = run_job(
-        1, ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"], cwd=folder, timeout=50
-    )
+    command = ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"]
+    status, said, _ = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0
     assert f"steps      {found['steps']} of {4 * found['context']} tokens: " in said
     assert f" after {found['warmup']} of warm-up" in said

@@ -13,14 +13,12 @@ BLOCKS = 700  # of every kind; so many random scales include zeros, denormals, i
 
 
 def some_bytes(kind):
-    """Random blocks, the first ones of zeros and of ones alone."""
     raw = np.random.default_rng(len(kind.name)).integers(256, size=BLOCKS * kind.nbytes, dtype=np.uint8)
     raw[: kind.nbytes], raw[kind.nbytes : 2 * kind.nbytes] = 0, 255
     return raw
 
 
 def expected(raw, kind):
-    """What gguf makes of the bytes."""
     with np.errstate(all="ignore"):
         return dequantize(raw, GGMLQuantizationType[kind.name])
 

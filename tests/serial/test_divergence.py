@@ -13,16 +13,11 @@ from zero_mpi.train.observers import MOST, Divergence, check_recorded
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-GOOD, SKIPPED, SEARCHED, LOST = (
-    (1.0, False, False),
-    (1.0, True, False),
-    (1.0, True, True),
-    (math.nan, True, True),
-)
+GOOD, SKIPPED, SEARCHED = (1.0, False, False), (1.0, True, False), (1.0, True, True)
+LOST = (math.nan, True, True)
 
 
 def steps(*made: tuple[float, bool, bool]) -> Divergence:
-    """After some steps."""
     found = Divergence()
     for number, step in enumerate(made, 1):
         found.saw(number, *step)
@@ -72,7 +67,6 @@ def test_what_is_recorded_is_remembered(tmp_path):
 
 
 def outcome(out: Path) -> tuple[str, str]:
-    """State and reason in status.json."""
     said = json.loads((out / "status.json").read_text())
     return said["state"], said["reason"]
 
@@ -85,9 +79,8 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
     """Weights as large as float32 has them; the same once more when the same command is given again."""
     flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--lr", "1e38"]
     for _ in range(2):
-        status, printed, errors = run_job(
-            2, ["-m", "zero_mpi.train", *flags, "--steps", str(total)], timeout=30
-        )
+        command = ["-m", "zero_mpi.train", *flags, "--steps", str(total)]
+        status, printed, errors = run_job(2, command, timeout=30)
         assert status == 1, printed
         (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns as well
         assert "Traceback" not in errors

@@ -24,21 +24,12 @@ from test_command_bits import needs_mpiexec
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(400))
 WALKED = [page for page in PAGES if any(isinstance(step, Line) for step in steps_of(page))]
-FOLDERS = (
-    "examples",
-    "hostfiles",
-    "benchmarks",
-    "tools",
-)  # that commands name, seen from the project's folder
+FOLDERS = ("examples", "hostfiles", "benchmarks", "tools")  # that commands name
 TOLD = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]  # with those that have no commands to run
 BESIDE = re.compile(r"(\]\()(?!https:)([^)#\s]+)?(#[\w-]+)?\)")
 
 
-# ------------------------------------------------------------------------------------------ commands
-
-
 def all_lines() -> list[str]:
-    """Every documented command."""
     of_pages = [step.text for page in PAGES for step in steps_of(page) if isinstance(step, Line)]
     return of_pages + [line for lines in lines_elsewhere().values() for line in lines]
 
@@ -50,13 +41,7 @@ def test_every_command_has_a_row_and_every_row_a_command():
     assert sorted(COMMANDS.keys() - lines) == [], "no page has these"
 
 
-def test_files_with_commands_of_their_own_have_some():
-    for path, lines in lines_elsewhere().items():
-        assert lines, f"{path.name} shows no command"
-
-
 def functions(path: Path) -> set[str]:
-    """Names of the functions of a test file."""
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
@@ -81,15 +66,6 @@ def test_extras_that_are_installed_exist():
             assert set(named[1].split(",")) <= extras.keys(), line
 
 
-def test_what_nothing_runs_says_why(capsys):
-    untried = [(line, how.why) for line, how in COMMANDS.items() if isinstance(how, Nobody)]
-    with capsys.disabled():
-        print()
-        for line, why in untried:
-            print(f"not run: {line}\n    {why}")
-    assert all(why for _, why in untried)
-
-
 @pytest.mark.parametrize("target", [line for line in COMMANDS if line.startswith("make ")])
 def test_a_target_does_what_the_table_says(target):
     """`make -n` prints its commands; those that only set up come first."""
@@ -105,21 +81,16 @@ def test_a_target_does_what_the_table_says(target):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """A small model of bytes, for pages that start from one."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.py").write_text(TEXT)
     flags = [*SMALL.split(), "--context", "128", "--steps", "1", "--sample", "0", "--eval-every", "0"]
-    status, printed, errors = run_job(
-        1,
-        ["-m", "zero_mpi.train", *flags, "--data", "text.py", "--val-fraction", "0", "--out", "run"],
-        cwd=folder,
-    )
+    command = ["-m", "zero_mpi.train", *flags, "--data", "text.py", "--val-fraction", "0", "--out", "run"]
+    status, printed, errors = run_job(1, command, cwd=folder)
     assert (status, errors) == (0, ""), printed + errors
     return folder / "run" / "latest" / "model.gguf"
 
 
 def furnish(folder: Path, model: Path) -> None:
-    """A folder like that of the project, with what a reader is asked to bring."""
     for name in FOLDERS:
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -131,7 +102,6 @@ def furnish(folder: Path, model: Path) -> None:
 
 
 def do(line: str, folder: Path) -> None:
-    """One command as the table says; nothing if another test runs it."""
     how = COMMANDS[line]
     if not isinstance(how, Run | Make):
         return
@@ -183,11 +153,7 @@ def test_programs_of_pages_have_names():
                 assert step.name in lines or f"from {module} import" in texts, f"nothing runs {step.name}"
 
 
-# ------------------------------------------------------------------------------------ links, pictures
-
-
 def anchors(page: Path) -> set[str]:
-    """What a link may name inside a page: its headings, as forges spell them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {"#" + re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -209,14 +175,12 @@ def test_the_index_has_every_page():
 
 @pytest.fixture(scope="session")
 def tools() -> Iterator[None]:
-    """The scripts of tools/, which stand alone, as modules."""
     sys.path.insert(0, str(ROOT / "tools"))
     yield
     sys.path.remove(str(ROOT / "tools"))
 
 
 def drawn() -> dict[str, str]:
-    """File name -> picture, from the code as it is now."""
     return {name: draw() for name, draw in import_module("figures").pictures().items()}
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 
 import pytest
 from jobs import run_command, run_job
@@ -26,25 +27,19 @@ FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a text to train on."""
     (tmp_path / "text").write_text("what people look at, before they begin\n" * 40)
     return tmp_path
 
 
 def train(ranks, folder, *flags):
-    """(status, stdout, stderr) of a job."""
     return run_job(ranks, ["-m", "zero_mpi.train", *FLAGS, *flags], cwd=folder, timeout=50)
 
 
 def tree(folder):
-    """All that is in a folder, with times, to the last byte."""
-    return {
-        path.relative_to(folder).as_posix(): (
-            path.lstat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else b"",
-        )
+    return [
+        (path, path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(folder.rglob("*"))
-    }
+    ]
 
 
 @needs_mpiexec
@@ -126,9 +121,8 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
         r"to take 3.0 TiB on \S+ \(206,[0-9,]+ parameters\), and .* GiB .*: ask for more .*\n",
         errors,
     )
-    assert re.sub("[0-9.]+ GiB are free", "", train(2, folder, *huge)[2]) == re.sub(
-        "[0-9.]+ GiB are free", "", errors
-    )
+    without = partial(re.sub, "[0-9.]+ GiB are free", "")
+    assert without(train(2, folder, *huge)[2]) == without(errors)
     assert re.search(
         r"(?m)^transport +messages, because \S+ MiB of shared memory are needed and /dev/shm has .* free "
         r"\(chosen by --transport auto\)$",
@@ -139,17 +133,10 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
 
 @needs_mpiexec
 def test_nodes_are_those_of_the_job(folder):
-    flags = [*FLAGS, "--dry-run"]
-    printed = {
-        per_node: run_job(
-            4,
-            ["-m", "zero_mpi.train", *flags],
-            cwd=folder,
-            timeout=50,
-            env={"ZERO_MPI_RANKS_PER_NODE": str(per_node)},
-        )[1]
-        for per_node in (2, 3)
-    }
+    command, printed = ["-m", "zero_mpi.train", *FLAGS, "--dry-run"], {}
+    for per_node in (2, 3):
+        env = {"ZERO_MPI_RANKS_PER_NODE": str(per_node)}
+        printed[per_node] = run_job(4, command, cwd=folder, timeout=50, env=env)[1]
     assert "4 rank(s) on 2 node(s)" in printed[2]
     assert "memory that the ranks of a node share, messages between nodes (chosen by" in printed[2]
     assert "messages, because the nodes have unequal numbers of ranks (1 to 3) (chosen by" in printed[3]
@@ -165,7 +152,6 @@ def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
 
 @needs_mpiexec
 def test_a_checkpoint_is_as_large_as_it_says(folder):
-    """All of a model, with an average, and adapters alone."""
     adapters = ["--init", str(folder / "run" / "latest" / "model.gguf"), "--lora", "16", "--dim", "32"]
     for name, more in {"run": [], "average": ["--ema", "0.9"], "adapters": adapters}.items():
         more = [*more, "--steps", "1", "--out", name]
@@ -182,14 +168,9 @@ def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
     """Beside those that stay, one is being written; those that are there already have their room."""
     monkeypatch.chdir(folder)
     each = saved_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
-    for checkpoints, keep, there, refused, warned in (
-        (4, 3, 0, False, False),
-        (3.9, 3, 0, False, True),
-        (3.9, 3, 1, False, False),
-        (1, 3, 9, False, False),
-        (1.9, 1, 0, False, True),
-        (0.9, 3, 9, True, False),
-    ):
+    cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]
+    cases += [(1, 3, 9, False, False), (1.9, 1, 0, False, True), (0.9, 3, 9, True, False)]
+    for checkpoints, keep, there, refused, warned in cases:
         usage = shutil._ntuple_diskusage(0, 0, int(checkpoints * each))
         monkeypatch.setattr(shutil, "disk_usage", lambda place, usage=usage: usage)
         for number in range(there):

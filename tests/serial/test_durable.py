@@ -36,13 +36,10 @@ class Stopping:
         self.thread = threading.get_ident()  # others, of earlier tests, may still be at work
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Stand between the package and the system."""
         for name in CALLS:
             patch.setattr(os, name, self.watching(name, getattr(os, name)))
 
     def watching(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
-        """A call, counted."""
-
         def call(*arguments: object, **more: object) -> object:
             if threading.get_ident() != self.thread:
                 return real(*arguments, **more)
@@ -67,7 +64,6 @@ def name(request, tmp_path) -> str:
 
 
 def written(name: str, folder: Path) -> str:
-    """What the file is to hold in the end, but for times."""
     folder.mkdir()
     (folder / name).write_text(OLD)
     WRITERS[name](folder)
@@ -75,7 +71,6 @@ def written(name: str, folder: Path) -> str:
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """What it raises, if it does."""
     try:
         action()
     except (OSError, JobError, FileError) as error:

@@ -27,7 +27,6 @@ def before_numpy(monkeypatch):
 
 
 def prepared(**environ):
-    """What `prepare` makes of an environment."""
     prepare(environ)
     return environ
 
@@ -54,10 +53,7 @@ def test_cores_are_handed_over_only_where_ranks_outnumber_them(name):
     for ranks in (1, 3, 4):
         assert YIELDING.keys() & prepared(**{name: str(ranks)}).keys() == set()
     assert YIELDING.items() <= prepared(**{name: "5"}).items()
-
-
-def test_yielding_does_not_depend_on_threads():
-    assert YIELDING.items() <= prepared(MPI_LOCALNRANKS="8", OMP_NUM_THREADS="2").items()
+    assert YIELDING.items() <= prepared(**{name: "8"}, OMP_NUM_THREADS="2").items()
 
 
 @pytest.mark.parametrize("name", YIELDING)
@@ -86,21 +82,14 @@ def test_open_mpi_4_beside_python_is_told_where_it_is(monkeypatch, tmp_path):
     assert prepared(OPAL_PREFIX="/site")["OPAL_PREFIX"] == "/site"
 
 
-@pytest.mark.parametrize("value", ["", "4(x2)", "-3", "many"])
-def test_a_count_that_is_no_number_is_one_rank(value):
-    """Slurm writes things like 4(x2)."""
-    assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
-
-
-def test_the_launcher_itself_is_asked_before_the_batch_system():
-    """One rank started inside an allocation of eight tasks a node is one rank."""
+def test_ranks_are_counted_by_the_launcher_before_the_batch_system():
+    """One rank started inside an allocation of eight tasks a node is one; Slurm writes things like 4(x2)."""
+    for value in ("", "4(x2)", "-3", "many"):
+        assert local_ranks({"SLURM_NTASKS_PER_NODE": value}) == 1
     assert local_ranks({"SLURM_NTASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}) == 2
-
-
-@pytest.mark.parametrize("name", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"])
-def test_a_launcher_is_noticed(name):
-    assert under_launcher({name: "0"})
     assert not under_launcher({"PATH": "/bin"})
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):
+        assert under_launcher({name: "0"})
 
 
 REPORT = """
@@ -121,9 +110,8 @@ def report(statement, names, ranks=0):
         assert status == 0, errors
         return json.loads(printed.splitlines()[0])
     environ = {name: value for name, value in clean_environment().items() if name not in THREADS}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
     return json.loads(done.stdout)
 
 

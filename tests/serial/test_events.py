@@ -19,18 +19,15 @@ FLAGS = [*SIZES, "--sample", "5", "--batch-size", "4", "--warmup", "1", "--eval-
 
 @pytest.fixture(autouse=True)
 def not_installed():
-    """No handler of a command is left behind."""
     yield
     log.remove()
 
 
 def read(out):
-    """The entries."""
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
 def names(out):
-    """What happened, and after which step."""
     return [(entry["event"], entry["step"]) for entry in read(out)]
 
 
@@ -47,20 +44,15 @@ def test_entries_have_time_event_and_step(tmp_path):
     assert read(tmp_path)[0]["ranks"] == 4
 
 
-def test_nothing_is_ever_cut(tmp_path):
+def test_nothing_is_ever_cut_and_a_line_that_was_cut_off_stays_alone(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"time": "2026')
     for step in (5, 2):
         events = Events(tmp_path, 0)
         events.begin(step, {})
         events.end("stopped", "SIGTERM")
-    assert names(tmp_path) == [("started", 5), ("stopped", 5), ("started", 2), ("stopped", 2)]
-
-
-def test_a_line_that_was_cut_off_stays_alone(tmp_path):
-    (tmp_path / "events.jsonl").write_text('{"time": "2026')
-    Events(tmp_path, 0).begin(3, {})
-    first, second = (tmp_path / "events.jsonl").read_text().splitlines()
+    first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
     assert first == '{"time": "2026'
-    assert json.loads(second)["event"] == "started"
+    assert [json.loads(line)["step"] for line in others] == [5, 5, 2, 2]
 
 
 def test_only_rank_0_notes_and_any_rank_says_why_it_failed(tmp_path):
@@ -99,28 +91,17 @@ def test_what_cannot_be_written_is_said_once(tmp_path, capsys):
     assert "events.jsonl cannot be written: No such file" in line
 
 
-@pytest.mark.parametrize("state", ["done", "failed", "stopped", None])
-def test_a_job_before_that_had_a_last_word_is_not_lost(state, tmp_path):
-    Events(tmp_path, 0).begin(0, {"state": state} if state else {})
-    assert names(tmp_path) == [("started", 0)]
+ENDS = {0: "done", 75: "stopped", 1: "failed", 86: "failed", 2: None}
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        (0, [("started", 3), ("done", 3)]),
-        (75, [("started", 3), ("stopped", 3)]),
-        (1, [("started", 3), ("failed", 3)]),
-        (86, [("started", 3), ("failed", 3)]),
-        (2, [("started", 3)]),
-    ],
-)
-def test_an_exit_status_is_the_last_word(code, expected, tmp_path):
+@pytest.mark.parametrize(("code", "word"), ENDS.items())
+@pytest.mark.parametrize("before", ["done", "failed", "stopped", None])
+def test_an_exit_status_is_the_last_word_and_no_job_before_is_lost(code, word, before, tmp_path):
     outcome = Outcome(tmp_path, World(0, 1), steps=9)
     outcome.open()
-    outcome.events.begin(3, {})
+    outcome.events.begin(3, {"state": before} if before else {})
     outcome.end(code, "")
-    assert names(tmp_path) == expected
+    assert names(tmp_path) == [("started", 3), *([(word, 3)] if word else [])]
 
 
 def test_a_run_that_was_not_begun_is_no_event(tmp_path):
@@ -132,12 +113,8 @@ def test_a_run_that_was_not_begun_is_no_event(tmp_path):
     assert names(tmp_path) == [("failed", 0)]
 
 
-# in jobs
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """A run of two jobs: the first is done with 3 steps; then it looks as if another one had been killed."""
     folder = tmp_path_factory.mktemp("story")
     out, flags = folder / "out", [*FLAGS, "--data", *write_text(folder)]
     train(2, out, *flags, "--steps", "3", "--save-every", "2")
@@ -153,21 +130,9 @@ def story(tmp_path_factory):
 @needs_mpiexec
 def test_the_story_of_a_run_is_told(story):
     out, _ = story
-    assert names(out) == [
-        ("started", 0),
-        ("saved", 2),
-        ("saved", 3),
-        ("sample", 3),
-        ("done", 3),
-        ("lost", 7),
-        ("started", 3),
-        ("resumed", 3),
-        ("warning", 3),
-        ("warning", 3),
-        ("saved", 4),
-        ("sample", 4),
-        ("done", 4),
-    ]
+    happened = "started 0, saved 2, saved 3, sample 3, done 3, lost 7, started 3, resumed 3, warning 3, "
+    happened += "warning 3, saved 4, sample 4, done 4"
+    assert ", ".join(f"{event} {step}" for event, step in names(out)) == happened
 
 
 @needs_mpiexec

@@ -29,24 +29,18 @@ API = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
-EXACT = (
-    "custom_loop",
-    "custom_model",
-    "mlp_digits",
-    "save_and_load",
-)  # their micro-batches do not depend on the ranks
+# Their micro-batches do not depend on the ranks.
+EXACT = ("custom_loop", "custom_model", "mlp_digits", "save_and_load")
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
 
 def run_script(path: Path, ranks: int, folder: Path) -> str:
-    """What a script prints, on success and silence on stderr only."""
     status, printed, errors = run_job(ranks, [path], timeout=50, cwd=folder)
     assert (status, errors) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
 
 
 def example(name: str):
-    """An example as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +48,6 @@ def example(name: str):
 
 
 def losses(printed: str) -> list[float]:
-    """The numbers behind "loss", in order."""
     return [float(number) for number in re.findall(r"\bloss (\S+)", printed)]
 
 
@@ -116,11 +109,6 @@ def test_example_works_without_any_mpi_as_in_a_notebook(name, printed, in_a_note
     assert in_a_notebook[name] == printed(name, 1)
 
 
-@needs_mpiexec
-def test_digits_that_were_held_out_are_read(printed):
-    assert float(re.search(r"accuracy (\S+)", printed("mlp_digits", 1))[1]) > 0.95
-
-
 @pytest.mark.parametrize(("variables", "threads"), [({}, {1}), ({"OMP_NUM_THREADS": "2"}, {2})])
 def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, threads):
     """As the sorted imports of a script have it; threads that spin on the other ranks' cores cost tenfold."""
@@ -162,7 +150,8 @@ def test_without_the_digits_the_error_says_what_to_install(monkeypatch):
 
 
 @needs_mpiexec
-def test_the_custom_model_counts_on(printed):
+def test_held_out_digits_are_read_and_the_custom_model_counts_on(printed):
+    assert float(re.search(r"accuracy (\S+)", printed("mlp_digits", 1))[1]) > 0.95
     assert printed("custom_model", 1).splitlines()[-1] == "3 6 goes on: 9 12 15 18 21 24"
 
 
@@ -194,25 +183,15 @@ def test_the_custom_models_check_of_slopes_finds_what_is_wrong():
         assert not module.slope_error(wrong("mix", 5), x) < 1e-3, wrong
 
 
-def test_sharded_linear_has_uneven_rows():
-    assert "sharded_linear" in EXAMPLES
-    assert zero_mpi.Partition(10, 3).counts == (4, 3, 3)
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_says_how_to_run_it(name):
     text = (ROOT / "examples" / f"{name}.py").read_text()
     assert re.search(rf"^    mpirun -n \d+ python examples/{name}\.py$", text, re.MULTILINE)
 
 
-def test_readme_has_python():
-    assert BLOCKS
-
-
 @needs_mpiexec
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_readme_python_runs_and_prints_once(block, tmp_path):
-    """Step and loss, from one rank of the two, and the loss falls."""
     script = tmp_path / "block.py"
     script.write_text(block)
     lines = [line.split() for line in run_script(script, 2, tmp_path).splitlines()]
@@ -221,6 +200,7 @@ def test_readme_python_runs_and_prints_once(block, tmp_path):
 
 
 def test_flags_in_readme_exist():
+    assert BLOCKS, "and so does its Python, which the test above runs"
     own = {settings.spelled(name) for name in settings.FIELDS} | {"--config", "--help"}
     for command in (export, generate, inspect_command, doctor, plan_options, hostfile):
         own |= set(command.make_parser().format_help().replace("[", " ").replace("]", " ").split())
@@ -239,7 +219,6 @@ def test_strategies_in_readme_are_those_of_the_flag():
 
 
 def api_rows() -> list[str]:
-    """The second column of the API table, without its quotes."""
     rows = API.partition("| There | Here |")[2].partition("\n\n")[0].splitlines()[2:]
     return [row.split("|")[2].strip().strip("`") for row in rows]
 
@@ -263,16 +242,6 @@ def test_shard_info_in_the_api_table_has_the_fields_of_the_class():
 
 
 def test_what_a_class_calls_public_is_mentioned():
-    """Every name of the API that the table is there for has a row."""
     entries = " ".join(api_rows())
-    for name in (
-        "ShardedModule",
-        "ShardedLinear",
-        "GradAccum",
-        "ShardedAdamW",
-        "DDP",
-        "clip_grad_norm",
-        "save",
-        "load",
-    ):
-        assert name in entries
+    names = ("ShardedModule", "ShardedLinear", "GradAccum", "ShardedAdamW", "DDP", "clip_grad_norm")
+    assert [name for name in (*names, "save", "load") if name not in entries] == []

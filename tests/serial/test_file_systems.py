@@ -29,20 +29,10 @@ MOUNTS = r"""
 50 22 0:49 / /twice rw - wekafs weka rw
 no line of a mount - at all
 """
-PLACES = {
-    "/var/run-1": "ext4",
-    "/dev/shm/x": "tmpfs",
-    "/scratch/me/run/step-00000001": "lustre",
-    "/scratch-not": "ext4",
-    "/gpfs/data": "gpfs",
-    "/home/bob": "autofs",
-    "/home/ann/run": "nfs4",
-    "/old/run": "nfs",
-    "/my data\\x/run": "beegfs",
-    "/cloud/run": "fuse.s3fs",
-    "/scratch/local/run": "xfs",
-    "/twice/run": "wekafs",
-}
+PLACES = {"/var/run-1": "ext4", "/dev/shm/x": "tmpfs", "/scratch/me/run/step-00000001": "lustre"}
+PLACES |= {"/scratch-not": "ext4", "/gpfs/data": "gpfs", "/home/bob": "autofs", "/home/ann/run": "nfs4"}
+PLACES |= {"/old/run": "nfs", "/my data\\x/run": "beegfs", "/cloud/run": "fuse.s3fs"}
+PLACES |= {"/scratch/local/run": "xfs", "/twice/run": "wekafs"}
 
 
 @pytest.fixture

@@ -29,36 +29,22 @@ pytestmark = [needs_mpiexec, pytest.mark.timeout_seconds(400)]
 
 @pytest.fixture(scope="module")
 def source() -> GGUFFile:
-    """The model as it was published."""
     return GGUFFile.open(smollm2())
 
 
 def finetune(ranks: int, folder: Path, *flags: str) -> Path:
-    """Train the whole model for a few small steps. Returns the newest checkpoint."""
     (folder / "text.txt").write_text(topics["assert"] * 2)
     small = ["--context", "24", "--batch-size", "2", "--micro-batch", "1", "--eval-windows", "2"]
-    small += [
-        "--init",
-        str(smollm2()),
-        "--data",
-        "text.txt",
-        "--lr",
-        "1e-4",
-        "--sample",
-        "0",
-        "--warmup",
-        "1",
-    ]
-    status, printed, errors = run_job(
-        ranks, ["-m", "zero_mpi.train", *small, *flags], timeout=300, env=COMPILED, cwd=folder
-    )
+    small += ["--init", str(smollm2()), "--data", "text.txt", "--lr", "1e-4", "--sample", "0"]
+    small += ["--warmup", "1"]
+    command = ["-m", "zero_mpi.train", *small, *flags]
+    status, printed, errors = run_job(ranks, command, timeout=300, env=COMPILED, cwd=folder)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     return folder / "runs" / "default" / "latest"
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, quick) -> Path:
-    """The checkpoint of two steps on 3 ranks; the first of them may be made by 2, and gone on from."""
     folder = tmp_path_factory.mktemp("smollm2")
     if not quick:
         finetune(2, folder, "--steps", "1", "--schedule", "constant")
@@ -86,7 +72,6 @@ def test_every_key_is_carried_over(tuned, source):
 
 
 def same(a: object, b: object) -> bool:
-    """Value and type of a key."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
     return type(a) is type(b) and a == b
@@ -110,9 +95,6 @@ def test_llama_cpp_speaks_from_it_as_we_do(tuned):
     ours = tokenizer.decode(ids).decode()
     assert len(set(ours.split())) > 4
     assert greedy(open_server(path), prompt, 12) == ours
-
-
-# ------------------------------------------------------------------------------------------ the example
 
 
 TERSE = """
@@ -159,9 +141,8 @@ def test_the_example_ends_with_75_while_it_asks_and_while_it_trains(number, when
     small = ["--steps", "1000", "--context", "64", "--batch-size", "2", "--eval-windows", "1"]
     log, runs = tmp_path / "log", tmp_path / "runs"
     with log.open("wb") as output:
-        job = start(
-            [*launcher(), "-n", "2", sys.executable, str(EXAMPLE), *small], output, tmp_path, COMPILED
-        )
+        command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLE), *small]
+        job = start(command, output, tmp_path, COMPILED)
         try:
             wait_for_lines(runs / when, 1, job, seconds=200)
             job.send_signal(number)

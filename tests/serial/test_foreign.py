@@ -58,14 +58,8 @@ def test_no_more_is_read_than_the_bound(tmp_path):
         read_file(tmp_path / "it", 4)
 
 
-BROKEN = {
-    "nested": b"[" * 100_000,
-    "long number": b"1" * 10_000,
-    "infinite": b"1e999",
-    "NaN": b"[NaN]",
-    "not UTF-8": b'"\xff"',
-    "cut": b'{"a": ',
-}
+BROKEN = {"nested": b"[" * 100_000, "long number": b"1" * 10_000, "infinite": b"1e999", "NaN": b"[NaN]"}
+BROKEN |= {"not UTF-8": b'"\xff"', "cut": b'{"a": '}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -133,9 +127,7 @@ def test_lines_are_read_within_bounds(tmp_path):
     lines = list(read_lines(tmp_path / "it", b""))
     assert [line[:4] for line in lines] == [b"one", b"two", b"xxxx", b"end"]
     os.truncate(tmp_path / "it", 8 << 30)
-    with pytest.raises(
-        FileError, match="expected a file of lines of at most 1048576 bytes each, found longer"
-    ):
+    with pytest.raises(FileError, match="found longer"):
         list(read_lines(tmp_path / "it", b""))
 
 

@@ -1,9 +1,4 @@
-"""The strict index: what it reads equals the gguf package's own decoding, and no damage gets past it.
-
-Every damage is one edit of a small valid file that `index` below writes field by field, so that each
-test says what it breaks. The fuzz test then asks for the two allowed outcomes only: an index that
-says exactly what the bytes say, or a GGUFError.
-"""
+"""The strict index: what it reads equals the gguf package's own decoding, and no damage gets past it."""
 
 from __future__ import annotations
 
@@ -11,7 +6,8 @@ import os
 import pickle
 import struct
 import tracemalloc
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_checkpoint_fuzz import edits, flip
 
 from zero_mpi.checkpoint import tensor_file
 from zero_mpi.checkpoint.gguf import index
 from zero_mpi.checkpoint.gguf.header import GGUFStream, pack_key
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError
 
 Kind = gguf.GGMLQuantizationType
 QUANTIZED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.TQ1_0]
@@ -67,18 +64,14 @@ class Parts:
     version: bytes = u32(3)
     n_tensors: int | None = None
     n_keys: int | None = None
-    keys: list[bytes] = field(
-        default_factory=lambda: [
-            key("general.architecture", 8, text("llama")),
-            key("tokens", 9, array(8, 3, text("a") + text("") + text("ü"))),
-        ]
+    keys: Sequence[bytes] = (
+        key("general.architecture", 8, text("llama")),
+        key("tokens", 9, array(8, 3, text("a") + text("") + text("ü"))),
     )
-    tensors: list[bytes] = field(
-        default_factory=lambda: [
-            tensor("a", (5, 3), 0),
-            tensor("b", (2,), 64, Kind.F16),
-            tensor("c", (64,), 96, Kind.Q8_0),
-        ]
+    tensors: Sequence[bytes] = (
+        tensor("a", (5, 3), 0),
+        tensor("b", (2,), 64, Kind.F16),
+        tensor("c", (64,), 96, Kind.Q8_0),
     )
     alignment: int = 32
     data: bytes = bytes(range(192))
@@ -123,11 +116,6 @@ def test_the_undamaged_file_loads(load: Any) -> None:
     assert list(file.tensors) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_both_versions_of_this_layout_load(load: Any, version: int) -> None:
-    assert len(load(Parts(version=u32(version))).tensors) == 3
-
-
 @pytest.mark.parametrize("alignment", [8, 64, 1 << 16])
 def test_another_alignment_moves_data_and_offsets(load: Any, alignment: int) -> None:
     step = max(alignment, 64)
@@ -139,8 +127,9 @@ def test_another_alignment_moves_data_and_offsets(load: Any, alignment: int) -> 
     assert file.read("b") == [1.0]
 
 
-def test_the_padding_after_the_last_tensor_may_be_missing(load: Any) -> None:
-    assert len(load(Parts(data=bytes(96 + 68))).tensors) == 3
+@pytest.mark.parametrize("changes", [{"version": u32(2)}, {"data": bytes(96 + 68)}], ids=["v2", "no padding"])
+def test_version_2_loads_and_the_last_padding_may_be_missing(load: Any, changes: dict[str, bytes]) -> None:
+    assert len(load(Parts(**changes)).tensors) == 3
 
 
 @pytest.mark.parametrize("tail", [b"\0", bytes(32), bytes(4096), b"hello" * 10, bytes(1 << 20)], ids=len)
@@ -157,7 +146,6 @@ CHECKPOINT = key("training.checkpoint_id", 8, text("x"))
 
 
 def keyed(entry: bytes) -> Parts:
-    """The valid file with one more key."""
     return Parts(keys=keys(entry))
 
 
@@ -170,124 +158,90 @@ def aligned(kind: int, payload: bytes) -> Parts:
 
 
 def single(*line: Any, **more: Any) -> Parts:
-    """A file of one tensor, with the data of the valid file."""
     return Parts(tensors=[tensor(*line, **more)])
+
+
+def two(offset: int) -> Parts:
+    return Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), offset)])
+
+
+def strings(second: bytes) -> bytes:
+    return array(8, 2, text("x") + second)
 
 
 BIG = 2**63
 NEXT = 192  # where a fourth tensor would start
-DAMAGE: dict[str, tuple[Parts | bytes, str]] = {
-    "empty file": (b"", "found an empty one"),
-    "one byte": (b"G", "magic: expected 4 bytes, found only 1 left"),
-    "magic": (Parts(magic=b"GGML"), "at byte 0: expected a GGUF file that starts with b'GGUF', found"),
-    "version 1": (Parts(version=u32(1)), "at byte 4: expected GGUF version 2 or 3, found 1"),
-    "version 4": (Parts(version=u32(4)), "expected GGUF version 2 or 3, found 4"),
-    "version 0": (Parts(version=u32(0)), "expected GGUF version 2 or 3, found 0"),
-    "big-endian": (Parts(version=struct.pack(">I", 3)), "found a big-endian one"),
-    "header cut": (Parts().pack()[:20], "number of keys: expected 8 bytes, found only 4 left"),
-    "huge tensor count": (Parts(n_tensors=2**64 - 1), "2 keys and 18446744073709551615 tensors: expected"),
-    "huge key count": (Parts(n_keys=2**64 - 1), "18446744073709551615 keys and 3 tensors: expected"),
+LONG = key("line\nbreak " * 5000, 4, u32(1))
+DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # what is read, and what the error shows of it
+    "empty file": (b"", "empty"),
+    "magic": (Parts(magic=b"GGML"), "at byte 0: "),
+    "version 1": (Parts(version=u32(1)), "found 1"),
+    "version 4": (Parts(version=u32(4)), "found 4"),
+    "big-endian": (Parts(version=struct.pack(">I", 3)), "big-endian"),
+    "header cut": (Parts().pack()[:20], "only 4 left"),
+    "huge tensor count": (Parts(n_tensors=2**64 - 1), "18446744073709551615 tensors"),
     "one key more than there are": (Parts(n_keys=3), "at byte"),
     "one key less than there are": (Parts(n_keys=1), "at byte"),
     "one tensor more than there are": (Parts(n_tensors=4), "at byte"),
-    "key without a name": (keyed(key("", 4, u32(1))), "name of a key: expected 1 to 65535 bytes, found 0"),
-    "key too long": (keyed(key("k" * 65536, 4, u32(1))), "1 to 65535 bytes, found 65536"),
-    "key with a huge length": (keyed(u64(BIG) + b"k"), f"1 to 65535 bytes, found {BIG}"),
-    "key not UTF-8": (keyed(key(b"k\xff", 4, u32(1))), "name of a key: expected UTF-8, found byte 0xff"),
-    "key twice": (keyed(key("tokens", 4, u32(1))), "key 'tokens': expected once, found twice"),
-    "unknown value type": (valued(13, u64(0)), "expected a value type from 0 to 12, found 13"),
+    "key without a name": (keyed(key("", 4, u32(1))), "1 to 65535 bytes, found 0"),
+    "key too long": (keyed(key("k" * 65536, 4, u32(1))), "found 65536"),
+    "key with a huge length": (keyed(u64(BIG) + b"k"), f"found {BIG}"),
+    "key not UTF-8": (keyed(key(b"k\xff", 4, u32(1))), "UTF-8, found byte 0xff"),
+    "key twice": (keyed(key("tokens", 4, u32(1))), "key 'tokens'"),
+    "a long key of lines twice": (Parts(keys=keys(LONG, LONG)), "line"),
+    "unknown value type": (valued(13, u64(0)), "0 to 12, found 13"),
     "string with a huge length": (valued(8, u64(BIG)), f"found {BIG}"),
-    "string past the end": (valued(8, u64(5000)), "key 'k': expected 5000 bytes, found only"),
+    "string past the end": (valued(8, u64(5000)), "key 'k': expected 5000 bytes"),
     "string not UTF-8": (valued(8, text(b"ab\xc3")), "key 'k': expected UTF-8, found byte 0xc3"),
-    "bool of 2": (valued(7, b"\2"), "expected bools of 0 or 1"),
-    "bool of 2 in an array": (valued(9, array(7, 3, b"\1\2\0")), "expected bools of 0 or 1"),
-    "array of arrays": (valued(9, array(9, 0, b"")), "found nested arrays"),
-    "array of unknown": (valued(9, array(99, 1, u64(0))), "from 0 to 12, found 99"),
+    "bool of 2": (valued(7, b"\2"), "bools of 0 or 1"),
+    "bool of 2 in an array": (valued(9, array(7, 3, b"\1\2\0")), "bools of 0 or 1"),
+    "array of arrays": (valued(9, array(9, 0, b"")), "nested arrays"),
+    "array of unknown": (valued(9, array(99, 1, u64(0))), "0 to 12, found 99"),
     "numbers, huge count": (valued(9, array(10, 2**61, b"")), f"'k': expected {2**64} bytes"),
     "strings, huge count": (valued(9, array(8, 2**61, b"")), f"'k': expected {2**64} bytes"),
-    "strings, one huge": (
-        valued(9, array(8, 2, text("x") + u64(2**64 - 8))),
-        "string 1 of key 'k': its length of 18446744073709551608 passes the end",
-    ),
+    "strings, one huge": (valued(9, strings(u64(2**64 - 8))), "string 1 of key 'k': "),
     "strings, one a byte too long": (
-        Parts(tensors=[], keys=[key("k", 9, array(8, 2, text("x") + u64(1)))]).head(),
-        "string 1 of key 'k': its length of 1 passes the end",
+        Parts(tensors=[], keys=[key("k", 9, strings(u64(1)))]).head(),
+        "string 1 of key 'k': ",
     ),
-    "strings, one not UTF-8": (
-        valued(9, array(8, 2, text("x") + text(b"\xed\xa0\x80"))),
-        "key 'k': expected UTF-8, found byte 0xed",
-    ),
-    "alignment 0": (aligned(4, u32(0)), "a power of two in 8..2^20, found 0"),
+    "strings, one not UTF-8": (valued(9, strings(text(b"\xed\xa0\x80"))), "key 'k': expected UTF-8"),
+    "alignment 0": (aligned(4, u32(0)), "8..2^20, found 0"),
     "alignment 48": (aligned(4, u32(48)), "found 48"),
-    "alignment 4": (aligned(4, u32(4)), "found 4"),
     "alignment 2^31": (aligned(4, u32(2**31)), f"found {2**31}"),
     "alignment u64": (aligned(10, u64(32)), "found uint64"),
     "alignment str": (aligned(8, text("32")), "found str"),
-    "tensor without a name": (single("", (1,), 0), "name of a tensor: expected 1 to 63 bytes, found 0"),
+    "tensor without a name": (single("", (1,), 0), "1 to 63 bytes, found 0"),
     "tensor name of 64": (single("n" * 64, (1,), 0), "1 to 63 bytes, found 64"),
-    "tensor name not UTF-8": (single(b"\x80", (1,), 0), "name of a tensor: expected UTF-8"),
-    "tensor twice": (
-        Parts(tensors=[*Parts().tensors, tensor("b", (2,), NEXT)]),
-        "tensor 'b': expected once, found twice",
-    ),
-    "no dims": (Parts(tensors=[tensor("a", (), 0), *Parts().tensors]), "'a': expected 1 to 4 dims, found 0"),
+    "tensor name not UTF-8": (single(b"\x80", (1,), 0), "UTF-8"),
+    "tensor twice": (Parts(tensors=[*Parts().tensors, tensor("b", (2,), NEXT)]), "tensor 'b'"),
+    "no dims": (single("a", (), 0), "'a': expected 1 to 4 dims, found 0"),
     "five dims": (single("a", (1,) * 5, 0), "'a': expected 1 to 4 dims, found 5"),
-    "2^32 - 1 dims": (single("a", (1,), 0, dims=2**32 - 1), "1 to 4 dims, found 4294967295"),
-    "a dim of 0": (single("a", (5, 0), 0), r"dims of at least 1, found shape (0, 5)"),
-    "dims that would wrap 64 bits": (
-        Parts(tensors=[tensor("a", (2**62, 4, 1, 1), 0)], data=b""),
-        "'a': expected data up to byte",
-    ),
-    "dims that would wrap to a negative": (
-        Parts(tensors=[tensor("a", (2**64 - 1,) * 4, 0)], data=b""),
-        "'a': expected data up to byte",
-    ),
-    "unknown tensor type": (single("a", (32,), 0, 4), "expected a known tensor type, found 4"),
-    "huge tensor type": (single("a", (32,), 0, 2**32 - 1), "known tensor type, found 4294967295"),
-    "a row of half a block": (
-        single("a", (48, 2), 0, Kind.Q8_0),
-        "expected rows of a multiple of 32 elements, found 48",
-    ),
+    "a dim of 0": (single("a", (5, 0), 0), "found shape (0, 5)"),
+    "dims that would wrap 64 bits": (single("a", (2**62, 4, 1, 1), 0), "'a': expected data up to"),
+    "dims that would wrap to a negative": (single("a", (2**64 - 1,) * 4, 0), "'a': expected data up to"),
+    "unknown tensor type": (single("a", (32,), 0, 4), "found 4"),
+    "a row of half a block": (single("a", (48, 2), 0, Kind.Q8_0), "32 elements, found 48"),
     "first offset not 0": (single("a", (5, 3), 32), "'a': expected offset 0, found 32"),
-    "a gap": (
-        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 96)]),
-        "'b': expected offset 64, found 96",
-    ),
-    "an overlap": (
-        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 32)]),
-        "'b': expected offset 64, found 32",
-    ),
-    "an offset that is not aligned": (
-        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 60)]),
-        "'b': expected offset 64, found 60",
-    ),
-    "an offset that would wrap": (
-        Parts(tensors=[tensor("a", (5, 3), 0), tensor("b", (2,), 2**64 - 32)]),
-        f"64, found {2**64 - 32}",
-    ),
-    "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': expected data up to byte"),
-    "no data": (Parts(data=b""), "tensor 'a': expected data up to byte"),
+    "a gap": (two(96), "'b': expected offset 64, found 96"),
+    "an offset that would wrap": (two(2**64 - 32), f"64, found {2**64 - 32}"),
+    "data cut by one byte": (Parts(data=bytes(96 + 67)), "tensor 'c': "),
+    "no data": (Parts(data=b""), "tensor 'a': "),
     "table cut": (Parts().pack()[: -192 - 40], "expected"),
-    "a byte behind a checkpoint": (
-        Parts(keys=keys(CHECKPOINT), tail=b"\0"),
-        "expected the end of the file, found 1 more bytes",
-    ),
-    "a checkpoint without tensors, yet with data": (
-        Parts(keys=keys(CHECKPOINT), tensors=[]),
-        "found 192 more bytes",
-    ),
+    "a byte behind a checkpoint": (Parts(keys=keys(CHECKPOINT), tail=b"\0"), "1 more bytes"),
+    "data of no tensor in a checkpoint": (Parts(keys=keys(CHECKPOINT), tensors=[]), "192 more bytes"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(load: Any, tmp_path: Path, name: str) -> None:
-    content, message = DAMAGE[name]
+    content, found = DAMAGE[name]
     with pytest.raises(GGUFError) as caught:
         load(content)
     error = str(caught.value)
-    assert message in error
+    assert found in error
     assert error.startswith(str(tmp_path / "m.gguf"))
     assert "\n" not in error
+    assert len(error) - len(str(tmp_path)) < 500
 
 
 def test_every_truncation_is_refused(load: Any) -> None:
@@ -297,47 +251,22 @@ def test_every_truncation_is_refused(load: Any) -> None:
             load(whole[:size])
 
 
-def test_an_error_stays_one_short_line_whatever_the_names(load: Any) -> None:
-    name = "line\nbreak " * 5000
-    with pytest.raises(GGUFError) as caught:
-        load(Parts(keys=keys(key(name, 4, u32(1)), key(name, 4, u32(1)))))
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("path", ["none.gguf", "none/m.gguf"])
-def test_a_missing_file(tmp_path: Path, path: str) -> None:
-    with pytest.raises(FileError, match=r"\.gguf: no such file"):
-        GGUFFile.open(tmp_path / path)
-
-
-def test_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="found a folder: name the file in it"):
-        GGUFFile.open(tmp_path)
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(FileError, match=r"found a folder: name the file in it, .*/model\.gguf"):
-        GGUFFile.open(tmp_path)
+@pytest.mark.parametrize("path", ["none.gguf", "none/m.gguf", ".", "pipe", "loop", "a\0b"])
+def test_what_is_no_file(tmp_path: Path, path: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileError, match="found a device or pipe"):
-        GGUFFile.open(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(FileError, match="cannot be read: "):
-        GGUFFile.open(tmp_path / "loop")
-    with pytest.raises(FileError, match="cannot be read: embedded null byte"):
-        GGUFFile.open("a\0b")
+    with pytest.raises(FileError) as caught:
+        GGUFFile.open(f"{tmp_path}/{path}")
+    assert "\n" not in str(caught.value)
 
 
-def test_an_error_is_the_users_to_mend() -> None:
-    assert issubclass(GGUFError, FileError)
-    assert issubclass(FileError, UsageError)
-    assert issubclass(GGUFError, ValueError)
-
-
-# Reading data
+def test_the_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileError, match=r"/model\.gguf"):
+        GGUFFile.open(tmp_path)
 
 
 def packed(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> dict[str, np.ndarray]:
-    """Write `tensors` by the gguf package; the values it decodes from its own bytes, in full shape."""
     writer, values = gguf.GGUFWriter(path, "llama"), {}
     for name, (values_in, kind) in tensors.items():
         raw = gguf.quants.quantize(values_in, kind)
@@ -420,18 +349,17 @@ def test_a_range_is_read_into_a_given_array(tmp_path: Path, kind: Kind) -> None:
     np.testing.assert_array_equal(square.ravel(), whole)
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        np.empty(14, np.float32),
-        np.empty(15, np.float64),
-        np.empty(30, np.float32)[::2],
-        np.frombuffer(bytes(60), np.float32),
-    ],
-    ids=["size", "dtype", "strides", "read-only"],
-)
+MISFITS = {
+    "size": np.empty(14, np.float32),
+    "dtype": np.empty(15, np.float64),
+    "strides": np.empty(30, np.float32)[::2],
+    "read-only": np.frombuffer(bytes(60), np.float32),
+}
+
+
+@pytest.mark.parametrize("out", MISFITS.values(), ids=MISFITS)
 def test_an_array_that_does_not_fit_is_refused(load: Any, out: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="expected a writeable contiguous float32 array of 15"):
+    with pytest.raises(ValueError, match="float32 array of 15"):
         load(Parts()).read("a", out=out)
 
 
@@ -475,26 +403,22 @@ def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 16), (16, 16), (3, 2), (0, -1)])
 def test_a_range_outside_the_tensor(load: Any, start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=r"is not inside \[0, 15\)"):
+    with pytest.raises(ValueError, match=r"\[0, 15\)"):
         load(Parts()).read("a", start, stop)
 
 
 def test_an_unknown_tensor(load: Any) -> None:
     file = load(Parts())
-    with pytest.raises(GGUFError, match="expected a tensor 'z'"):
-        file.read("z")
-    with pytest.raises(GGUFError, match="expected a tensor 'z'"):
-        file.tensor("z")
-    with pytest.raises(GGUFError, match="expected a tensor 'z'"):
-        file.raw_pieces("z", 1)
+    for ask in (lambda: file.read("z"), lambda: file.tensor("z"), lambda: file.raw_pieces("z", 1)):
+        with pytest.raises(GGUFError, match="'z'"):
+            ask()
 
 
 @pytest.mark.parametrize("kind", [Kind.I32, Kind.F64, Kind.Q8_K])
 def test_a_type_that_holds_no_weights(load: Any, kind: Kind) -> None:
-    _, width = gguf.GGML_QUANT_SIZES[kind]
-    block = gguf.GGML_QUANT_SIZES[kind][0]
+    block, width = gguf.GGML_QUANT_SIZES[kind]
     file = load(Parts(tensors=[tensor("a", (block,), 0, kind)], data=bytes(width)))
-    with pytest.raises(FileError, match=f"tensor 'a': expected F32, .* found {kind.name}"):
+    with pytest.raises(FileError, match=f"tensor 'a': .* {kind.name}"):
         file.read("a")
 
 
@@ -541,23 +465,7 @@ def test_an_index_stays_on_the_file_it_was_opened_on(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("2")
     assert file.read("x").tolist() == [1, 1, 1, 1]
 
-
-def test_an_index_can_be_sent_to_another_process(load: Any) -> None:
-    file = load(Parts())
-    assert pickle.loads(pickle.dumps(file)) == file
-
-
-# Size
-
-
-def test_a_vocabulary_of_150_000_strings(tmp_path: Path) -> None:
-    tokens = [f"Ġtoken{i}" for i in range(150_000)]
-    scores = np.arange(150_000, dtype=np.float32)
-    with GGUFStream(tmp_path / "m.gguf", "llama", {"tokens": tokens, "scores": scores}, []):
-        pass
-    file = GGUFFile.open(tmp_path / "m.gguf")
-    assert file.metadata["tokens"] == tokens
-    np.testing.assert_array_equal(file.metadata["scores"], scores)
+    assert pickle.loads(pickle.dumps(file)) == file, "it can be sent to another process"
 
 
 @pytest.mark.parametrize(
@@ -585,9 +493,6 @@ def test_a_sparse_file_of_a_terabyte_buys_no_memory(tmp_path: Path, hostile: Par
     assert peak < 1 << 20
 
 
-# Fuzz
-
-
 def described(file: GGUFFile) -> bytes:
     """The index that `file` claims to have read, packed again: keys and table as they stand in a file."""
     start = min(info.offset for info in file.tensors.values()) if file.tensors else 0
@@ -608,35 +513,9 @@ FUZZED = replace(
     ),
 ).pack()
 INDEX_END = len(FUZZED) - 192
-INTERESTING = [0, 1, 7, 8, 9, 31, 32, 64, 127, 128, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
-
-place = st.integers(0, INDEX_END + 8)
-edits = st.one_of(
-    st.tuples(st.just("flip"), place, st.integers(1, 255)),
-    st.tuples(st.just("cut"), st.integers(0, len(FUZZED)), st.just(0)),
-    st.tuples(st.just("insert"), place, st.binary(min_size=1, max_size=33)),
-    st.tuples(st.just("delete"), place, st.integers(1, 64)),
-    st.tuples(st.just("u32"), place, st.sampled_from(INTERESTING)),
-    st.tuples(st.just("u64"), place, st.sampled_from(INTERESTING)),
-)
-
-
-def edited(content: bytes, edit: tuple[str, int, Any]) -> bytes:
-    what, at, value = edit
-    if what == "flip":
-        return content[:at] + bytes(byte ^ value for byte in content[at : at + 1]) + content[at + 1 :]
-    if what == "cut":
-        return content[:at]
-    if what == "insert":
-        return content[:at] + value + content[at:]
-    if what == "delete":
-        return content[:at] + content[at + value :]
-    new = u32(value % 2**32) if what == "u32" else u64(value)
-    return content[:at] + new + content[at + len(new) :]
 
 
 def check_fuzzed(path: Path, content: bytes) -> bool:
-    """One of the two allowed outcomes; True where the file loaded."""
     path.write_bytes(content)
     try:
         file = GGUFFile.open(path)
@@ -652,11 +531,11 @@ ONE_FOLDER_FOR_ALL = [HealthCheck.function_scoped_fixture]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=ONE_FOLDER_FOR_ALL)
-@given(changes=st.lists(edits, min_size=1, max_size=3))
+@given(changes=st.lists(edits(), min_size=1, max_size=3))
 def test_any_bytes_load_as_what_they_say_or_are_refused(tmp_path: Path, changes: list[Any]) -> None:
     content = FUZZED
     for change in changes:
-        content = edited(content, change)
+        content = change(content, INDEX_END) if content else content
     check_fuzzed(tmp_path / "m.gguf", content)
 
 
@@ -664,16 +543,6 @@ def test_any_flipped_byte_loads_as_what_it_says_or_is_refused(tmp_path: Path) ->
     """All bytes of the index, two bits each. Some must load (values, names) and most must not."""
     path = tmp_path / "m.gguf"
     assert check_fuzzed(path, FUZZED)
-    flips = [("flip", at, bit) for at in range(INDEX_END) for bit in (1, 128)]
-    loaded = [check_fuzzed(path, edited(FUZZED, flip)) for flip in flips]
+    flips = [flip(FUZZED, at, bits) for at in range(INDEX_END) for bits in (1, 128)]
+    loaded = [check_fuzzed(path, flipped) for flipped in flips]
     assert 0.1 < np.mean(loaded) < 0.6
-
-
-def test_flipped_data_leaves_the_index_alone(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(FUZZED)
-    whole = GGUFFile.open(tmp_path / "m.gguf")
-    for at in range(INDEX_END, len(FUZZED), 5):
-        (tmp_path / "m.gguf").write_bytes(edited(FUZZED, ("flip", at, 255)))
-        now = GGUFFile.open(tmp_path / "m.gguf")
-        assert now.tensors == whole.tensors
-        assert described(now) == described(whole)

@@ -67,25 +67,20 @@ def write(path: Path, metadata: dict[str, Any], arrays: dict[str, np.ndarray] | 
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and in every bit, so a NaN equals itself and 0.0 is not -0.0."""
     if isinstance(a, np.ndarray | np.generic):
         return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return type(a) is type(b) and a == b
 
 
-@pytest.mark.parametrize("key", VALUES)
-def test_a_value_comes_back_with_its_type(tmp_path: Path, key: str) -> None:
-    write(tmp_path / "m.gguf", {key: VALUES[key]})
-    back = GGUFFile.open(tmp_path / "m.gguf").metadata
-    assert list(back) == ["general.architecture", key]
-    assert same(back[key], VALUES[key]), back[key]
-
-
-def test_all_keys_come_back_in_order_and_a_second_trip_has_the_same_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "one.gguf", VALUES)
-    first = GGUFFile.open(tmp_path / "one.gguf")
-    assert list(first.metadata) == ["general.architecture", *VALUES]
-    write(tmp_path / "two.gguf", first.metadata)
+@pytest.mark.parametrize("keys", [[], *([key] for key in VALUES), list(VALUES)])
+def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    write(tmp_path / "one.gguf", {key: VALUES[key] for key in keys}, {})
+    file = GGUFFile.open(tmp_path / "one.gguf")
+    assert (list(file.metadata), file.tensors) == (["general.architecture", *keys], {})
+    assert all(same(file.metadata[key], VALUES[key]) for key in keys), file.metadata
+    write(tmp_path / "two.gguf", file.metadata, {})
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
 
 
@@ -139,45 +134,38 @@ def test_a_value_that_gguf_cannot_hold_is_refused_by_key(tmp_path: Path, value: 
 
 
 @pytest.mark.parametrize(
-    ("metadata", "announced", "message"),
+    ("metadata", "announced", "found"),
     [
-        ({"": 1}, [], "name of 1 to 65535 bytes, found 0"),
-        ({"k" * 65536: 1}, [], "name of 1 to 65535 bytes, found 65536"),
-        ({}, [("", (1,))], "name of 1 to 63 bytes, found 0"),
-        ({}, [("n" * 64, (1,))], "name of 1 to 63 bytes, found 64"),
-        ({}, [("ü" * 32, (1,))], "name of 1 to 63 bytes, found 64"),
-        ({}, [("t", (1,)), ("t", (2,))], "found twice"),
-        ({}, [("t", ())], "1 to 4 dims"),
-        ({}, [("t", (1, 1, 1, 1, 1))], "1 to 4 dims"),
-        ({}, [("t", (2, 0))], "dims of 1 or more"),
-        ({"general.architecture": "gpt2"}, [], "expected one name"),
-        ({"general.architecture": np.zeros(2)}, [], "expected one name"),
-        ({"general.alignment": 48}, [], "power of two"),
-        ({"general.alignment": 4}, [], "power of two"),
-        ({"general.alignment": 1 << 21}, [], "power of two"),
-        ({"general.alignment": np.uint64(32)}, [], "power of two"),
-        ({"general.alignment": "32"}, [], "power of two"),
+        ({"": 1}, [], "65535 bytes, found 0"),
+        ({"k" * 65536: 1}, [], "found 65536"),
+        ({}, [("", (1,))], "63 bytes, found 0"),
+        ({}, [("n" * 64, (1,))], "found 64"),
+        ({}, [("ü" * 32, (1,))], "found 64"),
+        ({}, [("t", (1,)), ("t", (2,))], "twice"),
+        ({}, [("t", ())], "4 dims"),
+        ({}, [("t", (1, 1, 1, 1, 1))], "4 dims"),
+        ({}, [("t", (2, 0))], "dims of 1"),
+        ({"general.architecture": "gpt2"}, [], "one name"),
+        ({"general.architecture": np.zeros(2)}, [], "one name"),
+        *(({"general.alignment": n}, [], "2") for n in (48, 4, 1 << 21, np.uint64(32), "32")),
     ],
 )
 def test_keys_names_and_shapes_that_a_loader_would_refuse(
-    tmp_path: Path, metadata: dict[str, Any], announced: list[tuple[str, tuple[int, ...]]], message: str
+    tmp_path: Path, metadata: dict[str, Any], announced: list[tuple[str, tuple[int, ...]]], found: str
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"the last good one")
-    with pytest.raises(GGUFError, match=message):
+    with pytest.raises(GGUFError, match=found):
         GGUFStream(path, "llama", metadata, announced)
     assert path.read_bytes() == b"the last good one"
 
 
-def test_the_longest_name_is_allowed(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", {"k" * 65535: 1}, {"n" * 63: np.ones(1, np.float32)})
-    assert list(GGUFFile.open(tmp_path / "m.gguf").tensors) == ["n" * 63]
-
-
-def test_architecture_is_first_and_may_be_said_twice(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", {"a.key": 1, "general.architecture": "llama"})
-    assert list(GGUFFile.open(tmp_path / "m.gguf").metadata) == ["general.architecture", "a.key"]
-    with pytest.raises(GGUFError, match="expected one name"):
+def test_the_longest_names_are_allowed_and_the_architecture_is_first(tmp_path: Path) -> None:
+    keys = {"k" * 65535: 1, "general.architecture": "llama"}
+    write(tmp_path / "m.gguf", keys, {"n" * 63: np.ones(1, np.float32)})
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    assert (list(file.tensors), list(file.metadata)) == (["n" * 63], ["general.architecture", "k" * 65535])
+    with pytest.raises(GGUFError, match="one name"):
         GGUFStream(tmp_path / "n.gguf", "", {}, [])
 
 
@@ -225,42 +213,30 @@ def test_tensors_come_back_whatever_their_strides(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.tensor(name), array)
 
 
-def test_a_file_without_tensors(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", {"k": 1}, {})
-    assert GGUFFile.open(tmp_path / "m.gguf").tensors == {}
-
-
 @pytest.mark.parametrize(
-    ("name", "array", "message"),
+    ("name", "array", "found"),
     [
-        ("second", np.zeros(4, np.float32), "expected 'first', got 'second'"),
-        ("unknown", np.zeros(4, np.float32), "expected 'first', got 'unknown'"),
-        ("first", np.zeros(5, np.float32), r"expected float32 \(4,\), got float32 \(5,\)"),
+        ("second", np.zeros(4, np.float32), "'first', got 'second'"),
+        ("first", np.zeros(5, np.float32), r"got float32 \(5,\)"),
         ("first", np.zeros((2, 2), np.float32), r"got float32 \(2, 2\)"),
         ("first", np.zeros(4, np.float64), r"got float64 \(4,\)"),
         ("first", np.zeros(4, ">f4"), r"got >f4 \(4,\)"),
-        ("first", np.zeros(4, np.int32), r"got int32 \(4,\)"),
     ],
 )
 def test_a_wrong_tensor_is_refused_and_the_right_one_may_follow(
-    tmp_path: Path, name: str, array: np.ndarray, message: str
+    tmp_path: Path, name: str, array: np.ndarray, found: str
 ) -> None:
     right = np.arange(4, dtype=np.float32)
     with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("first", (4,)), ("second", (4,))]) as stream:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=found):
             stream.write(name, array)
         stream.write("first", right)
         stream.write("second", -right)
+        with pytest.raises(ValueError, match="got 'first'"):
+            stream.write("first", right)
     file = GGUFFile.open(tmp_path / "m.gguf")
     np.testing.assert_array_equal(file.read("first"), right)
     np.testing.assert_array_equal(file.read("second"), -right)
-
-
-def test_one_tensor_too_many(tmp_path: Path) -> None:
-    with GGUFStream(tmp_path / "m.gguf", "llama", {}, [("a", (1,))]) as stream:
-        stream.write("a", np.ones(1, np.float32))
-        with pytest.raises(ValueError, match="expected no further tensor, got 'a'"):
-            stream.write("a", np.ones(1, np.float32))
 
 
 def test_closing_too_early_names_what_is_missing(tmp_path: Path) -> None:
@@ -291,8 +267,6 @@ def test_close_is_on_disk_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.
     stream.close()
     assert synced == [(tmp_path / "m.gguf").stat().st_size]
 
-
-# Other types than float32
 
 MIXED = [("a", (3, 5)), ("b", (2, 64), Kind.Q8_0), ("c", (7,), Kind.F16), ("d", (1, 32), Kind.Q4_1)]
 
@@ -325,16 +299,16 @@ def test_another_number_of_bytes_ends_the_stream(tmp_path: Path, pieces: list[by
         stream.write_raw("a", [b"x" * 60])
 
 
-def test_write_is_for_float32_only(tmp_path: Path) -> None:
+def test_write_is_for_float32_and_rows_fill_blocks(tmp_path: Path) -> None:
     with GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED[1:2]) as stream:
-        with pytest.raises(ValueError, match="tensor 'b' is Q8_0: give its bytes to write_raw"):
+        with pytest.raises(ValueError, match=r"tensor 'b' is Q8_0.* write_raw"):
             stream.write("b", np.zeros((2, 64), np.float32))
         stream.write_raw("b", [mixed()["b"]])
-
-
-def test_rows_that_do_not_fill_blocks_are_refused() -> None:
-    with pytest.raises(GGUFError, match="tensor 't': expected rows of a multiple of 32 elements for Q8_0"):
+    with pytest.raises(GGUFError, match=r"tensor 't': .* 32 elements for Q8_0"):
         pack_file("llama", {}, [("t", (2, 33), Kind.Q8_0)])
+
+
+FULL = Path("/dev/full")
 
 
 @pytest.mark.parametrize("alignment", [32, 8, 4096])
@@ -354,34 +328,15 @@ def test_a_packed_file_is_what_a_stream_writes(tmp_path: Path, table: list[Any],
     assert len(header) % alignment == 0
 
 
-FULL = Path("/dev/full")
-
-
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
-@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["at the close", "at the write"])
-def test_a_full_disk_is_the_error_it_is(elements: int) -> None:
+@pytest.mark.parametrize(("keys", "elements"), [({}, 4), ({}, 1 << 20), ({"tokens": ["x" * 100] * 10000}, 4)])
+def test_a_full_disk_is_the_error_it_is(keys: dict[str, Any], elements: int) -> None:
     array = np.zeros(elements, np.float32)
     with (
         pytest.raises(OSError, match="No space left") as caught,
-        GGUFStream(FULL, "llama", {}, [("a", array.shape)]) as stream,
+        GGUFStream(FULL, "llama", keys, [("a", array.shape)]) as stream,
     ):
         stream.write("a", array)
     assert caught.value.errno == errno.ENOSPC
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
-def test_a_disk_full_at_the_header() -> None:
-    with pytest.raises(OSError, match="No space left") as caught:
-        GGUFStream(FULL, "llama", {"tokens": ["x" * 100] * 10000}, [])
-    assert caught.value.errno == errno.ENOSPC
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
-def test_a_full_disk_does_not_hide_the_error_that_came_first() -> None:
     with pytest.raises(KeyError, match="mine"), GGUFStream(FULL, "llama", {}, []):
-        raise KeyError("mine")
-
-
-def test_a_folder_that_is_not_there_is_the_error_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        GGUFStream(tmp_path / "none" / "m.gguf", "llama", {}, [])
+        raise KeyError("mine")  # which came first

@@ -5,9 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,9 +37,6 @@ def has_gpu():
         return False
 
 
-# ----------------------------------------------------------------------------------------------- the script
-
-
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU, on which the check would begin")
 def test_without_a_gpu_it_is_one_line(tmp_path):
     status, printed, errors = run_command([*CHECK, "--out", tmp_path / "report"], timeout=20)
@@ -49,24 +44,10 @@ def test_without_a_gpu_it_is_one_line(tmp_path):
     assert re.fullmatch(r"gpu_check: no GPU: .*; --pretend .*\n", errors)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--pretend"], "--out DIR: where is the report to go?"),
-        (["--out", "/dev/null/x", "--pretend"], "--out /dev/null/x: Not a directory"),
-        (["--out", "x", "--pretend", "--torch-python", "no-such"], "--torch-python no-such: no such program"),
-    ],
-)
-def test_what_is_missing_is_one_line(flags, said, tmp_path):
-    status, printed, errors = run_command([*CHECK, *flags], timeout=20, cwd=tmp_path)
-    assert (status, printed, errors) == (2, "", f"gpu_check: {said}\n")
-
-
 @needs_mpiexec
 @needs_compiler
 @pytest.mark.timeout_seconds(240)
 def test_the_parts_that_need_no_gpu(tmp_path):
-    """Tests, losses and ranks on the pretend CuPy: all pass, and the report has them."""
     quick = "tests/gpu/test_offload.py::test_without_offload_nothing_is_on_the_host"
     flags = ["--pretend", "--out", tmp_path / "report", "--tests", quick, "--ranks", "1", "2"]
     status, printed, errors = run_command([*CHECK, *flags], timeout=200)
@@ -85,9 +66,6 @@ def test_the_parts_that_need_no_gpu(tmp_path):
     assert "gpu_losses.py" in (tmp_path / "report" / "programs.log").read_text()
 
 
-# -------------------------------------------------------------------------------------------------- programs
-
-
 def python(code, limit, tmp_path):
     return gpu_jobs.run([sys.executable, "-c", code], {}, tmp_path, limit)
 
@@ -103,46 +81,28 @@ def test_a_program_past_its_time_is_ended_with_what_it_started(tmp_path):
     assert "sleep 77" not in left
 
 
-def test_a_program_that_fails_says_what(tmp_path):
-    outcome = python('print(\'{"a": 1}\'); print("{broken"); raise SystemExit("why not")', 20, tmp_path)
-    assert outcome.objects == [{"a": 1}]
-    assert outcome.problem == "status 1: why not"
-
-
-def test_programs_take_turns(tmp_path):
-    code = (
-        "import json, sys\nprint('noise'); print(json.dumps({'ready': True}), flush=True)\n"
-        "for line in sys.stdin: print(json.dumps({'ms': [1.0] * int(line)}), flush=True)\n"
-        "print(json.dumps({'end': 1}))"
-    )
-    programs = [gpu_jobs.Answerer([sys.executable, "-c", code], {}, tmp_path) for _ in range(2)]
-    assert [program.answer(20) for program in programs] == [{"ready": True}] * 2
-    answers = [program.ask(n, 20) for n, program in enumerate(programs, 1)]
-    assert answers == [{"ms": [1.0]}, {"ms": [1.0, 1.0]}]
-    ends = [program.close(20) for program in programs]
-    assert [(last, outcome.problem) for last, outcome in ends] == [({"end": 1}, "")] * 2
-
-
-def test_a_program_that_dies_gives_no_answer(tmp_path):
-    program = gpu_jobs.Answerer([sys.executable, "-c", "raise SystemExit('gone')"], {}, tmp_path)
-    assert program.answer(20) is None
+@pytest.mark.parametrize(
+    ("code", "objects", "problem"),
+    [
+        ('print(\'{"a": 1}\'); print("{broken"); raise SystemExit("why not")', [{"a": 1}], "why not"),
+        ("raise SystemExit('gone')", [], "gone"),
+    ],
+)
+def test_a_program_that_fails_says_what(code, objects, problem, tmp_path):
+    outcome = python(code, 20, tmp_path)
+    assert (outcome.objects, outcome.problem) == (objects, f"status 1: {problem}")
+    program = gpu_jobs.Answerer([sys.executable, "-c", code], {}, tmp_path)
+    assert program.answer(20) == (objects or [None])[0]
     assert program.ask(1, 20) is None
     last, outcome = program.close(20)
-    assert (last, outcome.problem) == (None, "status 1: gone")
+    assert (last, outcome.problem) == (None, f"status 1: {problem}")
 
 
 @needs_compiler
 def test_steps_are_timed_when_they_are_asked_for(tmp_path):
     ready = gpu_setup.make_pretend(tmp_path)
-    command = [
-        ready.python,
-        str(BENCHMARKS / "gpu_step.py"),
-        "--workload",
-        "tiny-llama",
-        "--offload",
-        "moments",
-    ]
-    program = gpu_jobs.Answerer(command, ready.env, tmp_path)
+    step = [str(BENCHMARKS / "gpu_step.py"), "--workload", "tiny-llama", "--offload", "moments"]
+    program = gpu_jobs.Answerer([ready.python, *step], ready.env, tmp_path)
     start = program.answer(60)
     assert (start["ready"], start["tokens"]) == (True, 16)
     first, second = program.ask(3, 60), program.ask(2, 60)
@@ -151,9 +111,6 @@ def test_steps_are_timed_when_they_are_asked_for(tmp_path):
     end, outcome = program.close(60)
     assert (outcome.problem, end["loss"] < start["loss"]) == ("", True)
     assert end["pool_mb"] > 32  # the products' workspace
-
-
-# ---------------------------------------------------------------------------------------------- the verdicts
 
 
 def test_idle_time_is_what_no_kernel_fills():
@@ -199,35 +156,6 @@ def test_bits_that_differ_are_no_pass():
     assert "transport: staged" in section.verdicts[0].found
 
 
-def test_the_first_way_over_a_cuda_aware_mpi_that_works_is_kept(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpirun").write_text("")
-    ready = gpu_setup.Ready(sys.executable, gpu_setup.environment(sys.executable, tmp_path))
-    line = {"run": "a", "losses": [1.0], "norms": [2.0], "digest": "x"}
-    tried = []
-
-    def sharded(check, section, started, env, *flags):
-        tried.append((started[-1], env.get("UCX_TLS")))
-        if "cuda_ipc" in env.get("UCX_TLS", ""):
-            section.problems.append("IPC is not possible")
-            return []
-        return [line]
-
-    monkeypatch.setattr(gpu_parts, "sharded", sharded)
-    check = gpu_parts.Check(ready, tmp_path, tmp_path, 1e12, False, [], [1, 2, 4], tmp_path, None)
-    section = Section("ranks", "")
-    gpu_parts.over_aware_mpi(check, section, {"a": line})
-    without = "sm,self,cuda_copy"
-    assert tried == [("2", f"{without},cuda_ipc"), ("2", without), ("4", without)]
-    assert [(verdict.what, verdict.ok) for verdict in section.verdicts] == [
-        ("2 ranks, CUDA-aware MPI (ucx without IPC)", True),
-        ("4 ranks, CUDA-aware MPI (ucx without IPC)", True),
-    ]
-    assert (section.state, list(section.tables)) == (
-        "passed", ["Attempts over the CUDA-aware MPI that failed"]
-    )  # fmt: skip
-
-
 def test_a_report_passes_only_if_all_of_it_was_seen(tmp_path):
     seen, unseen = Section("one", "First.", 1.0), Section("two", "Second.")
     seen.judge("this | that", "yes", "yes", True)
@@ -245,57 +173,3 @@ def test_a_report_passes_only_if_all_of_it_was_seen(tmp_path):
     assert "| one | 1 | ok | this / that | yes | yes |" in text
     assert "| two | 0 | - | Second. | to be seen | not run: no time was left |" in text
     assert "| 1,234,567 | x y |\n|  | 0.1235 |" in text
-
-
-# --------------------------------------------------------------------------------------------------- set-up
-
-
-@pytest.mark.parametrize("cuda", [12, 13])
-def test_requirements_are_those_of_the_package(cuda):
-    names = [gpu_setup.name_of(requirement) for requirement in gpu_setup.requirements(cuda)]
-    assert {"numpy", f"cupy-cuda{cuda}x", "nvmath-python", "mpi4py", "pytest"} <= set(names)
-    assert f"cupy-cuda{25 - cuda}x" not in names
-    assert {name for name in names if names.count(name) > 1} == {"numpy"}  # the extra asks for a newer one
-
-
-def test_what_no_interpreter_has_is_to_be_brought(tmp_path, monkeypatch):
-    env = gpu_setup.environment(sys.executable, tmp_path)
-    wanted = ["numpy>=2", "zero-mpi-never-written[extra]>=1.0"]
-    assert gpu_setup.missing(sys.executable, wanted, env) == ["zero-mpi-never-written"]
-    (tmp_path / "wheels").mkdir()
-    python = gpu_setup.make_venv(tmp_path / "venv")
-    env = gpu_setup.environment(python, tmp_path)
-    notes = gpu_setup.install(python, wanted, tmp_path / "wheels", env)
-    said = "not installed: zero-mpi-never-written. Without a package index: pip download"
-    assert notes[-1].startswith(said)
-    assert gpu_setup.lacking(python, ["numpy>=2", "numpy>=99", "pytest"], env) == ["numpy>=99"]
-    monkeypatch.setattr(gpu_setup, "pip", lambda *_: "no network")
-    notes = gpu_setup.install(python, ["numpy>=99"], None, env)
-    said = f"not installed: numpy ({metadata.version('numpy')} is). Without a package index: pip download"
-    assert notes[-1].startswith(said)  # and so it has to do
-    with pytest.raises(gpu_setup.NotReady, match=r"cupy-cuda99x.*--wheels WHEELS"):
-        gpu_setup.install(python, ["cupy-cuda99x>=1"], None, env)
-
-
-def test_a_venv_sees_the_packages_of_this_python(tmp_path):
-    python = gpu_setup.make_venv(tmp_path / "venv")
-    env = gpu_setup.environment(python, tmp_path)
-    assert gpu_setup.missing(python, ["numpy>=2", "pytest"], env) == []
-    assert Path(python).parent == tmp_path / "venv" / "bin"
-
-
-def test_an_mpi_is_found_in_folders_and_archives(tmp_path):
-    binary = tmp_path / "some" / "ompi" / "bin" / "mpirun"
-    binary.parent.mkdir(parents=True)
-    binary.write_text("")
-    assert gpu_setup.unpack(tmp_path / "some", tmp_path) == tmp_path / "some" / "ompi"
-    assert gpu_setup.unpack(tmp_path / "some" / "ompi", tmp_path) == tmp_path / "some" / "ompi"
-    with tarfile.open(tmp_path / "some.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "some", "some")
-    root = gpu_setup.unpack(tmp_path / "some.tar.gz", tmp_path / "scratch")
-    assert root == tmp_path / "scratch" / "mpi" / "some" / "ompi"
-    (tmp_path / "text").write_text("no archive")
-    with pytest.raises(gpu_setup.NotReady, match=r"--mpi-root .*text"):
-        gpu_setup.unpack(tmp_path / "text", tmp_path / "other")
-    with pytest.raises(gpu_setup.NotReady, match="no bin/mpirun"):
-        gpu_setup.unpack(binary.parent, tmp_path)

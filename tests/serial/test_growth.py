@@ -32,7 +32,6 @@ CONTENTS = ("some words.", "\n <think>\nhm\n</think>\n\n", " <|im_end|> é", "\n
 
 
 def turns(count: int, system: bool = False, contents: tuple[str, ...] = CONTENTS) -> Conversation:
-    """A conversation of so many questions and answers."""
     roles = ("user", "assistant")
     said = [f"{contents[n % len(contents)]}{n}\n" for n in range(count)]
     asked = [{"role": role, "content": text} for text in said for role in roles]
@@ -40,7 +39,6 @@ def turns(count: int, system: bool = False, contents: tuple[str, ...] = CONTENTS
 
 
 def peak(call: Callable[[], object]) -> int:
-    """The most bytes that a call holds."""
     tracemalloc.start()
     try:
         call()
@@ -50,8 +48,6 @@ def peak(call: Callable[[], object]) -> int:
 
 
 class Letters(str):
-    """A text that counts the letters that are cut out of it."""
-
     read = 0
 
     def __getitem__(self, place):
@@ -61,13 +57,9 @@ class Letters(str):
 
 
 def letters_read(call: Callable[[], object]) -> int:
-    """How many letters a call cuts out."""
     Letters.read = 0
     call()
     return Letters.read
-
-
-# -------------------------------------------------------------------------------------------- conversations
 
 
 NAMES = [(name, system) for name in TEMPLATES for system in (False, True) if name != "marked"]
@@ -77,11 +69,8 @@ NAMES.remove(("gemma", True))  # which takes no system message
 @pytest.mark.parametrize(("name", "system"), NAMES)
 def test_answers_of_a_long_conversation_take_a_few_texts_of_it(name, system, monkeypatch):
     """By every template; and they are the answers that texts for each turn show."""
-    reader, render, sizes = (
-        ConversationReader(chat_tokenizer(TEMPLATES[name])),
-        ChatTemplate.render,
-        list[int](),
-    )
+    reader, render = ConversationReader(chat_tokenizer(TEMPLATES[name])), ChatTemplate.render
+    sizes = list[int]()
 
     def counted(self, *given, **options):
         found = render(self, *given, **options)
@@ -151,12 +140,7 @@ def test_conversations_are_encoded_by_so_many_letters(monkeypatch, tmp_path):
     assert len(groups) == 5
 
 
-# ------------------------------------------------------------------------------------------- other readers
-
-
 class Name(str):
-    """A name that counts how often it is compared."""
-
     compared = 0
     __hash__ = str.__hash__
 

@@ -3,23 +3,21 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
-from zero_mpi.commands.hostfile.command import command
 from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_hosts
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.world import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
 TWICE_TWO = [HostEntry("node1", 2), HostEntry("node2", 2)]
 
 
 def installed_launcher() -> str:
-    """The launcher beside this python, or skip."""
     try:
         return launcher()[0]
     except FileNotFoundError as error:
@@ -27,13 +25,10 @@ def installed_launcher() -> str:
 
 
 def hosts_of(text: str) -> list[HostEntry]:
-    """The hosts of a text."""
     return read_hosts(text.splitlines(), "FILE")
 
 
-def convert(
-    *arguments: str | Path, text: str | None = None, folder: Path | None = None
-) -> tuple[int, str, str]:
+def convert(*arguments: str | Path, text: str | None = None, folder: Path | None = None) -> Any:
     """`zero-mpi hostfile ARGUMENTS`, with `text` as standard input."""
     job = [sys.executable, "-m", "zero_mpi", "hostfile", *map(str, arguments)]
     if text is not None:
@@ -49,7 +44,6 @@ def test_local8_runs_ranks_on_this_machine():
 
 
 def lines(name: str) -> list[str]:
-    """The lines of a hostfile that name hosts."""
     return [line for line in (FOLDER / name).read_text().splitlines() if not line.startswith("#")]
 
 
@@ -71,9 +65,6 @@ def test_every_hostfile_shows_its_command_in_whole_line_comments(path):
     assert all(line.startswith("#") for line in comments)  # MPICH reads no comment after a name
     ranks = sum(host.slots for host in hosts_of(path.read_text()))
     assert any(f"hostfiles/{path.name} -n {ranks} " in line for line in comments)
-
-
-# ------------------------------------------------------------------------------------------------- reading
 
 
 @pytest.mark.parametrize(
@@ -116,7 +107,7 @@ def test_other_lines_are_refused_with_their_number(line):
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_a_file_without_a_host_is_refused(text):
-    with pytest.raises(UsageError, match=r"^FILE: names no host; expected "):
+    with pytest.raises(UsageError, match=r"^FILE: "):
         hosts_of(text)
 
 
@@ -142,57 +133,39 @@ def test_any_text_is_read_or_refused(text):
     assert hosts_of("\n".join(map(LINES["openmpi"], hosts))) == hosts != []
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
-
-@pytest.mark.parametrize(
-    ("source", "form", "expected"),
-    [
-        ("two_nodes.openmpi", "mpich", "node1:2\nnode2:2\n"),
-        ("two_nodes.mpich", "openmpi", "node1 slots=2\nnode2 slots=2\n"),
-    ],
-)
-def test_one_form_becomes_the_other(source, form, expected):
-    assert convert(FOLDER / source, "--for", form) == (0, expected, "")
-
-
-def test_standard_input_is_read():
+def test_one_form_becomes_the_other():
+    nodes = "node1 slots=2\nnode2 slots=2\n"
+    assert convert(FOLDER / "two_nodes.openmpi", "--for", "mpich") == (0, "node1:2\nnode2:2\n", "")
+    assert convert(FOLDER / "two_nodes.mpich", "--for", "openmpi") == (0, nodes, "")
     assert convert("-", "--for", "mpich", text="n1\nn2\nn1\n") == (0, "n1:2\nn2:1\n", "")
 
 
 def test_a_limit_that_mpich_does_not_have_is_named():
     status, printed, errors = convert("-", "--for", "mpich", text="n1 slots=2 max-slots=4\nn2 slots=2\n")
-    assert (status, printed) == (0, "n1:2\nn2:2\n")
-    assert errors == "zero_mpi hostfile: max-slots of n1 left out: MPICH has no such limit\n"
+    assert (status, printed, errors.count("\n")) == (0, "n1:2\nn2:2\n", 1)
+    assert "max-slots of n1 " in errors
     limited = "n1 slots=2 max-slots=4\n"
     assert convert("-", "--for", "openmpi", text=limited) == (0, limited, "")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "named"),
     [
-        (["bad", "--for", "mpich"], "bad:2: expected HOST, HOST:2 or HOST slots=2 [max-slots=4], got 'n2:x'"),
-        (["nowhere", "--for", "mpich"], "nowhere: no such file; expected HOST"),
-        ([".", "--for", "mpich"], ".: expected a file, found a folder: name the file in it; expected HOST"),
-        (["binary", "--for", "mpich"], "binary: is not text; expected HOST"),
-        (["bad"], "the following arguments are required: --for"),
-        (["bad", "--for", "lam"], "argument --for: invalid choice: 'lam' (choose from"),
-        (["--for", "mpich"], "the following arguments are required: file"),
+        ("bad --for mpich", "bad:2: .*'n2:x'"),
+        ("nowhere --for mpich", "nowhere: "),
+        (". --for mpich", r"\.: "),
+        ("binary --for mpich", "binary: "),
+        ("bad", "--for"),
+        ("bad --for lam", "'lam'"),
+        ("--for mpich", "file"),
     ],
 )
-def test_bad_input_says_what_was_expected(arguments, said, tmp_path, monkeypatch):
+def test_bad_input_is_one_line(arguments, named, tmp_path):
     (tmp_path / "bad").write_text("n1\nn2:x\n")
     (tmp_path / "binary").write_bytes(b"n1\n\xff\xfe")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"^{re.escape(said)}") as caught:
-        command(World(0, 1), arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_input_is_one_line():
-    status, printed, errors = convert("-", "--for", "mpich", text="n1:0\n")
+    status, printed, errors = convert(*arguments.split(), folder=tmp_path)
     assert (status, printed, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith("zero_mpi hostfile: error: standard input:1: expected HOST")
+    assert re.match(f"zero_mpi hostfile: error: .*{named}", errors)
 
 
 def test_the_installed_launcher_reads_what_is_written(tmp_path):
@@ -203,14 +176,6 @@ def test_the_installed_launcher_reads_what_is_written(tmp_path):
     status, printed, errors = convert("-", "--for", form, text=text)
     assert (status, errors) == (0, "")
     (tmp_path / "hosts").write_text(printed)
-    job = [
-        start,
-        "--hostfile",
-        tmp_path / "hosts",
-        "-n",
-        "3",
-        "python3",
-        "-c",
-        "import os; os.write(1, b'x')",
-    ]
+    job = [start, "--hostfile", tmp_path / "hosts", "-n", "3", "python3", "-c"]
+    job.append("import os; os.write(1, b'x')")
     assert run_command(job, timeout=40)[:2] == (0, "xxx")

@@ -36,7 +36,6 @@ Edit = dict[str, Any]
 
 
 def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarray | None) -> Path:
-    """A folder of the named model; `edits` changes its configuration (... removes), `tensors` its tensors."""
     config = hf_models.CONFIGS[name]
     arrays = hf_models.random_tensors(config) | {
         key.replace("__", "."): value for key, value in tensors.items()
@@ -46,7 +45,6 @@ def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarr
 
 
 def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
-    """Logits (T, V) by our stages on what the source gives."""
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
     config = config_from_gguf(source.metadata, shapes, str(source.path), source.read)
     config.check_tensors(shapes, str(source.path))
@@ -62,9 +60,8 @@ IDS = np.random.default_rng(5).integers(0, 61, 30)
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> None:
     source = open_weights(make(tmp_path, name))
-    expected = hf_models.logits(
-        hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name]), IDS
-    )
+    config = hf_models.CONFIGS[name]
+    expected = hf_models.logits(config, hf_models.random_tensors(config), IDS)
     assert np.ptp(expected, axis=-1).min() > 1, "logits are flat: agreement would say little"
     np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
@@ -73,11 +70,9 @@ PERMUTED = ("llama", "mistral", "smollm3", "granite")  # whose converter brings 
 
 
 def expected_tensors(name: str) -> dict[str, np.ndarray]:
-    """What the gguf package's table of names and the published permutation make of a folder's tensors."""
     config = hf_models.CONFIGS[name]
-    arch = getattr(
-        gguf.MODEL_ARCH, config["model_type"].removesuffix("_text").replace("mistral", "llama").upper()
-    )
+    kind = config["model_type"].removesuffix("_text").replace("mistral", "llama").upper()
+    arch = getattr(gguf.MODEL_ARCH, kind)
     names, found = gguf.get_tensor_name_map(arch, 9), {}
     for theirs, array in hf_models.random_tensors(config).items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
@@ -131,9 +126,7 @@ def test_half_precision_is_read_exactly(tmp_path: Path, dtype: Any) -> None:
     hf_models.write_folder(tmp_path / "half", hf_models.CONFIGS["llama"], halves)
     hf_models.write_folder(tmp_path / "full", hf_models.CONFIGS["llama"], rounded)
     half, full = open_weights(tmp_path / "half"), open_weights(tmp_path / "full")
-    assert {spec.type.name for spec in half.tensors.values()} == {
-        {"float16": "F16"}.get(np.dtype(dtype).name, "BF16")
-    }
+    assert {spec.type.name for spec in half.tensors.values()} == {"F16" if dtype is np.float16 else "BF16"}
     for name in full.tensors:
         assert half.tensor(name).tobytes() == full.tensor(name).tobytes()
 
@@ -143,12 +136,16 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, n
     """Rows of q in another order, and a transposed matrix; 64 MiB each."""
     shape = (4096, 4096)
     big = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
-    theirs = (
-        "model.layers.0.self_attn.q_proj.weight" if name == "llama" else "transformer.h.0.mlp.c_fc.weight"
-    )
-    ours = "blk.0.attn_q.weight" if name == "llama" else "blk.0.ffn_up.weight"
-    edits = {"num_attention_heads": 64, "head_dim": 64} if name == "llama" else {}
-    source = HuggingFaceFolder.open(make(tmp_path, name, edits, **{theirs: big}, **k_for(name)))
+    q = "model.layers.{}.self_attn.q_proj.weight"
+    theirs, ours, edits, others = "transformer.h.0.mlp.c_fc.weight", "blk.0.ffn_up.weight", {}, {}
+    if name == "llama":
+        theirs, ours = q.format(0), "blk.0.attn_q.weight"
+        edits = {"num_attention_heads": 64, "head_dim": 64}
+        others = {
+            f"model.layers.{i}.self_attn.k_proj.weight": np.zeros((128, 24), np.float32) for i in (0, 1)
+        }
+        others[q.format(1)] = np.zeros((4096, 24), np.float32)
+    source = HuggingFaceFolder.open(make(tmp_path, name, edits, **{theirs: big}, **others))
     tracemalloc.start()
     found = source.read(ours, 100 * 4096 + 5, 110 * 4096 + 7)
     _, peak = tracemalloc.get_traced_memory()
@@ -163,23 +160,6 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, n
     tracemalloc.stop()
     assert peak < 10 << 20
     np.testing.assert_array_equal(room, whole)
-
-
-def k_for(name: str) -> dict[str, np.ndarray]:
-    """k in the width of q's heads."""
-    k = np.zeros((128, 24), np.float32)
-    return (
-        {f"model.layers.{i}.self_attn.k_proj.weight": k for i in range(2)} | q_for()
-        if name == "llama"
-        else {}
-    )
-
-
-def q_for() -> dict[str, np.ndarray]:
-    return {"model.layers.1.self_attn.q_proj.weight": np.zeros((4096, 24), np.float32)}
-
-
-# Spellings
 
 
 def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path: Path) -> None:
@@ -202,10 +182,8 @@ def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path
     ],
 )
 def test_other_spellings_of_the_same(tmp_path: Path, edits: Edit) -> None:
-    usual, other = (
-        open_weights(make(tmp_path / "a", "llama")),
-        open_weights(make(tmp_path / "b", "llama", edits)),
-    )
+    usual = open_weights(make(tmp_path / "a", "llama"))
+    other = open_weights(make(tmp_path / "b", "llama", edits))
     assert usual.metadata == other.metadata
     assert set(usual.tensors) == set(other.tensors)
 
@@ -220,19 +198,11 @@ def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
 
 def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
     """For Llama 3.1's own numbers: the quotients of frequencies that transformers 5.23 works out."""
-    edits = {
-        "hidden_size": 24,
-        "head_dim": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_theta": 500000.0,
-        "rope_scaling": hf_models.LLAMA3 | {"original_max_position_embeddings": 8192},
-    }
-    wide = {
-        f"model.layers.{i}.self_attn.{n}_proj.weight": np.zeros((256, 24), np.float32)
-        for i in range(2)
-        for n in "qk"
-    }
+    scaling = hf_models.LLAMA3 | {"original_max_position_embeddings": 8192}
+    edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    edits |= {"rope_theta": 500000.0, "rope_scaling": scaling}
+    names = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qk"]
+    wide = dict.fromkeys(names, np.zeros((256, 24), np.float32))
     factors = open_weights(make(tmp_path, "llama", edits, **wide)).read("rope_freqs.weight")
     assert factors.shape == (64,)
     assert (factors[:29] == 1).all()
@@ -241,27 +211,18 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path: Path) -> None:
     assert (factors[35:] == 8).all()
 
 
-# What is refused
-
+TWO_ROPES = {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}
 REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"model_type": "mamba"}, "model_type: expected one of llama, .*found 'mamba'"),
     ("llama", {"model_type": ...}, "model_type: expected one of .*found nothing"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: expected silu or swish .*found 'gelu'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: .*found 'dynamic'"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor: expected a number"),
-    (
-        "llama",
-        {"rope_scaling": hf_models.YARN | {"attention_factor": 2}},
-        "attention_factor: expected 1.13863",
-    ),
+    ("llama", {"rope_scaling": hf_models.YARN | {"attention_factor": 2}}, "attention_factor: .*1.13863"),
     ("llama", {"rope_scaling": hf_models.YARN | {"truncate": False}}, "truncate: expected True"),
     ("llama", {"rope_scaling": hf_models.YARN | {"truncate": None}}, "truncate: expected True"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a number"),
-    (
-        "qwen2",
-        {"rope_scaling": hf_models.LLAMA3},
-        r"rope_type: expected default, linear, yarn \(only\), found 'llama3'",
-    ),
+    ("qwen2", {"rope_scaling": hf_models.LLAMA3}, "rope_type: .*'llama3'"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling: expected an object"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "one setting for all layers"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
@@ -280,11 +241,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"attention_bias": True}, "speaks of a bias of attn_q, and the folder has none"),
     ("llama, biases", {"mlp_bias": False}, "speaks of no bias of ffn_gate, and the folder has one"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected False"),
-    (
-        "qwen2",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types: expected full_attention",
-    ),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full"),
     ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
     ("qwen3", {"attention_bias": True}, "attention_bias: expected False"),
     ("smollm3", {"attention_bias": True}, "attention_bias: expected False"),
@@ -292,42 +249,26 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers: expected 1, 1, 1, 0"),
     ("smollm3", {"no_rope_layers": 4}, "no_rope_layers: expected 1, 1, 1, 0"),
     ("smollm3", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
-    (
-        "gemma3",
-        {"layer_types": ["sliding_attention"] * 7},
-        "layer_types: expected full_attention in every 6th",
-    ),
+    ("gemma3", {"layer_types": ["sliding_attention"] * 7}, "layer_types: expected full_attention"),
     ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types: expected full_attention in every 6th"),
     ("gemma3", {"layer_types": 7}, "layer_types: expected full_attention in every 6th"),
     ("gemma3", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar: expected 10"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: expected none"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation: expected gelu_pytorch_tanh"),
     ("gemma3", {"rope_local_base_freq": 500.0}, "rope_local_base_freq: expected 10000"),
-    (
-        "gemma3",
-        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 500.0}}},
-        "rope_theta: expected 10000",
-    ),
+    ("gemma3", {"rope_parameters": TWO_ROPES}, "rope_theta: expected 10000"),
     ("mistral", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected an even part .*found 3"),
     ("phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor: expected an even part .*found 12"),
     ("phi3", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
-    (
-        "phi3",
-        {"rope_scaling": hf_models.LONGROPE | {"long_factor": [1.0]}},
-        "long_factor: expected a list of 3",
-    ),
-    (
-        "phi3",
-        {"rope_scaling": hf_models.LONGROPE | {"short_factor": None}},
-        "short_factor: expected a list of 3",
-    ),
+    ("phi3", {"rope_scaling": hf_models.LONGROPE | {"long_factor": [1.0]}}, "long_factor: .* 3"),
+    ("phi3", {"rope_scaling": hf_models.LONGROPE | {"short_factor": None}}, "short_factor: .* 3"),
     ("llama", {"rope_scaling": hf_models.LONGROPE}, "rope_type: expected default, linear, yarn, llama3"),
     ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type: .*longrope.*'linear'"),
     (
         "phi3",
         {"rope_scaling": hf_models.LONGROPE | {"original_max_position_embeddings": 8}},
-        "original_max_position_embeddings: expected 8 beside rope_scaling",
+        "original_max_position_embeddings: expected 8",
     ),
     ("gemma3", {"rope_parameters": {"rope_theta": 500.0}}, "rope_parameters: expected an object for each"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
@@ -348,10 +289,7 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (
-            {"score__weight": np.zeros((2, 24), np.float32)},
-            "tensor 'score.weight' is not one of a llama model",
-        ),
+        ({"score__weight": np.zeros((2, 24), np.float32)}, "tensor 'score.weight'"),
         ({"model__layers__00__mlp__up_proj__weight": np.zeros(3, np.float32)}, "is not one of a llama model"),
         ({"norm__weight": np.zeros(24, np.float32)}, "expected once, found under another spelling too"),
         ({"model__norm__weight": np.zeros(24)}, "model.norm.weight': expected F32, F16 or BF16, found F64"),
@@ -366,9 +304,6 @@ def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, m
         open_weights(make(tmp_path, "llama", **arrays))
 
 
-# Which door
-
-
 def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> None:
     with GGUFStream(tmp_path / "model.gguf", "llama", {}, []):
         pass
@@ -381,29 +316,21 @@ def test_open_weights_takes_files_checkpoints_and_folders(tmp_path: Path) -> Non
 
 
 def test_open_weights_names_what_it_expected(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"expected model\.gguf, or config\.json with safetensors, in this folder$"
-    ):
-        open_weights(tmp_path)
+    def refused(found: str, name: str = "") -> None:
+        with pytest.raises(UsageError, match=found):
+            open_weights(tmp_path / name)
+
+    refused(r"model\.gguf, or config\.json")
     (tmp_path / "latest").mkdir()
-    with pytest.raises(UsageError, match=r"it is a run directory: name .*/latest"):
-        open_weights(tmp_path)
+    refused("/latest")
     (tmp_path / "config.json").write_text(json.dumps(hf_models.CONFIGS["llama"]))
-    with pytest.raises(UsageError, match=r"expected model\.safetensors or .*found neither"):
-        open_weights(tmp_path)
+    refused(r"model\.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UsageError, match="safe_serialization=True"):
-        open_weights(tmp_path)
-    with pytest.raises(UsageError, match="name its folder"):
-        open_weights(tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="no such file"):
-        open_weights(tmp_path / "none.gguf")
+    refused("safe_serialization=True")
+    refused("folder", "model.safetensors")
+    refused("none.gguf", "none.gguf")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UsageError, match=r"config\.json: expected a JSON object"):
-        open_weights(tmp_path)
-
-
-# The way back
+    refused(r"config\.json: expected a JSON object")
 
 
 @pytest.mark.parametrize("chunk", [40, 1 << 20])
@@ -427,15 +354,10 @@ def test_the_way_back_gives_the_folder_again(
         np.testing.assert_allclose(again.read(key), source.read(key), rtol=1e-6)
 
 
+PARTS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 UNUSUAL = [
-    {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 20},
-    {"factor": 3, "low_freq_factor": 2, "high_freq_factor": 16.5, "original_max_position_embeddings": 12345},
-    {
-        "factor": 40.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 700,
-    },
+    dict(zip(PARTS, numbers, strict=True))
+    for numbers in ((8.0, 1.5, 3.0, 20), (3, 2, 16.5, 12345), (40.0, 1.0, 4.0, 700))
 ]
 
 
@@ -444,9 +366,8 @@ def test_unusual_numbers_of_llama_3_come_back_as_they_were(tmp_path: Path, numbe
     """Through a GGUF, whose divisors alone would not tell them; the divisors come back to the bit."""
     folder = make(tmp_path / "hf", "llama", {"rope_scaling": {"rope_type": "llama3", **numbers}})
     source = open_weights(folder)
-    with GGUFStream(
-        tmp_path / "m.gguf", "llama", source.metadata, [(n, s.shape) for n, s in source.tensors.items()]
-    ) as stream:
+    table = [(name, spec.shape) for name, spec in source.tensors.items()]
+    with GGUFStream(tmp_path / "m.gguf", "llama", source.metadata, table) as stream:
         for name in source.tensors:
             stream.write(name, source.tensor(name))
     back = config_json(open_weights(tmp_path / "m.gguf"), "float32")
@@ -507,11 +428,7 @@ class Fake:
         ("llama", {"blk__0__attn_q__bias": 0}, "biases of attn_q alone"),
         ("llama", {"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not of Llama 3's kind"),
         ("llama", {"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ"),
-        (
-            "llama",
-            {"metadata": {"general.architecture": "mamba"}},
-            "architecture 'mamba' has no Hugging Face",
-        ),
+        ("llama", {"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba'"),
         ("phi3", {"metadata": {"phi3.rope.scaling.factor": np.float32(2)}}, "by keys, .*config.json of phi3"),
         ("phi3", {"metadata": {"phi3.rope.scaling.attn_factor": np.float32(2)}}, "attn_factor alone"),
         ("phi3", {"rope_factors_long__weight": [1.0, 1.5, 2.0]}, "rope_factors_long.weight alone"),

@@ -100,7 +100,6 @@ def class_of(folder: Path) -> Any:
 
 
 def settings_of(found: Any) -> Edit:
-    """What a class says, in the words of `hf_models`."""
     values = {key: value for key, value in found.to_dict().items() if key not in NOT_OF_THE_MODEL}
     rope = values.pop("rope_parameters", None)
     if rope is not None:
@@ -110,7 +109,6 @@ def settings_of(found: Any) -> Edit:
 
 
 def effects(config: Edit) -> list[Any]:
-    """Frequencies for a short text and a long one, their magnitude, and how far each layer sees."""
     if config["model_type"] == "gpt2":
         return []
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -122,13 +120,11 @@ def effects(config: Edit) -> list[Any]:
 
 
 def content(source: Any) -> Any:
-    """What was read from a folder."""
     constants = {name: array.tobytes() for name, array in source.constants.items()}
     return source.metadata, constants, {name: spec.shape for name, spec in source.tensors.items()}
 
 
 def plain(value: Any) -> Any:
-    """A configuration without what is removed from it."""
     return {k: plain(v) for k, v in value.items() if v is not ...} if isinstance(value, dict) else value
 
 

@@ -30,7 +30,6 @@ def text(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def models(text, tmp_path_factory) -> dict[str, Path]:
-    """A fresh model of every architecture, as a GGUF of float32."""
     place, made = tmp_path_factory.mktemp("models"), {}
     for arch in ARCHES:
         flags = [*SIZES, "--arch", arch, "--batch-size", "1", "--steps", "0", "--sample", "0"]
@@ -40,7 +39,6 @@ def models(text, tmp_path_factory) -> dict[str, Path]:
 
 
 def start(ranks: int, out: Path, init: Path, text: list[str], *more: str) -> Path:
-    """Two steps from `init`."""
     train(ranks, out, "--init", str(init), "--data", *text, *RUN, "--steps", "2", *more)
     return out
 
@@ -51,7 +49,6 @@ def as_folder(model: Path, folder: Path) -> Path:
 
 
 def as_parts(model: Path, folder: Path) -> Path:
-    """Split by the gguf package into files of five tensors each; the first of them."""
     folder.mkdir()
     source = GGUFFile.open(model)
     writer = gguf.GGUFWriter(
@@ -65,7 +62,6 @@ def as_parts(model: Path, folder: Path) -> Path:
 
 
 def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
-    """All keys but those of our checkpoints."""
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture", "training.")):
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
@@ -73,7 +69,6 @@ def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
 
 
 def write(writer: gguf.GGUFWriter) -> None:
-    """Bring what was added to the file."""
     for action in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
         getattr(writer, action)()
 
@@ -108,7 +103,6 @@ STILL = ["--lr", "0", "--min-lr", "0"]
 
 
 def assert_written_are_the_values_of(source: Path, out: Path) -> None:
-    """A run with a rate of zero writes what its ranks have read."""
     read, written = GGUFFile.open(source), GGUFFile.open(out / "latest" / "model.gguf")
     assert len(fields(out)) == 2
     assert [
@@ -178,7 +172,6 @@ def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
 
 
 def test_generate_takes_a_folder(models, tmp_path):
-    """The same text as from the file."""
     folder, printed = as_folder(models["llama"], tmp_path / "folder"), []
     for source in (models["llama"], folder):
         command = [sys.executable, "-m", "zero_mpi", "generate", str(source), "--tokens", "20", "--seed", "3"]
@@ -216,10 +209,8 @@ def test_a_run_that_began_without_the_rules_of_a_folder_s_tokenizer_goes_on_with
     bpe_files.write_json(tmp_path / "hf", content)
     (tmp_path / "before.py").write_text(AS_BEFORE)
     (tmp_path / "letters.txt").write_text("Cafe\u0301 u\u0308ber alles. " * 300)
-    out, flags = (
-        tmp_path / "run",
-        ["--init", str(tmp_path / "hf"), "--data", str(tmp_path / "letters.txt"), *RUN],
-    )
+    out = tmp_path / "run"
+    flags = ["--init", str(tmp_path / "hf"), "--data", str(tmp_path / "letters.txt"), *RUN]
     before = [str(tmp_path / "before.py"), "--out", str(out), *flags, "--steps", "1"]
     assert run_job(1, before, timeout=60)[0] == 0
     train(2, out, *flags, "--steps", "2")

@@ -37,26 +37,19 @@ print(json.dumps([table, texts, launch.OPTIONS]))
 def told() -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """The launch table, the sources and the options, from a process whose CuPy is the pretend one."""
     path = os.pathsep.join([str(ROOT / "tests" / "pretend"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TELL],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = [sys.executable, "-W", "error", "-c", TELL], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     table, texts, options = json.loads(done.stdout.splitlines()[-1])
     return table, texts, options
 
 
 def sources() -> list[str]:
-    """All sources of kernels."""
     return sorted(path.name for path in (ROOT / "zero_mpi" / "ops" / "gpu" / "kernels").glob("*.cu"))
 
 
 @lru_cache
 def nvrtc() -> ctypes.CDLL:
-    """NVRTC of the installed package; skips the test where there is none."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
             files = metadata.files(package) or []
@@ -69,20 +62,10 @@ def nvrtc() -> ctypes.CDLL:
 
 
 class Program:
-    """A source that NVRTC compiles."""
-
     def __init__(self, text: str, name: str) -> None:
         self.handle = ctypes.c_void_p()
-        self.call(
-            "CreateProgram",
-            ctypes.byref(self.handle),
-            text.encode(),
-            name.encode(),
-            0,
-            None,
-            None,
-            owned=False,
-        )
+        given = (text.encode(), name.encode(), 0, None, None)
+        self.call("CreateProgram", ctypes.byref(self.handle), *given, owned=False)
 
     def call(self, name: str, *arguments: object, owned: bool = True) -> int:
         """nvrtcNAME of the program; what went wrong is an error, but for compiling."""
@@ -91,7 +74,6 @@ class Program:
         return int(status)
 
     def compile(self, *options: str) -> str:
-        """Compile; returns what NVRTC and its assembler say."""
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = self.call("CompileProgram", len(options), given)
         log = self.read("ProgramLog").decode()
@@ -99,7 +81,6 @@ class Program:
         return log
 
     def read(self, what: str) -> bytes:
-        """The PTX, the machine code (CUBIN) or the log."""
         size = ctypes.c_size_t()
         self.call(f"Get{what}Size", ctypes.byref(size))
         room = ctypes.create_string_buffer(size.value)
@@ -107,7 +88,6 @@ class Program:
         return room.raw.rstrip(b"\0")
 
     def close(self) -> None:
-        """Give up its memory."""
         self.call("DestroyProgram", ctypes.byref(self.handle), owned=False)
 
 
@@ -116,7 +96,6 @@ def test_the_table_names_every_source():
 
 
 def kernels_of(source: str) -> set[str]:
-    """What the table has of a source."""
     return {name for name, (where, _) in told()[0].items() if where == source}
 
 

@@ -162,7 +162,6 @@ def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_the_bytes_the_answer_is_a_kind_or_none(seed):
-    """Random bytes are binary data; of one file's beginning only, something that begins so."""
     draw = np.random.default_rng(seed)
     assert kind_of(draw.bytes(500), "file") == BINARY
     kind_of(draw.choice([each.data for each in BEGINNINGS]) + draw.bytes(int(draw.integers(0, 30))), "file")

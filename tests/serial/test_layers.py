@@ -41,26 +41,19 @@ Make = Callable[[np.random.Generator, Any], Any]  # (generator, float type) -> a
 Loss = Callable[[Any], tuple[float, Any]]  # y -> (value, dy)
 
 
-# ------------------------------------------------------------------------------------------------ cases
-
-
 def real(*shape: int) -> Make:
-    """An array of random numbers."""
     return lambda rng, dtype: rng.standard_normal(shape).astype(dtype)
 
 
 def several(*makers: Make) -> Make:
-    """A tuple, such as (q, k, v)."""
     return lambda rng, dtype: tuple(make(rng, dtype) for make in makers)
 
 
 def tokens(vocabulary: int, *shape: int) -> Make:
-    """Token ids; with few of them some come twice."""
     return lambda rng, dtype: rng.integers(vocabulary, size=shape)
 
 
 def qkv(heads: nn.Heads) -> Make:
-    """(q, k, v) of two sequences of five positions."""
     return several(
         real(2, 5, heads.query, heads.key_width),
         real(2, 5, heads.kv, heads.key_width),
@@ -70,8 +63,6 @@ def qkv(heads: nn.Heads) -> Make:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, what it is given, and for whole models the targets of the loss."""
-
     name: str
     layer: nn.Layer
     make: Make
@@ -80,37 +71,23 @@ class Case:
 
 GROUPED = nn.Heads(query=6, kv=2, key_width=4, value_width=3)
 EQUAL = nn.Heads(query=3, kv=3, key_width=4, value_width=4)
-MODELS = architectures.every(
-    {
-        "vocab_size": 11,
-        "context_length": 6,
-        "embedding_length": 12,
-        "feed_forward_length": 17,
-        "head_count": 6,
-        "head_count_kv": 3,
-        "key_length": 4,
-        "value_length": 5,
-    }
-)
+SIZES = {"vocab_size": 11, "context_length": 6, "embedding_length": 12, "feed_forward_length": 17}
+SIZES |= {"head_count": 6, "head_count_kv": 3, "key_length": 4, "value_length": 5}
+MODELS = architectures.every(SIZES)
 LLAMA, QWEN2, GPT = (MODELS[arch] for arch in ("llama", "qwen2", "gpt2"))
-BIASED = replace(
-    LLAMA,
-    biases=frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}),
-)
+ALL = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+BIASED = replace(LLAMA, biases=frozenset(ALL))
 
 
 def with_adapters(config: ModelConfig, *targets: str) -> ModelConfig:
-    """The model with adapters of rank 3 that count one and a half times."""
     return replace(config, lora=LoRA(3, 4.5, targets or TARGETS))
 
 
 def block(config: ModelConfig) -> nn.Layer:
-    """The model's first block."""
     return next(stage.layer for stage in config.stages() if stage.scope == "blk.0")
 
 
 def whole(name: str, config: ModelConfig, recompute: bool = False) -> Case:
-    """All stages of a model, one after the other, and the cross-entropy behind them."""
     model = nn.Chain(*(stage.layer for stage in config.stages(recompute)))
     vocabulary = config.vocab_size
     return Case(name, model, tokens(vocabulary, 2, 5), tokens(vocabulary, 2, 5))
@@ -183,25 +160,19 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-# ----------------------------------------------------------------------- arrays, and tuples of arrays
-
-
 def leaves(x: Any) -> list[np.ndarray]:
-    """The arrays of an array or a tuple of arrays; None has none."""
     if x is None:
         return []
     return [x] if isinstance(x, np.ndarray) else [leaf for item in x for leaf in leaves(item)]
 
 
 def each(f: Callable[..., Any], x: Any, *others: Any) -> Any:
-    """f on every array, in the structure of x."""
     if isinstance(x, tuple):
         return tuple(each(f, *items) for items in zip(x, *others, strict=True))
     return f(x, *others)
 
 
 def dot(a: Any, b: Any) -> float:
-    """Sum of products over all arrays."""
     return sum(float(np.vdot(x, y)) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
@@ -211,16 +182,11 @@ def floats(x: Any) -> bool:
 
 
 def fingerprint(x: Any) -> list[bytes]:
-    """The bytes of all arrays."""
     return [leaf.tobytes() for leaf in leaves(x)]
 
 
 def copied(arrays: Any) -> Any:
-    """A copy of weights or gradients."""
     return {name: array.copy() for name, array in arrays.items()}
-
-
-# -------------------------------------------------------------------------------------------- one run
 
 
 @dataclass
@@ -235,7 +201,6 @@ class Setting:
 
 
 def weights(layer: nn.Layer, rng: np.random.Generator, dtype: Any) -> dict[str, np.ndarray]:
-    """Random parameters, norms around one, so that no derivative is flat or lost."""
     return {
         name: ((param.init == "ones") + 0.6 * rng.standard_normal(param.shape)).astype(dtype)
         for name, param in layer.params().items()
@@ -249,7 +214,6 @@ def linear_loss(y: Any, rng: np.random.Generator) -> Loss:
 
 
 def setting(case: Case, dtype: Any = np.float64) -> Setting:
-    """Numbers for a case, always the same."""
     rng = np.random.default_rng(len(case.name))
     layer, x = case.layer, case.make(rng, dtype)
     p = weights(layer, rng, dtype)
@@ -262,15 +226,12 @@ def setting(case: Case, dtype: Any = np.float64) -> Setting:
 
 @dataclass
 class Run:
-    """What a forward and a backward gave."""
-
     y: Any
     dx: Any
     g: dict[str, np.ndarray]
 
 
 def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
-    """Forward, then backward with other weight arrays; checks that no input is written."""
     given = copied(s.p)
     x_before = fingerprint(s.x)
     y, saved = s.layer.forward(given, s.x)
@@ -295,9 +256,6 @@ def measured_slope(s: Setting, p_way: dict[str, np.ndarray], x_way: Any) -> floa
 
     near, far = at(STEP) - at(-STEP), at(2 * STEP) - at(-2 * STEP)
     return (8 * near - far) / (12 * STEP)
-
-
-# ---------------------------------------------------------------------------------------------- tests
 
 
 @every_case
@@ -467,7 +425,6 @@ def test_a_frozen_head_has_no_gradient_in_loss():
 
 
 def layer_classes() -> Iterator[type[nn.Layer]]:
-    """Every class below Layer that the package defines."""
     for package in (zero_mpi.nn, zero_mpi.models):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
@@ -485,16 +442,11 @@ def test_every_layer_class_has_a_case():
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
 
 
-def test_one_name_for_two_shapes_is_refused():
+def test_what_is_no_chain_is_refused():
     """One name for one shape is one parameter; otherwise the last of them would be all."""
-    with pytest.raises(
-        ValueError, match=r"parameter a.weight comes twice in a chain, as \(5, 7\) and \(2, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"a.weight .*\(5, 7\) and \(2, 5\)"):
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
-
-
-def test_a_chain_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="a chain needs at least one layer"):
+    with pytest.raises(ValueError, match="at least one layer"):
         nn.Chain()
 
 

@@ -80,11 +80,8 @@ print(json.dumps({"left": left, "end": os.listdir(PLACE), "said": last.stdout, "
 
 def in_use(path, code):
     """Whether `path` is taken for unused while another process, in other namespaces, runs `code` on it."""
-    child = subprocess.Popen(
-        ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-c", code, path],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-    )
+    command = ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-c", code, path]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"there\n"
@@ -139,9 +136,8 @@ def test_what_is_left_does_not_grow_with_the_kills(tmp_path):
     data = write_text(tmp_path)
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", "--data", *data, *SMALL]
     arguments = [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(job)]
-    status, said, errors = run_command(
-        ["unshare", "-m", "sh", "-c", MOUNT + 'exec "$@"', "200m", *arguments], timeout=230, cwd=tmp_path
-    )
+    command = ["unshare", "-m", "sh", "-c", MOUNT + 'exec "$@"', "200m", *arguments]
+    status, said, errors = run_command(command, timeout=230, cwd=tmp_path)
     assert status == 0, errors
     found = json.loads(said)
     assert found["status"] == 0, found

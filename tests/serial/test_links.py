@@ -38,7 +38,6 @@ FLAGS = [*SIZES, "--steps", "2", "--sample", "0", "--batch-size", "4", "--eval-e
 
 @pytest.fixture
 def precious(tmp_path) -> Path:
-    """A file outside of the folder that is named."""
     path = tmp_path / "elsewhere" / "precious"
     path.parent.mkdir()
     path.write_text(PRECIOUS)
@@ -110,10 +109,8 @@ def test_a_run_names_the_link_and_ends_and_goes_on_without_it(tmp_path):
 
 @needs_mpiexec
 def test_tokenize_removes_nothing_that_it_has_not_written(precious, tmp_path):
-    out, flags = (
-        tmp_path / "out",
-        ["-m", "zero_mpi", "tokenize", *write_text(tmp_path), "--tokenizer", "byte"],
-    )
+    out = tmp_path / "out"
+    flags = ["-m", "zero_mpi", "tokenize", *write_text(tmp_path), "--tokenizer", "byte"]
     (out / ".tokenize").symlink_to(precious.parent)
     status, _, errors = run_job(2, [*flags, "--out", str(out)])
     assert status == 2
@@ -122,12 +119,7 @@ def test_tokenize_removes_nothing_that_it_has_not_written(precious, tmp_path):
     assert precious.read_text() == PRECIOUS
     (out / ".tokenize").unlink()
     (out / ".tokenize").mkdir()
-    others = [
-        out / ".notes.partial",
-        out / "mine.bin",
-        out / ".tokenize" / "notes",
-        out / ".tokenize" / "a.json",
-    ]
+    others = [out / name for name in (".notes.partial", "mine.bin", ".tokenize/notes", ".tokenize/a.json")]
     for path in (*others, out / ".tokenize" / "00007.bin", out / "00008.idx"):
         path.write_text(PRECIOUS)
     assert run_job(2, [*flags, "--out", str(out)])[0] == 0

@@ -33,16 +33,8 @@ llama_cpp()  # skips the module without it
 PROMPT = b"def f(x):\n  return "
 PREFIXES = (1, 2, 7, len(PROMPT))
 BIASES = frozenset({"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"})
-SIZES: dict[str, Any] = {
-    "vocab_size": ByteTokenizer.vocab_size,
-    "context_length": 32,
-    "embedding_length": 24,
-    "feed_forward_length": 97,
-    "head_count": 4,
-    "head_count_kv": 2,
-    "key_length": 6,
-    "value_length": 6,
-}
+SIZES: dict[str, Any] = {"vocab_size": ByteTokenizer.vocab_size, "context_length": 32, "embedding_length": 24}
+SIZES |= {"feed_forward_length": 97, "head_count": 4, "head_count_kv": 2, "key_length": 6, "value_length": 6}
 MODELS = architectures.every(SIZES)
 LLAMA, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "qwen2", "qwen3"))
 GPT = replace(MODELS["gpt2"], tied=True)
@@ -90,13 +82,11 @@ CASES = [
     Case("gpt2, coarse epsilon", replace(GPT, norm_epsilon=0.03), 2e-2),
 ]
 
-# ------------------------------------------------------------------------------------------------ files
 
 Edit = Callable[[dict[str, np.ndarray]], object]
 
 
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Matrices and biases of deviation 0.2, norms around one."""
     rng = np.random.default_rng(0)
     return {
         name: ((param.init == "ones") + 0.2 * rng.standard_normal(param.shape)).astype(np.float32)
@@ -105,7 +95,6 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
-    """A file with these keys and tensors."""
     table = [(name, array.shape) for name, array in tensors.items()]
     with GGUFStream(path, arch, metadata, table) as stream:
         for name, array in tensors.items():
@@ -114,13 +103,9 @@ def write_tensors(path: Path, arch: str, metadata: dict[str, Any], tensors: dict
 
 
 def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:
-    """A model file with the byte tokenizer, and with more keys, in which "__" stands for "."."""
     more = {f"{config.arch}.{name.replace('__', '.')}": value for name, value in keys.items()}
     metadata = config.metadata() | ByteTokenizer().metadata() | more
     return write_tensors(path, config.arch, metadata, weights | config.constants())
-
-
-# -------------------------------------------------------------------------------------------- llama.cpp
 
 
 def next_token(
@@ -148,24 +133,16 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, open_server(path)
 
 
-# -------------------------------------------------------------------------------------------- ourselves
-
-
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of logits (..., V)."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def training_forward(config: ModelConfig, weights: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
-    """Logits (T, V) as training computes them: no cache."""
     x: Any = np.array([ids])
     for stage in config.stages():
         x, _ = stage.layer.forward(weights, x)
     return x[0]
-
-
-# ---------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -184,7 +161,6 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
 
 
 def distance(path: Path, server: Any) -> float:
-    """How far our log-probabilities of a file are from llama.cpp's, over all prefixes."""
     ids = list(PROMPT)
     found = log_softmax(TextModel(path).logits(ids))
     return max(float(np.abs(found[count - 1] - next_token(server, ids[:count])).max()) for count in PREFIXES)
@@ -204,14 +180,6 @@ def test_lost_factors_of_frequencies_would_be_noticed(tmp_path):
     config = replace(LLAMA, rope_factors=FACTORS)
     server = open_server(write_model(tmp_path / "factors.gguf", config, weights))
     assert distance(write_model(tmp_path / "lost.gguf", LLAMA, weights), server) > 0.5
-
-
-@ROTARY
-def test_llama_cpp_passes_over_a_sliding_window(config, tmp_path):
-    """Why we do not refuse the key: even a window of two positions changes nothing there."""
-    window = {"attention__sliding_window": np.uint32(2)}
-    path = write_model(tmp_path / "model.gguf", config, random_weights(config), **window)
-    assert distance(path, open_server(path)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -260,12 +228,10 @@ def test_what_is_kept_and_how_it_is_weighted_is_llama_cpps(readable, how):
 
 
 def put(name: str, *shape: int) -> Edit:
-    """Add or replace a tensor by one of ones."""
     return lambda weights: weights.update({name: np.ones(shape, np.float32)})
 
 
 def drop(name: str) -> Edit:
-    """Leave a tensor out."""
     return lambda weights: weights.pop(name)
 
 
@@ -276,17 +242,11 @@ def drop(name: str) -> Edit:
         pytest.param(LLAMA, put("surplus.weight", 3, 5), id="surplus"),
         pytest.param(LLAMA, put("blk.0.attn_q.weight", 24, 25), id="shape"),
         pytest.param(LLAMA, put("rope_freqs.weight", 4), id="rope factors' shape"),
-        pytest.param(LLAMA, put("blk.0.attn_q_norm.weight", 6), id="llama with a norm of q"),
         pytest.param(QWEN2, put("rope_freqs.weight", 3), id="qwen2 with rope factors"),
         pytest.param(QWEN2, put("blk.0.attn_output.bias", 24), id="qwen2 with another bias"),
-        pytest.param(QWEN2, drop("blk.1.attn_k.weight"), id="qwen2 without k"),
-        pytest.param(
-            replace(QWEN2, key_length=8, value_length=8), lambda _: None, id="qwen2 with wide heads"
-        ),
-        pytest.param(QWEN3, put("rope_freqs.weight", 3), id="qwen3 with rope factors"),
+        pytest.param(replace(QWEN2, key_length=8, value_length=8), lambda _: None, id="qwen2, wide heads"),
         pytest.param(QWEN3, drop("blk.1.attn_k_norm.weight"), id="qwen3 without a norm"),
         pytest.param(QWEN3, put("blk.0.attn_k_norm.weight", 12), id="qwen3 with a norm of all heads"),
-        pytest.param(QWEN3, put("blk.0.ffn_up.bias", 97), id="qwen3 with another bias"),
     ],
 )
 def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
@@ -300,13 +260,10 @@ def test_what_we_refuse_llama_cpp_refuses_too(config, spoil: Edit, tmp_path):
         open_server(path)
 
 
-# ---------------------------------------------------------------------------------------- evaluation
-
 WINDOW = 8  # tokens; each of its targets is one question to llama.cpp
 
 
 def surprise(server: Any, ids: list[int], of: int) -> float:
-    """-log of llama.cpp's probability of `of` behind `ids`, in nats."""
     return -float(next_token(server, ids)[of])
 
 
@@ -333,8 +290,6 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
         told = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
         assert likelihood == pytest.approx(-sum(told), abs=1e-3)
 
-
-# ---------------------------------------------------------------------------------------- a real model
 
 # "Water boils at a lower temperature on a mountain because the air pressure is lower there"
 WATER = [12615, 36411, 418, 253, 2208, 2779, 335, 253, 6740, 975, 260, 1512, 2456, 314, 2208, 665]

@@ -24,18 +24,11 @@ from zero_mpi.launch.world import World
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 names = ("transformers", "lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
 _, transformers, lm_eval, tasks, huggingface = torch_with(*names)
-FILES = {
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "openbookqa": "openbookqa/openbookqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "sciq": "sciq/sciq.yaml",
-    "commonsense_qa": "commonsense_qa/default.yaml",
-    "mmlu": "mmlu/default/mmlu_high_school_geography.yaml",
-    "lambada": "lambada/lambada_openai.yaml",
-}
+FILES = {"hellaswag": "hellaswag/hellaswag.yaml", "arc_easy": "arc/arc_easy.yaml", "piqa": "piqa/piqa.yaml"}
+FILES |= {"openbookqa": "openbookqa/openbookqa.yaml", "boolq": "super_glue/boolq/default.yaml"}
+FILES |= {"winogrande": "winogrande/default.yaml", "sciq": "sciq/sciq.yaml"}
+FILES |= {"commonsense_qa": "commonsense_qa/default.yaml"}
+FILES |= {"mmlu": "mmlu/default/mmlu_high_school_geography.yaml", "lambada": "lambada/lambada_openai.yaml"}
 NO_SPLITS = dict.fromkeys(("dataset_name", "validation_split", "training_split", "fewshot_split", "tag"))
 
 
@@ -46,7 +39,6 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(model, tmp_path_factory):
-    """The harness on the model in float32."""
     folder = tmp_path_factory.mktemp("theirs") / "folder"
     export(model, folder, "--format", "safetensors")
     more = {}
@@ -58,7 +50,6 @@ def theirs(model, tmp_path_factory):
 
 
 def task(folder: Path, name: str) -> str:
-    """The name of a task that reads our rows, its file written."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in task_rows.ROWS[name]))
     value = {"task": f"own_{name}", "dataset_path": "json", "test_split": "test", **NO_SPLITS}

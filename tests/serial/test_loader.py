@@ -11,7 +11,6 @@ from zero_mpi.errors import UsageError
 
 
 def windows_of(count, context=4, extra=0):
-    """`count` windows over the stream 0, 1, 2, ...: a token says where it stood."""
     return Windows(np.arange(count * context + 1 + extra, dtype=np.uint32), context)
 
 
@@ -21,9 +20,6 @@ def loader_of(windows=10, batch_size=7, micro_batch=2, seed=3):
 
 def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# windows
 
 
 def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
@@ -64,14 +60,6 @@ def test_tokens_may_be_a_mapped_file(tmp_path):
     assert type(Windows(mapped, 4).batch([1]).inputs) is np.ndarray
 
 
-def test_a_context_below_one_is_refused():
-    with pytest.raises(UsageError, match="--context must be at least 1, not 0"):
-        Windows(np.zeros(5, np.uint16), 0)
-
-
-# samples to windows
-
-
 @given(windows=st.integers(1, 40), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
 def test_an_epoch_has_each_window_once(windows, seed, epoch):
     samples = np.arange(windows) + epoch * windows
@@ -108,9 +96,6 @@ def test_a_permutation_permutes(count, key):
     assert sorted(permutation(count, *key).tolist()) == list(range(count))
 
 
-# steps
-
-
 def test_the_steps_of_an_epoch_read_each_window_once():
     """10 windows in steps of 4: five steps are two epochs, and step 2 lies across the seam."""
     loader = loader_of(windows=10, batch_size=4, micro_batch=3)
@@ -128,37 +113,28 @@ def test_the_samples_of_a_step_follow_the_global_index():
 def test_micro_batches_change_the_cut_and_not_the_samples():
     whole = loader_of(batch_size=7, micro_batch=7).micro(3, 0)
     cut = loader_of(batch_size=7, micro_batch=3)
+    assert (cut.micro_batches, cut.positions_per_step) == (3, 28)
     assert [len(cut.micro(3, i).inputs) for i in range(3)] == [3, 3, 1]
     for name in ("inputs", "targets"):
         parts = [getattr(cut.micro(3, i), name) for i in range(3)]
         assert np.array_equal(getattr(whole, name), np.concatenate(parts))
 
 
-def test_the_sizes_of_a_step():
-    loader = loader_of(batch_size=7, micro_batch=2)
-    assert (loader.micro_batches, loader.positions_per_step) == (4, 28)
-    assert sum(loader.micro(0, i).targets.size for i in range(4)) == 28
-
-
-def test_a_corpus_of_one_window_fills_any_batch():
-    loader = loader_of(windows=1, batch_size=5, micro_batch=2)
-    assert np.concatenate([loader.micro(4, i).inputs for i in range(3)]).tolist() == [[0, 1, 2, 3]] * 5
-
-
 @pytest.mark.parametrize("value", [0, -3])
-@pytest.mark.parametrize("flag", ["batch_size", "micro_batch"])
-def test_sizes_below_one_name_their_flag(flag, value):
-    sizes = {"batch_size": 2, "micro_batch": 1} | {flag: value}
-    with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} must be at least 1, not {value}"):
-        StepLoader(windows_of(3), **sizes, seed=0)
+def test_sizes_below_one_name_their_flag(value):
+    for flag, make in {
+        "context": lambda: Windows(np.zeros(5, np.uint16), value),
+        "batch-size": lambda: loader_of(batch_size=value),
+        "micro-batch": lambda: loader_of(micro_batch=value),
+        "-micro-batch": lambda: EvalLoader(windows_of(3), value),
+    }.items():
+        with pytest.raises(UsageError, match=f"-{flag} must be at least 1, not {value}"):
+            make()
 
 
 def test_a_stream_without_a_window_is_refused():
     with pytest.raises(UsageError, match="no window of 5 tokens"):
-        StepLoader(windows_of(0), batch_size=1, micro_batch=1, seed=0)
-
-
-# evaluation
+        loader_of(windows=0)
 
 
 def chosen(loader):
@@ -166,16 +142,11 @@ def chosen(loader):
     return np.concatenate(parts).tolist() if parts else []
 
 
+TEN = list(range(10))
+
+
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (None, list(range(10))),
-        (99, list(range(10))),
-        (10, list(range(10))),
-        (5, [0, 2, 4, 6, 8]),
-        (1, [0]),
-        (0, []),
-    ],
+    ("limit", "expected"), [(None, TEN), (99, TEN), (10, TEN), (5, TEN[::2]), (1, [0]), (0, [])]
 )
 def test_evaluation_windows_are_spread_evenly_in_order(limit, expected):
     loader = EvalLoader(windows_of(10), 3, limit)
@@ -196,8 +167,3 @@ def test_any_limit_takes_distinct_windows_with_even_gaps(total, limit):
 def test_nothing_held_out_is_no_evaluation():
     loader = EvalLoader(windows_of(0), 2, 9)
     assert (loader.micro_batches, loader.counted) == (0, 0)
-
-
-def test_an_evaluation_micro_batch_below_one_is_refused():
-    with pytest.raises(UsageError, match="--micro-batch must be at least 1, not 0"):
-        EvalLoader(windows_of(3), 0)

@@ -10,14 +10,12 @@ from zero_mpi.telemetry import log
 
 @pytest.fixture(autouse=True)
 def not_installed():
-    """Each test begins and ends as a library user's process does."""
     log.remove()
     yield
     log.remove()
 
 
 def say_all():
-    """One line of each level."""
     log.debug("a %s", "detail")
     log.info("a fact")
     log.warning("a worry")
@@ -25,7 +23,6 @@ def say_all():
 
 
 def heard(capsys, rank, size, level):
-    """(stdout, stderr) of one line of each level."""
     log.install(rank, size, level)
     say_all()
     said = capsys.readouterr()

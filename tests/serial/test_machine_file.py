@@ -24,7 +24,6 @@ SIZES += ["--strategy", "full-shard"]
 
 
 def planned(folder, *flags, machine=EXAMPLES / "large.toml"):
-    """The numbers of a plan."""
     assert command(World(0, 1), [*SIZES, "--machine", str(machine), *flags, "--json", f"{folder}/p"]) == 0
     return json.loads((folder / "p").read_text())
 
@@ -60,13 +59,10 @@ def test_products_have_the_rate_of_their_type(flags, flops):
 
 def test_a_sweep_goes_to_16384_ranks_on_nodes_of_the_file_s_size(tmp_path):
     points = planned(tmp_path, "--sweep", "--checkpoint-io", "parallel")["sweep"]["full-shard"]["points"]
-    assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [
-        (4**power, max(1, 4**power // 64)) for power in range(8)
-    ]
+    assert [(p["ranks"], p["nodes"]) for p in points[::2]] == [(4**n, max(1, 4**n // 64)) for n in range(8)]
     meetings = 3 * 3 * 3 * 14 * 5e-6  # for three arrays of three units, down a tree over the outermost level
-    assert points[-1]["save"] == pytest.approx(
-        points[0]["save"] / 100 + meetings
-    )  # 200e9 over a writer's 2e9
+    # 200e9 over a writer's 2e9
+    assert points[-1]["save"] == pytest.approx(points[0]["save"] / 100 + meetings)
 
 
 GIVEN = (ASSUMED.node, ASSUMED.between, ASSUMED.flops, ASSUMED.moves)
@@ -117,7 +113,7 @@ def test_a_save_takes_its_bytes_over_the_slower_of_disk_and_writers(model):
 @pytest.mark.parametrize(
     ("changes", "share"),
     [
-        ({}, 3 / 4),
+        ({}, 0.75),
         ({"checkpoint_io": "parallel"}, 0),
         ({"strategy_name": "hybrid-shard"}, 0),
         ({"nodes": 1}, 0),
@@ -164,7 +160,6 @@ def test_a_file_without_a_disk_is_taken(tmp_path):
 
 
 def changed(change):
-    """The example with a change."""
     machine = deepcopy(LARGE)
     change(machine)
     return tomli_w.dumps(machine)
@@ -172,45 +167,21 @@ def changed(change):
 
 REFUSED = {
     "unknown table": (lambda m: m.update(nodes={}), "'nodes' is not a key; did you mean node?"),
-    "unknown key": (lambda m: m["rates"].update(flops=1), "[rates]: 'flops' is not a key"),
-    "no table": (lambda m: m.pop("rates"), "[rates]: expected a table with fp32_flops_per_second"),
-    "no key": (
-        lambda m: m["node"].pop("ranks"),
-        "[node]: ranks: expected a whole number above 0, found nothing",
-    ),
-    "text": (
-        lambda m: m["disk"].update(bytes_per_second="fast"),
-        "[disk]: bytes_per_second: expected a number above 0, found 'fast'",
-    ),
-    "true": (
-        lambda m: m["node"].update(ranks=True),
-        "[node]: ranks: expected a whole number above 0, found True",
-    ),
-    "half": (lambda m: m["node"].update(ranks=1.5), "ranks: expected a whole number above 0, found 1.5"),
-    "zero": (
-        lambda m: m["node"].update(bytes_per_second=0),
-        "[node]: bytes_per_second: expected a number above 0, found 0",
-    ),
-    "negative": (
-        lambda m: m["network"][0].update(alpha_seconds=-1.0),
-        "[[network]] 1: alpha_seconds: expected",
-    ),
+    "unknown key": (lambda m: m["rates"].update(flops=1), "[rates]: 'flops'"),
+    "no table": (lambda m: m.pop("rates"), "[rates]: expected a table"),
+    "no key": (lambda m: m["node"].pop("ranks"), "[node]: ranks: "),
+    "text": (lambda m: m["disk"].update(bytes_per_second="fast"), "[disk]: bytes_per_second: "),
+    "true": (lambda m: m["node"].update(ranks=True), "[node]: ranks: "),
+    "half": (lambda m: m["node"].update(ranks=1.5), "found 1.5"),
+    "zero": (lambda m: m["node"].update(bytes_per_second=0), "[node]: bytes_per_second: "),
+    "negative": (lambda m: m["network"][0].update(alpha_seconds=-1.0), "[[network]] 1: alpha_seconds: "),
     "infinite": (lambda m: m["rates"].update(fp32_flops_per_second=float("inf")), "found inf"),
     "not a number": (lambda m: m["rates"].update(fp32_flops_per_second=float("nan")), "found nan"),
-    "no network": (lambda m: m.pop("network"), "[[network]]: expected a table for each level, found nothing"),
-    "one table": (
-        lambda m: m.update(network={"name": "x"}),
-        "expected a table for each level, found a table",
-    ),
-    "order": (
-        lambda m: m["network"][1].update(nodes=16),
-        "[[network]] 2: nodes is 16: expected more than the 16 of the level before",
-    ),
-    "inner": (lambda m: m["network"][0].pop("nodes"), "[[network]] 1: nodes: expected a whole number"),
-    "outermost": (
-        lambda m: m["network"][2].update(nodes=999),
-        "[[network]] 3: nodes: expected none, for the last level joins all",
-    ),
+    "no network": (lambda m: m.pop("network"), "[[network]]: "),
+    "one table": (lambda m: m.update(network={"name": "x"}), "found a table"),
+    "order": (lambda m: m["network"][1].update(nodes=16), "[[network]] 2: nodes is 16: "),
+    "inner": (lambda m: m["network"][0].pop("nodes"), "[[network]] 1: nodes: "),
+    "outermost": (lambda m: m["network"][2].update(nodes=999), "[[network]] 3: nodes: "),
 }
 
 
@@ -231,12 +202,11 @@ def test_what_would_say_it_twice_is_refused(flags):
         command(World(0, 1), [*flags, "--machine", str(EXAMPLES / "small.toml")])
 
 
-def test_no_toml_and_no_file(tmp_path):
+@pytest.mark.parametrize("name", ["m.toml", "none.toml"])
+def test_no_toml_and_no_file(name, tmp_path):
     (tmp_path / "m.toml").write_text("[node")
-    with pytest.raises(UsageError, match=r"--machine .*m\.toml: not a TOML file: "):
-        read_machine(tmp_path / "m.toml")
-    with pytest.raises(UsageError, match=r"--machine .*none\.toml: no such file"):
-        read_machine(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match=f"^--machine {tmp_path}/{name}: "):
+        read_machine(tmp_path / name)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)

@@ -13,16 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import (
-    COMPILED,
-    clean_environment,
-    end,
-    launcher,
-    launcher_kind,
-    ranks_said,
-    run_command,
-    run_job,
-)
+from jobs import COMPILED, clean_environment, end, launcher, launcher_kind, ranks_said, run_command, run_job
+from random_kills import descendants
 from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
@@ -33,17 +25,12 @@ from zero_mpi.models import Llama
 from zero_mpi.train import memory_check
 
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "context": 32, "vocab_size": 258}
-HUGE = ["--layers", "100000000"]
 TINY = ["--layers", "1", "--dim", "8", "--heads", "1", "--context", "8", "--steps", "1"]
 MODEL = ["--layers", "4", "--dim", "512", "--heads", "8", "--context", "64", "--batch-size", "8"]
 MODEL += ["--steps", "2", "--warmup", "1"]
 
 
-# --------------------------------------------------------------------------- shared memory, before MPI starts
-
-
 def with_shm(size, ranks, *command):
-    """(status, stdout, stderr) of a job with `size` of shared memory."""
     job = [*launcher(), "-n", str(ranks), sys.executable, "-m", *command]
     return run_command(["unshare", "-m", "sh", "-c", MOUNT + 'exec "$@"', size, *job], timeout=100)
 
@@ -60,14 +47,8 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
         status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
         assert (status, said) == (2, "")
         assert re.fullmatch(line.format(name), errors)
-    flags = [
-        "--data",
-        *write_text(tmp_path),
-        *["--layers", "1", "--dim", "8", "--heads", "1", "--context", "8", "--steps", "1"],
-    ]
-    status, said, errors = with_shm(
-        "6m", 4, "zero_mpi.train", "--out", tmp_path / "run", *flags, "--batch-size", "4"
-    )
+    flags = ["--data", *write_text(tmp_path), *TINY, "--batch-size", "4", "--out", tmp_path / "run"]
+    status, said, errors = with_shm("6m", 4, "zero_mpi.train", *flags)
     assert status == 0, errors
     assert "saved " in said
 
@@ -102,25 +83,18 @@ def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
     assert (status, errors.count("/dev/shm")) == (-signal.SIGKILL, 1 if rank == 0 else 0)
 
 
-# ------------------------------------------------------------------------- the plan, before anything is made
-
-
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"]])
 def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
     name, *flags = command
-    status, said, errors = run_command(
-        [sys.executable, "-m", "zero_mpi", name, *HUGE, *flags], timeout=20, cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "zero_mpi", name, "--layers", "100000000", *flags]
+    status, said, errors = run_command(command, timeout=20, cwd=tmp_path)
     assert (status, said) == (2, "")
     assert re.fullmatch(
-        rf"zero_mpi {name}: error: --layers 100000000: expected at most 2,000; this model would have "
-        r"44,275,200,100,032 parameters\n",
-        errors,
+        rf"zero_mpi {name}: error: --layers 100000000: .* 2,000; .* 44,275,200,100,032 .*\n", errors
     )
 
 
 def node(memory=8 << 30, **other):
-    """A host of two ranks that has `memory` free."""
     settings = {"group_memory": None, "group_room": None, "group_cores": None, "address_space": None}
     settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
     return memory_check.NodeRoom("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
@@ -176,11 +150,7 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     assert re.fullmatch(r"zero_mpi train: error: no memory for this run: .*\n", ranks_said(errors))
 
 
-# --------------------------------------------------------------------------------------- what is asked for
-
-
 def resident_pages(job, folder):
-    """The most bytes that ranks of a job had together; pages that several have count once."""
     command = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *job]
     environment = clean_environment() | COMPILED
     most, found = 0, []
@@ -200,22 +170,13 @@ def resident_pages(job, folder):
 
 
 def ranks_of(launcher_process):
-    """The Python processes below a launcher, which gives each a session of its own."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [launcher_process]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    for process in found:
+    for process in descendants(launcher_process):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{process}/exe") == str(Path(sys.executable).resolve()):
                 yield Path(f"/proc/{process}")
 
 
 def proportional(folder):
-    """Resident bytes of a process, shared pages by its share."""
     try:
         found = re.search(r"^Pss: +([0-9]+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
     except OSError:

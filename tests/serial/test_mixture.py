@@ -117,7 +117,6 @@ def test_a_path_that_is_there_is_a_path(tmp_path, monkeypatch):
 
 
 def put_texts(folder):
-    """Two sources of text and one of conversations."""
     for name, words in (("prose", "the cat sat on the mat; "), ("code", "for x in y: print(x)\n")):
         for number in range(6):
             path = folder / name / f"{number}.txt"
@@ -128,7 +127,6 @@ def put_texts(folder):
 
 @needs_mpiexec
 def test_a_mixture_has_the_same_bits_anywhere_and_goes_on(tmp_path):
-    """Losses of each source too; stopped in the middle and gone on, the files are the same."""
     flags = ["-m", "zero_mpi.train", *SIZES, "--data", *put_texts(tmp_path), "--sample", "0"]
     flags += ["--val-fraction", "0.2", "--eval-every", "2", "--batch-size", "4", "--warmup", "40", "--steps"]
     said = {}

@@ -25,19 +25,9 @@ from zero_mpi.nn import Recompute, stage_params
 EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is
 FLAGS: dict[str, Any] = {"layers": 2, "dim": 24, "heads": 4, "context": 16, "vocab_size": 260}
 LLAMA_BIASES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-SIZES: dict[str, Any] = {
-    "vocab_size": 260,
-    "context_length": 16,
-    "embedding_length": 24,
-    "feed_forward_length": 97,
-    "head_count": 6,
-    "head_count_kv": 3,
-    "key_length": 10,
-    "value_length": 7,
-    "rms_epsilon": EXACT,
-    "norm_epsilon": EXACT,
-    "rope_freq_base": 500000.0,
-}
+SIZES: dict[str, Any] = {"vocab_size": 260, "context_length": 16, "embedding_length": 24}
+SIZES |= {"feed_forward_length": 97, "head_count": 6, "head_count_kv": 3, "key_length": 10, "value_length": 7}
+SIZES |= {"rms_epsilon": EXACT, "norm_epsilon": EXACT, "rope_freq_base": 500000.0}
 MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
@@ -46,7 +36,6 @@ ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel
 
 
 def from_flags(arch: str) -> ModelConfig:
-    """The model of flags, with an epsilon that a key can hold."""
     own = {} if arch == "gpt2" else {"kv_heads": 2, "ffn": 97}
     name = "norm_epsilon" if arch == "gpt2" else "rms_epsilon"
     tied = arch in ("qwen3", "smollm3")
@@ -59,6 +48,7 @@ CONFIGS = {
     **MODELS,
     **architectures.tied(MODELS),
     **{f"{arch}, flags": from_flags(arch) for arch in MODELS},
+    **{f"{arch}, defaults": ARCHITECTURES[arch].from_flags(FLAGS) for arch in MODELS},
     "llama, biases": replace(LLAMA, biases=frozenset(LLAMA_BIASES)),
     "llama, some biases": replace(LLAMA, biases=frozenset({"ffn_down", "attn_output"})),
     "llama, rope factors": replace(LLAMA, rope_factors=FACTORS),
@@ -69,9 +59,6 @@ CONFIGS = {
     "qwen2, no biases": replace(QWEN2, biases=frozenset()),
     "qwen3, biases": replace(QWEN3, biases=QWEN2.biases),
 }
-
-
-# --------------------------------------------------------------------------------------- names, shapes
 
 
 def test_every_architecture_has_a_row():
@@ -124,11 +111,7 @@ def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
                 assert param.init == ("zeros" if name.endswith(".bias") else "ones"), name
 
 
-# ---------------------------------------------------------------------------------------------- a file
-
-
 def write_zeros(path: Any, config: ModelConfig) -> None:
-    """A model file whose weights are zeros; constants are what they are."""
     constants = config.constants()
     table = [(name, part.shape) for name, part in (config.params() | constants).items()]
     with GGUFStream(path, config.arch, config.metadata(), table) as stream:
@@ -137,14 +120,12 @@ def write_zeros(path: Any, config: ModelConfig) -> None:
 
 
 def keys_of(config: ModelConfig, **changes: Any) -> dict[str, Any]:
-    """The keys of a model's file; a change of None leaves a key out, and "__" stands for "."."""
     keys = {"general.architecture": config.arch, **config.metadata()}
     keys |= {f"{config.arch}.{name.replace('__', '.')}": value for name, value in changes.items()}
     return {name: value for name, value in keys.items() if value is not None}
 
 
 def read_back(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The configuration that the changed keys describe."""
     return config_from_gguf(keys_of(config, **changes), config.params(), "a file")
 
 
@@ -160,23 +141,12 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     assert list(shapes) == [*found.params(), *found.constants()], "the file has the model's order"
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_default_configuration_comes_back_too(arch):
-    config = ARCHITECTURES[arch].from_flags(FLAGS)
-    assert read_back(config) == config
-
-
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_may_be_missing_have_llama_cpps_defaults(config):
     config = replace(config, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
-    found = read_back(
-        config,
-        attention__head_count_kv=None,
-        attention__key_length=None,
-        attention__value_length=None,
-        rope__dimension_count=None,
-        rope__freq_base=None,
-    )
+    names = ("head_count_kv", "key_length", "value_length")
+    missing = [*(f"attention__{name}" for name in names), "rope__dimension_count", "rope__freq_base"]
+    found = read_back(config, **dict.fromkeys(missing))
     assert found == config
 
 
@@ -184,9 +154,6 @@ def test_the_vocabulary_is_the_tokenizers_or_the_key():
     tokens = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
     assert config_from_gguf(keys_of(LLAMA) | tokens, LLAMA.params(), "a file").vocab_size == 3
     assert read_back(LLAMA, vocab_size=np.uint32(77)).vocab_size == 77
-
-
-# ---------------------------------------------------------------------------------------------- flags
 
 
 def test_flags_that_are_left_out_have_defaults():
@@ -229,43 +196,32 @@ def refused(message: str):
     return pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"heads": 5}, "--heads 5 does not divide --dim 24"),
-        ({"layers": 0}, "--layers 0: expected at least 1"),
-        ({"dim": 0}, "--dim 0: expected at least 1"),
-        ({"heads": 0}, "--heads 0: expected at least 1"),
-        ({"context": -1}, "--context -1: expected at least 1"),
-        ({"vocab_size": 0}, "--vocab-size 0: expected at least 1"),
-        ({"ffn": 0}, "--ffn 0: expected at least 1"),
-        ({"ffn": -3}, "--ffn -3: expected at least 1"),
-    ],
-)
-def test_impossible_sizes_are_refused(arch, flags, message):
-    with refused(message):
+IMPOSSIBLE = [
+    *((arch, {"heads": 5}, "--heads 5") for arch in ARCHITECTURES),
+    *(
+        (arch, {name: size}, f"--{name.replace('_', '-')} {size}: ")
+        for arch in ARCHITECTURES
+        for name, size in {
+            "layers": 0,
+            "dim": 0,
+            "heads": 0,
+            "context": -1,
+            "vocab_size": 0,
+            "ffn": -3,
+        }.items()
+    ),
+    *(("llama", {"kv_heads": number}, f"--kv-heads {number} ") for number in (3, 8, 0)),
+    ("llama", {"heads": 8}, "--heads 8 = 3"),
+    ("qwen2", {"kv_heads": 3}, "--kv-heads 3"),
+    ("qwen3", {"heads": 8}, "--heads 8 = 3"),
+    ("gpt2", {"kv_heads": 2}, "--kv-heads 2"),
+]
+
+
+@pytest.mark.parametrize(("arch", "flags", "named"), IMPOSSIBLE)
+def test_impossible_sizes_are_refused(arch, flags, named):
+    with refused(named):
         ARCHITECTURES[arch].from_flags(FLAGS | flags)
-
-
-@pytest.mark.parametrize(
-    ("arch", "flags", "message"),
-    [
-        ("llama", {"kv_heads": 3}, "--kv-heads 3 does not divide --heads 4"),
-        ("llama", {"kv_heads": 8}, "--kv-heads 8 does not divide --heads 4"),
-        ("llama", {"kv_heads": 0}, "--kv-heads 0 does not divide --heads 4"),
-        ("llama", {"heads": 8}, "--dim 24 / --heads 8 = 3 is odd"),
-        ("qwen2", {"kv_heads": 3}, "--kv-heads 3 does not divide --heads 4"),
-        ("qwen3", {"heads": 8}, "--dim 24 / --heads 8 = 3 is odd"),
-        ("gpt2", {"kv_heads": 2}, "--kv-heads 2: gpt2 has as many"),
-    ],
-)
-def test_impossible_heads_are_refused(arch, flags, message):
-    with refused(message):
-        ARCHITECTURES[arch].from_flags(FLAGS | flags)
-
-
-# -------------------------------------------------------------------------------------- files that lie
 
 
 @pytest.mark.parametrize("arch", ["mamba", None])
@@ -274,21 +230,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(arch):
         config_from_gguf({"general.architecture": arch}, [], "model.gguf")
 
 
+NEEDED = ["context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"]
+NEEDED += ["vocab_size"]
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        *(
-            (config, key)
-            for config in MODELS.values()
-            for key in (
-                "context_length",
-                "embedding_length",
-                "block_count",
-                "feed_forward_length",
-                "attention.head_count",
-                "vocab_size",
-            )
-        ),
+        *((config, key) for config in MODELS.values() for key in NEEDED),
         *((config, "attention.layer_norm_rms_epsilon") for config in ROTARY),
         (GPT, "attention.layer_norm_epsilon"),
     ],
@@ -304,45 +253,42 @@ def test_a_size_that_is_none_is_refused(value):
         read_back(LLAMA, block_count=value)
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "message"),
-    [
-        (LLAMA, {"attention__head_count_kv": 4}, "6 heads over 4 key/value heads"),
-        (LLAMA, {"rope__dimension_count": 12}, "llama.rope.dimension_count = 12: expected an even number"),
-        (
-            LLAMA,
-            {"rope__dimension_count": 9, "attention__key_length": 9},
-            "llama.rope.dimension_count = 9: expected an even number",
-        ),
-        (QWEN3, {"rope__dimension_count": 5}, "qwen3.rope.dimension_count = 5: expected an even number"),
-        (QWEN2, {"attention__head_count_kv": 4}, "6 heads over 4 key/value heads"),
-        (
-            QWEN2,
-            {"rope__dimension_count": 10, "attention__key_length": 10, "attention__value_length": 10},
-            r"6 heads of width 10 \(values: 10\); expected heads that make up qwen2.embedding_length = 24",
-        ),
-        (QWEN2, {"attention__value_length": 5}, r"6 heads of width 4 \(values: 5\); expected"),
-        (GPT, {"attention__head_count": 5}, "gpt2.attention.head_count = 5 does not divide 24"),
-    ],
-)
-def test_heads_of_a_file_that_do_not_fit_are_refused(config, changes, message):
-    with refused(message):
-        read_back(config, **changes)
+WIDE = {"rope__dimension_count": 10, "attention__key_length": 10, "attention__value_length": 10}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("config", "changes", "found"),
     [
-        ("rope.scaling.type", "longrope"),
-        ("rope.scaling.yarn_ext_factor", np.float32(0.5)),
-        ("rope.scaling.yarn_beta_fast", np.float32(16)),
-        ("expert_count", np.uint32(8)),
-        ("attention.clamp_kqv", np.float32(8)),
+        (LLAMA, {"attention__head_count_kv": 4}, "6 heads over 4"),
+        (LLAMA, {"rope__dimension_count": 12}, "llama.rope.dimension_count = 12"),
+        (LLAMA, {"rope__dimension_count": 9, "attention__key_length": 9}, "llama.rope.dimension_count = 9"),
+        (QWEN3, {"rope__dimension_count": 5}, "qwen3.rope.dimension_count = 5"),
+        (QWEN2, {"attention__head_count_kv": 4}, "6 heads over 4"),
+        (QWEN2, WIDE, r"width 10 .*10.* qwen2.embedding_length = 24"),
+        (QWEN2, {"attention__value_length": 5}, r"width 4 .*5"),
+        (GPT, {"attention__head_count": 5}, "gpt2.attention.head_count = 5"),
+        (LLAMA, {"block_count": np.uint32(3000)}, r"llama\.block_count"),
     ],
 )
-@pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
+def test_heads_and_blocks_of_a_file_that_do_not_fit_are_refused(config, changes, found):
+    with refused(found):
+        read_back(config, **changes).check_tensors(shapes_of(config), "a file")
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        *((config, "rope.scaling.type", "longrope") for config in ROTARY),
+        *((config, "rope.scaling.yarn_ext_factor", np.float32(0.5)) for config in ROTARY),
+        *((config, "rope.scaling.yarn_beta_fast", np.float32(16)) for config in ROTARY),
+        *((config, "expert_count", np.uint32(8)) for config in ROTARY),
+        *((config, "attention.clamp_kqv", np.float32(8)) for config in ROTARY),
+        *((config, "attention.causal", False) for config in MODELS.values()),
+        *((config, "rope.scaling.attn_factor", np.float32(2)) for config in (LLAMA, QWEN2)),
+    ],
+)
 def test_a_key_that_would_change_the_result_is_refused(config, key, value):
-    with refused(rf"the GGUF key {config.arch}\.{key} = .* is not supported"):
+    with refused(rf"{config.arch}\.{key} = "):
         read_back(config, **{key.replace(".", "__"): value})
 
 
@@ -376,45 +322,28 @@ def test_scaled_rotary_positions_come_from_their_keys(config, keys, scaling):
     assert read_back(config, **keys).rope_scaling == scaling
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"rope__scaling__factor": np.float32(0.5)},
-        {"rope__freq_base": np.float32(1)},
-    ],
-)
-def test_numbers_that_make_no_ramp_are_refused(keys):
+@pytest.mark.parametrize(("key", "value"), [("rope__scaling__factor", 0.5), ("rope__freq_base", 1)])
+def test_numbers_that_make_no_ramp_are_refused(key, value):
     with refused(r"llama\.rope\.\*: yarn takes a factor of at least 1 and a base above 1"):
-        read_back(LLAMA, rope__scaling__type="yarn", **keys)
+        read_back(LLAMA, rope__scaling__type="yarn", **{key: np.float32(value)})
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model's file."""
     return {name: param.shape for name, param in config.params().items()}
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
-def test_missing_and_surplus_tensors_are_named(config):
-    shapes = shapes_of(config)
-    del shapes["blk.1.ffn_up.weight"]
-    shapes["blk.1.rope_freqs.weight"] = (5,)
-    with refused(r"a file: .*missing blk\.1\.ffn_up\.weight, surplus blk\.1\.rope_freqs\.weight"):
-        config.check_tensors(shapes, "a file")
-    shapes = shapes_of(config) | {"more.weight": (1,)}
-    with refused(r"missing none, surplus more\.weight"):
-        config.check_tensors(shapes, "a file")
-
-
-def test_many_missing_tensors_are_counted():
-    with refused(r"missing blk\.0\.attn_k\.weight, .* and 18 more, surplus none"):
-        LLAMA.check_tensors({}, "a file")
-
-
-@pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
-def test_a_wrong_shape_is_named(config):
-    shapes = shapes_of(config) | {"blk.1.ffn_down.weight": (97, 24)}
-    with refused(r"a file: blk\.1\.ffn_down\.weight has shape \(97, 24\), expected \(24, 97\)"):
-        config.check_tensors(shapes, "a file")
+def test_missing_surplus_and_misshapen_tensors_are_named(config):
+    for name, shape, found in (
+        ("blk.1.ffn_up.weight", None, r"missing blk\.1\.ffn_up\.weight, surplus none"),
+        ("more.weight", (1,), r"missing none, surplus more\.weight"),
+        ("blk.1.ffn_down.weight", (97, 24), r"blk\.1\.ffn_down\.weight .*\(97, 24\), expected \(24, 97\)"),
+    ):
+        shapes = {key: value for key, value in (shapes_of(config) | {name: shape}).items() if value}
+        with refused(rf"a file: .*{found}"):
+            config.check_tensors(shapes, "a file")
+    with refused(r"missing .* more, surplus none"):
+        config.check_tensors({}, "a file")
 
 
 def test_biases_of_one_block_only_are_missed_in_the_others():
@@ -428,10 +357,10 @@ def test_biases_of_one_block_only_are_missed_in_the_others():
 
 @pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=lambda config: config.arch)
 def test_biases_that_llama_cpp_does_not_know_are_surplus(config):
-    shapes = shapes_of(config) | {f"blk.{i}.attn_output.bias": (24,) for i in range(2)}
+    shapes = shapes_of(config) | {"blk.0.attn_output.bias": (24,)}
     found = config_from_gguf(keys_of(config), shapes, "a file")
     assert found == config
-    with refused(r"missing none, surplus blk\.0\.attn_output\.bias, blk\.1\.attn_output\.bias"):
+    with refused(r"missing none, surplus blk\.0\.attn_output\.bias"):
         found.check_tensors(shapes, "a file")
 
 
@@ -444,13 +373,10 @@ def test_norms_of_heads_belong_to_qwen3_alone():
         QWEN3.check_tensors(without, "a file")
 
 
-# ------------------------------------------------------------------------------------------ rope_freqs
-
 ROPE = "rope_freqs.weight"
 
 
 def with_factors(values: Any, config: ModelConfig = LLAMA, shape: Any = None) -> ModelConfig:
-    """The configuration of a file with these factors, whose table says `shape`; its tensors are checked."""
     array = np.array(values, np.float32)
     shapes = shapes_of(config) | {ROPE: array.shape if shape is None else shape}
 
@@ -472,17 +398,11 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     assert (written.dtype, written.shape) == (np.float32, (5,))
     assert written.tobytes() == np.array(FACTORS, np.float32).tobytes()
     assert ROPE not in found.params()
-
-
-@pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
-def test_without_factors_there_is_no_constant(config):
-    assert config.constants() == {}
-
-
-def test_factors_of_frequencies_need_somebody_to_read_them():
-    shapes = shapes_of(LLAMA) | {ROPE: (5,)}
-    with refused(rf"a file: {ROPE} is part of the configuration, and nothing was given to read it"):
-        config_from_gguf(keys_of(LLAMA), shapes, "a file")
+    assert all(config.constants() == {} for config in MODELS.values())
+    with refused(ROPE):
+        found.check_tensors(shapes_of(found), "a file")
+    with refused(ROPE):  # with nothing to read it by
+        config_from_gguf(keys_of(LLAMA), shapes_of(LLAMA) | {ROPE: (5,)}, "a file")
 
 
 def test_names_without_shapes_are_enough_if_the_values_fit():
@@ -512,33 +432,6 @@ def test_factors_are_surplus_where_llama_cpp_has_none(config):
         with_factors(np.ones(2), config)
 
 
-def test_factors_that_a_file_lost_are_missed():
-    config = replace(LLAMA, rope_factors=FACTORS)
-    with refused(rf"missing {ROPE}, surplus none"):
-        config.check_tensors(shapes_of(config), "a file")
-    with refused(rf"{ROPE} has shape \(4,\), expected \(5,\)"):
-        config.check_tensors(shapes_of(config) | {ROPE: (4,)}, "a file")
-
-
-# ----------------------------------------------------------------------- what is still taken or crashes
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "value"),
-    [
-        (LLAMA, "attention.causal", False),
-        (LLAMA, "rope.scaling.attn_factor", np.float32(2)),
-        (QWEN2, "rope.scaling.attn_factor", np.float32(2)),
-        (QWEN2, "attention.causal", False),
-        (QWEN3, "attention.causal", False),
-        (GPT, "attention.causal", False),
-    ],
-)
-def test_further_keys_that_would_change_the_result_are_refused(config, key, value):
-    with refused(rf"the GGUF key {config.arch}\.{key} = .* is not supported"):
-        read_back(config, **{key.replace(".", "__"): value})
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -551,8 +444,3 @@ def test_further_keys_that_would_change_the_result_are_refused(config, key, valu
 def test_an_array_where_none_belongs_is_refused_in_one_line(keys):
     with refused(next(iter(keys)).replace("general.architecture", "architecture")):
         config_from_gguf(keys_of(LLAMA) | keys, LLAMA.params(), "a file")
-
-
-def test_a_number_of_blocks_beyond_the_tensors_is_refused():
-    with refused(r"llama\.block_count"):
-        read_back(LLAMA, block_count=np.uint32(3000)).check_tensors(shapes_of(LLAMA), "a file")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_python
+from random_kills import MODEL, ranks_of
 from test_command_bits import needs_mpiexec, write_text
-from test_kills import MODEL, ranks_of
 
 from zero_mpi.errors import JobError
 from zero_mpi.launch.folder_lock import take_folder
@@ -54,7 +54,6 @@ WAYS = [move, remove, replace, move_parent, remove]
 
 
 def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
-    """Return when a file has content."""
     until = time.monotonic() + PATIENCE
     while not (path.exists() and path.stat().st_size):
         assert job.poll() is None, "the job ended by itself"
@@ -63,7 +62,6 @@ def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
 
 
 def lines_of(errors: str) -> list[str]:
-    """Return what the ranks said. MPICH adds to it where a job was ended in a long step or save."""
     return [line for line in errors.splitlines() if not line.startswith("Abort(")]
 
 

@@ -19,12 +19,7 @@ from zero_mpi.ops.cpu import onednn, products
 BF = np.dtype(ml_dtypes.bfloat16)
 LIBRARY, WHY = onednn.load()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason=WHY)
-SHAPES = [
-    (1, 1, 1, 1),
-    (1, 7, 5, 3),
-    (2, 33, 48, 80),
-    (3, 64, 130, 65),
-]  # sequences, positions, inputs, outputs
+SHAPES = [(1, 1, 1, 1), (1, 7, 5, 3), (2, 33, 48, 80), (3, 64, 130, 65)]  # batch, positions, inputs, outputs
 
 
 def drawn(*shape):
@@ -42,7 +37,6 @@ def assert_near(found, expected):
 
 @pytest.fixture
 def by_library(monkeypatch):
-    """Nothing is computed on float32 copies."""
     ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
 
@@ -51,12 +45,8 @@ def by_library(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_forward_is_what_is_defined(shape, by_library, monkeypatch):
     batch, length, inputs, outputs = shape
-    x, w, b, plus = (
-        drawn(batch, length, inputs),
-        drawn(outputs, inputs),
-        drawn(outputs),
-        drawn(*shape[:2], outputs),
-    )
+    x, w, b = drawn(batch, length, inputs), drawn(outputs, inputs), drawn(outputs)
+    plus = drawn(*shape[:2], outputs)
     cases = [(x, w), (x, w, b), (x, w, None, plus), (x, w, b, plus), (x[:, ::-1], w, b, plus[::-1])]
     found = [ops.linear(*case) for case in cases]
     monkeypatch.undo()
@@ -190,10 +180,13 @@ def test_large_products_of_float32_are_as_defined(rows):
 def test_a_large_transposed_matrix_is_taken_by_pieces(rows, by_library, monkeypatch):
     """Its copy shall stay in cache; where there is less than a piece of whole rows, it is taken as it is."""
     x, dy, taken, multiply = drawn(20, 24), drawn(20, rows), [], LIBRARY.multiply
+
+    def counted(a, *rest, **more):
+        taken.append(len(a))
+        return multiply(a, *rest, **more)
+
     monkeypatch.setattr(products, "AT_A_TIME", 40 * 20 * 2)
-    monkeypatch.setattr(
-        LIBRARY, "multiply", lambda a, *rest, **more: taken.append(len(a)) or multiply(a, *rest, **more)
-    )
+    monkeypatch.setattr(LIBRARY, "multiply", counted)
     dw = np.ones((rows, 24), np.float32)
     ops.linear_backward_w(dy, x, dw)
     assert taken == {100: [32, 32, 36], 64: [32, 32], 31: [31]}[rows]
@@ -259,9 +252,8 @@ print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == 
 def test_it_takes_as_many_threads_as_the_rank_has():
     """Another BLAS that kernels were linked to was not told either: it is not asked."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS], env=kept, capture_output=True, text=True, timeout=60
-    )
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=kept, **options)
     assert done.stdout == "[1]\n", done.stderr
 
 
@@ -274,20 +266,22 @@ print(ops.linear(x, x).astype(np.float32).tolist())
 """
 
 
+NOWHERE = {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}
+
+
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}, "/nowhere/libdnnl.so is no oneDNN 3"),
+        (NOWHERE, "/nowhere/libdnnl.so is no oneDNN 3"),
         ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is no oneDNN 3"),
         pytest.param({"DNNL_MAX_CPU_ISA": "AVX2"}, "no bfloat16 units", marks=needs_library),
-        ({"ZERO_MPI_OPS": "reference"}, "('', 'ZERO_MPI_OPS=reference keeps compiled operations away')"),
-        ({"NUMBA_DISABLE_JIT": "1"}, "('', 'NUMBA_DISABLE_JIT keeps numba from compiling')"),
+        ({"ZERO_MPI_OPS": "reference"}, "ZERO_MPI_OPS=reference"),
+        ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT"),
     ],
 )
 def test_without_a_library_that_can_results_are_right_and_it_is_known_why(environ, reason):
-    done = subprocess.run(
-        [sys.executable, "-c", PRINTED], env=os.environ | environ, capture_output=True, text=True, timeout=60
-    )
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", PRINTED], env=os.environ | environ, **options)
     about, results = done.stdout.splitlines()
     x = np.arange(35, dtype=np.float32).reshape(5, 7)
     assert reason in about
@@ -298,44 +292,18 @@ def test_without_a_library_that_can_results_are_right_and_it_is_known_why(enviro
 @pytest.mark.parametrize(
     ("precision", "environ", "expected"),
     [
-        (
-            "bf16",
-            {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"},
-            "--precision bf16 is slower than fp32 here, .*is no oneDNN 3",
-        ),
-        ("fp16", {}, "--precision fp16 is slower than fp32 here"),
+        ("bf16", NOWHERE, "--precision bf16 .*is no oneDNN 3"),
+        ("fp16", {}, "--precision fp16 "),
         pytest.param("bf16", {}, None, marks=needs_library),
-        ("fp32", {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}, None),
+        ("fp32", NOWHERE, None),
     ],
 )
 def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
-    sizes = [
-        "--layers",
-        "1",
-        "--dim",
-        "24",
-        "--heads",
-        "3",
-        "--ffn",
-        "17",
-        "--context",
-        "16",
-        "--sample",
-        "0",
-    ]
-    flags = ["--data", *write_text(tmp_path), "--steps", "1", "--batch-size", "2", "--micro-batch", "1"]
-    command = [
-        "-m",
-        "zero_mpi.train",
-        *sizes,
-        *flags,
-        "--out",
-        str(tmp_path / "out"),
-        "--precision",
-        precision,
-    ]
-    environ = {"ZERO_MPI_OPS": "auto", **environ}
-    status, printed, errors = run_job(2, command, env=environ)
+    flags = ["--layers", "1", "--dim", "24", "--heads", "3"]
+    flags += ["--ffn", "17", "--context", "16", "--sample", "0"]
+    flags += ["--data", *write_text(tmp_path), "--steps", "1", "--batch-size", "2", "--micro-batch", "1"]
+    command = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "out"), "--precision", precision]
+    status, printed, errors = run_job(2, command, env={"ZERO_MPI_OPS": "auto", **environ})
     assert status == 0, errors
     said = [line for line in (printed + errors).splitlines() if "slower than fp32" in line]
     assert len(said) == (expected is not None), printed

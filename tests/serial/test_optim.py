@@ -34,7 +34,6 @@ MATRICES = {"token_embd.weight", "blk.0.a.weight", "output.weight"}
 
 
 def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
-    """Matrices, a norm and biases of odd sizes, one of them past a chunk of 1024 elements."""
     stages = [
         Stage("token_embd", Embedding("token_embd", 301, 5, std=0.5)),
         Stage("blk.0", Linear("blk.0.a", 5, 7, bias=True, std=0.5)),
@@ -47,7 +46,6 @@ def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
 
 
 def accumulate_gradients(module: ShardedModule, number: int) -> None:
-    """One forward and backward whose input and dy depend on `number` alone."""
     rng = np.random.default_rng(number)
     y = module.forward(rng.integers(301, size=(2, 5)))
     module.backward(rng.standard_normal(y.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 1))
@@ -55,7 +53,6 @@ def accumulate_gradients(module: ShardedModule, number: int) -> None:
 
 
 def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
-    """Copies of the whole summed gradients by name, in float64."""
     found = {}
     for unit in module.units:
         if unit.unit.trainable:
@@ -64,13 +61,10 @@ def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
 
 
 def norm_of(arrays: dict[str, np.ndarray]) -> float:
-    """The Euclidean norm over all elements."""
     return math.sqrt(math.fsum(math.fsum(array.ravel() ** 2) for array in arrays.values()))
 
 
 class PlainAdamW:
-    """AdamW (Loshchilov and Hutter, 2019) in float64, on a dict of arrays."""
-
     def __init__(self, params: dict[str, np.ndarray], lr, betas, eps, weight_decay) -> None:
         self.p = {name: array.astype(np.float64) for name, array in params.items()}
         self.m = {name: np.zeros(array.shape) for name, array in params.items()}
@@ -79,7 +73,6 @@ class PlainAdamW:
         self.steps = 0
 
     def step(self, grads: dict[str, np.ndarray], lr: float | None = None, scale: float = 1.0) -> None:
-        """One update by `scale` times the gradients; matrices decay."""
         self.steps += 1
         lr, (beta1, beta2) = self.lr if lr is None else lr, self.betas
         for name, g in grads.items():
@@ -93,7 +86,6 @@ class PlainAdamW:
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Equal up to float32's rounding over a few steps, relative to each array's largest element."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         bound = 1e-6 * np.abs(array).max()
@@ -101,7 +93,6 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """First and second moments by parameter name."""
     first, second = {}, {}
     for unit in optimizer.units:
         held = optimizer.states[unit.name]
@@ -111,14 +102,10 @@ def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, n
 
 
 def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
-    """The bytes of all parameters and moments."""
     arrays = [*optimizer.module.state_dict().values()]
     for held in optimizer.states.values():
         arrays += held.values()
     return [array.tobytes() for array in arrays]
-
-
-# ----------------------------------------------------------------------------------------------- steps
 
 
 @every_way
@@ -170,7 +157,6 @@ def test_rates_by_name_are_those_of_plain_adamw_with_groups(way):
 
 
 def factor_of(name):
-    """By the rule: the last pattern that matches."""
     return 0.0 if name == "blk.0.a.bias" else 3.0 if name.startswith("blk.") else 0.5
 
 
@@ -189,17 +175,17 @@ def test_one_factor_for_all_has_the_bits_of_that_rate(way, scales, lr):
 
 
 @pytest.mark.parametrize(
-    ("scales", "said"),
+    ("scales", "named"),
     [
-        ({"blk.7*": 2.0}, r"'blk\.7\*' names no parameter that is trained; names are like token_embd"),
-        ({"output*": 2.0}, "names no parameter that is trained"),  # frozen
-        ({"*": -1.0}, r"lr_scale: \*: expected .* at least 0"),
-        ({3: 1.0}, "expected name patterns"),
-        (["*=2"], "expected a mapping of name patterns to numbers"),
+        ({"blk.7*": 2.0}, r"'blk\.7\*'"),
+        ({"output*": 2.0}, r"'output\*'"),  # frozen
+        ({"*": -1.0}, r"lr_scale: \*: "),
+        ({3: 1.0}, "name patterns"),
+        (["*=2"], "mapping"),
     ],
 )
-def test_rates_of_nothing_are_refused(scales, said):
-    with pytest.raises(ValueError, match=f"ShardedAdamW: lr_scale: .*{said}|{said}"):
+def test_rates_of_nothing_are_refused(scales, named):
+    with pytest.raises(ValueError, match=named):
         ShardedAdamW(make_module(frozen=["output*"]), lr_scale=scales)
 
 
@@ -285,15 +271,11 @@ def test_clip_grad_norm_leaves_small_and_broken_gradients_alone():
     module = make_module()
     accumulate_gradients(module, 0)
     before = gradients(module)
-    norm = clip_grad_norm(module, 2 * norm_of(before))
-    assert norm == pytest.approx(norm_of(before), rel=1e-12)
+    assert clip_grad_norm(module, 2 * norm_of(before)) == pytest.approx(norm_of(before), rel=1e-12)
     assert all(np.array_equal(array, before[name]) for name, array in gradients(module).items())
     next(module.gradients())[1][0] = np.inf
     assert clip_grad_norm(module, 1.0) == np.inf
     assert np.array_equal(gradients(module)["output.weight"], before["output.weight"])
-
-
-# -------------------------------------------------------------------------------------- step_on_params
 
 
 def test_step_on_params_is_plain_adamw_too():
@@ -310,31 +292,21 @@ def test_step_on_params_is_plain_adamw_too():
     assert optimizer.steps == 0, "the module's own steps are counted apart"
 
 
-def test_step_on_params_refuses_what_does_not_fit():
+def test_step_on_params_refuses_what_it_cannot_update_in_place():
     optimizer = ShardedAdamW(make_module(), **OPTIONS)
-    p, other = np.ones((3, 5), np.float32), np.ones(15, np.float32)
-    with pytest.raises(ValueError, match="gradients differ"):
-        optimizer.step_on_params([p], [other])
-    with pytest.raises(ValueError, match="gradients differ"):
-        optimizer.step_on_params([p], [])
-    optimizer.step_on_params([p], [p])
-    with pytest.raises(ValueError, match="not those of the first call"):
+    p, other, square = np.ones((3, 5), np.float32), np.ones(15, np.float32), np.ones((4, 6), np.float32)
+    for params, grads, found in (
+        ([p], [other], "differ"),
+        ([p], [], "differ"),
+        ([square.T], [square.T], "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            optimizer.step_on_params(params, grads)
+    optimizer.step_on_params([square[1:3]], [np.ones((2, 6), np.float32)])  # a contiguous view
+    assert np.all(square[1:3] < 1)
+    assert np.all(square[[0, 3]] == 1)
+    with pytest.raises(ValueError, match="first call"):
         optimizer.step_on_params([p, other], [p, other])
-
-
-def test_step_on_params_refuses_arrays_that_it_cannot_update_in_place():
-    optimizer = ShardedAdamW(make_module(), **OPTIONS)
-    p = np.ones((4, 6), np.float32)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        optimizer.step_on_params([p.T], [p.T])
-
-
-def test_step_on_params_takes_contiguous_views():
-    optimizer = ShardedAdamW(make_module(), **OPTIONS)
-    p = np.ones((4, 6), np.float32)
-    optimizer.step_on_params([p[1:3]], [np.ones((2, 6), np.float32)])
-    assert np.all(p[1:3] < 1)
-    assert np.all(p[[0, 3]] == 1)
 
 
 def test_memory_bytes_counts_two_float32_moments_an_element():
@@ -345,9 +317,6 @@ def test_memory_bytes_counts_two_float32_moments_an_element():
     assert optimizer.memory_bytes() == 8 * elements
     optimizer.step_on_params([np.ones((3, 5), np.float32)], [np.ones((3, 5), np.float32)])
     assert optimizer.memory_bytes() == 8 * (elements + 15)
-
-
-# ------------------------------------------------------------------------------------------- schedules
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
@@ -391,23 +360,15 @@ def test_wsd_falls_in_a_tenth_of_the_steps_unless_told():
 def test_a_schedule_of_few_steps_stays_in_its_range(name, warmup, steps):
     rate = make_schedule(name, lr=1.0, min_lr=0.25, warmup=warmup, steps=steps, decay_steps=1)
     assert all(0 < rate(step) <= 1 for step in range(20))
+    with pytest.raises(UsageError, match=r"'step' .*cosine, linear, constant, wsd"):
+        make_schedule("step", lr=1.0, min_lr=0.0, warmup=warmup, steps=steps)
 
-
-def test_an_unknown_schedule_is_refused_with_the_known_ones():
-    with pytest.raises(
-        UsageError, match="'step' is not known; expected one of cosine, linear, constant, wsd"
-    ):
-        make_schedule("step", lr=1.0, min_lr=0.0, warmup=0, steps=1)
-
-
-# -------------------------------------------------------------------------------------- initial values
 
 LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of the generator
 ENDS = [0, 1, 1000, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 1, 2 * DRAW_BLOCK + 77, 3 * DRAW_BLOCK]
 
 
 def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
-    """Elements of a parameter, all of them where no range is given."""
     return initial_values(name, param, seed, start, param.size if stop is None else stop)
 
 
@@ -423,11 +384,12 @@ def test_any_range_of_initial_values_is_that_part_of_the_whole(way, monkeypatch)
 
 def test_no_more_is_drawn_of_a_block_than_comes_before_the_end_of_a_range(monkeypatch):
     counts = []
-    monkeypatch.setattr(
-        init_weights,
-        "normals",
-        lambda generator, count: counts.append(count) or normals_by_numpy(generator, count),
-    )
+
+    def counted(generator, count):
+        counts.append(count)
+        return normals_by_numpy(generator, count)
+
+    monkeypatch.setattr(init_weights, "normals", counted)
     draw(param=Param((24, 24), std=0.05))
     draw(start=DRAW_BLOCK - 5, stop=DRAW_BLOCK + 9)
     assert counts == [24 * 24, DRAW_BLOCK, 10]
@@ -441,16 +403,9 @@ def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
         a, b = whole[: other.size], other
         assert np.mean(a == b) < 1e-3
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
-    assert draw().tobytes() == whole.tobytes()
-
-
-def test_blocks_do_not_overlap():
-    """Blocks cut from one stream of the generator would hold each other's numbers, shifted."""
-    assert np.unique(draw()).size > 0.95 * 3 * DRAW_BLOCK  # by chance about one in a hundred comes twice
-
-
-def test_initial_values_do_not_depend_on_shape():
-    assert draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == draw().tobytes()
+    assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == whole.tobytes()
+    # Blocks cut from one stream of the generator would hold each other's numbers, shifted.
+    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # by chance about one in a hundred comes twice
 
 
 def test_initial_values_are_normal_with_the_std_asked_for():

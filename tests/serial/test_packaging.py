@@ -18,15 +18,10 @@ SPACK = PACKAGING / "spack/spack_repo/zero_mpi/packages/py_zero_mpi/package.py"
 # What conda-forge and EasyBuild call otherwise, and what EasyBuild has in a bundle.
 CONDA = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash"}
 EASYBUILD = {"ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash", "numpy": "SciPy-bundle"}
-BUNDLED = {
-    "jinja2": "Python-bundle-PyPI",
-    "threadpoolctl": "Python-bundle-PyPI",
-    "tomli-w": "Python-bundle-PyPI",
-}
+BUNDLED = dict.fromkeys(("jinja2", "threadpoolctl", "tomli-w"), "Python-bundle-PyPI")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A version to compare."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -50,9 +45,8 @@ def test_the_newest_release_is_dated_alike():
 
 
 def test_dependencies_of_spack():
-    found = dict(
-        re.findall(r'depends_on\("py-([\w-]+)@([\d.]+):", type=\("build", "run"\)\)', SPACK.read_text())
-    )
+    depends = r'depends_on\("py-([\w-]+)@([\d.]+):", type=\("build", "run"\)\)'
+    found = dict(re.findall(depends, SPACK.read_text()))
     assert found == FLOORS
     assert f'depends_on("python@{PYTHON}:"' in SPACK.read_text()
     extras = PROJECT["optional-dependencies"]
@@ -81,10 +75,8 @@ def test_dependencies_of_easybuild():
 
 @pytest.mark.parametrize("name", ["tcl/zero-mpi", "lua/zero-mpi"])
 def test_a_module_is_named_by_its_version(name):
-    assert [
-        path.stem if path.suffix == ".lua" else path.name
-        for path in (PACKAGING / "modulefiles" / name).iterdir()
-    ] == [zero_mpi.__version__]
+    found = [path.name.removesuffix(".lua") for path in (PACKAGING / "modulefiles" / name).iterdir()]
+    assert found == [zero_mpi.__version__]
 
 
 def test_python_files_compile():

@@ -25,14 +25,12 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def begins_of(cuts=CUTS, rows=2, length=CONTEXT):
-    """Rows of documents that begin at these positions."""
     cuts, places = np.array(cuts), np.arange(length)
     row = cuts[np.searchsorted(cuts, places, side="right") - 1]
     return np.tile(row, (rows, 1)).astype(np.int64)
 
 
 def documents(begins):
-    """(row, positions) of every document, as an index of arrays (B, T, ...)."""
     return [
         np.s_[row : row + 1, start : start + (begins[row] == start).sum()]
         for row in range(len(begins))
@@ -41,7 +39,6 @@ def documents(begins):
 
 
 def drawn(rows=2, length=CONTEXT, seed=0):
-    """Ids and targets, of which half count."""
     rng = np.random.default_rng(seed)
     ids, targets = rng.integers(61, size=(2, rows, length))
     targets[rng.random(targets.shape) < 0.5] = UNCOUNTED
@@ -63,7 +60,6 @@ def test_another_text_before_it_moves_no_bit_of_a_document(name, precision, reco
 
 
 def gradients(module):
-    """All gradients of a step, whole, in float64."""
     module.sync_gradients()
     return {name: np.array(gradient, np.float64) for name, gradient in module.gradients()}
 
@@ -168,11 +164,8 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
 @pytest.mark.parametrize("kind", [np.float64, np.float32, ml_dtypes.bfloat16])
 def test_a_target_that_does_not_count_has_no_loss_and_no_gradient(kind):
     rng = np.random.default_rng(0)
-    x, w, targets = (
-        rng.standard_normal((2, 9, 7)),
-        rng.standard_normal((11, 7)),
-        rng.integers(11, size=(2, 9)),
-    )
+    x, w = rng.standard_normal((2, 9, 7)), rng.standard_normal((11, 7))
+    targets = rng.integers(11, size=(2, 9))
     x, w = x.astype(kind), w.astype(kind)
     targets[:, ::3] = UNCOUNTED
     counts, dw, expected = targets != UNCOUNTED, np.zeros(w.shape, kind), np.zeros(w.shape, kind)
@@ -214,8 +207,6 @@ def test_a_last_stage_is_given_few_more_rows_than_count(count):
 
 
 class Counting(Chain):
-    """A last stage that tells how many rows it was given."""
-
     given: list[int]
 
     def loss(self, p, x, targets, scale, g):
@@ -250,16 +241,12 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
     assert fresh[-1] == fresh[2 * ROW_STEPS], "a head has been given all numbers of rows twice"
 
 
+FALLS, BEHIND, NEGATIVE = (np.array([row]) for row in ([0, 1, 0], [0, 2, 2], [-1, 0, 0]))
+
+
 @pytest.mark.parametrize(
-    "begins",
-    [np.array([[0, 1, 0]]), np.array([[0, 2, 2]]), np.array([[-1, 0, 0]]), np.zeros((1, 3), np.int32)],
-    ids=["falls", "behind", "negative", "narrow"],
+    "begins", [FALLS, BEHIND, NEGATIVE, np.zeros((1, 3), np.int32), np.zeros((1, 2), int)]
 )
 def test_beginnings_that_cannot_be_are_refused(begins):
-    with pytest.raises(ValueError, match="Packed: begins: expected int64 positions"):
+    with pytest.raises(ValueError, match="Packed: begins: expected"):
         Packed(np.zeros((1, 3), np.int64), begins)
-
-
-def test_beginnings_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"Packed: begins: expected shape \(1, 3\), got \(1, 2\)"):
-        Packed(np.zeros((1, 3), np.int64), np.zeros((1, 2), np.int64))

@@ -18,7 +18,6 @@ SMALL += ["--val-fraction", "0.1", "--eval-every", "1"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Sixty texts of one to a hundred letters."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -28,7 +27,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """A run of one rank, and what it printed."""
     out = tmp_path_factory.mktemp("alone") / "out"
     return out, train_compiled(1, out, *SMALL, *data, "--packing", "documents", "--steps", "4")
 
@@ -57,7 +55,6 @@ def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):
 
 
 def job(tmp_path, *flags):
-    """Status and last line of errors of a job of one rank."""
     status, printed, errors = run_job(1, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=50)
     return status, printed, errors.strip().splitlines()[-1:]
 
@@ -66,14 +63,6 @@ def test_a_resume_with_another_packing_is_refused(alone, data, tmp_path):
     status, _, errors = job(tmp_path, *SMALL, *data, "--out", str(alone[0]), "--steps", "5")
     assert status == 2
     assert "--packing was documents, now none" in errors[0]
-
-
-def test_token_files_do_not_tell_where_documents_end(tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 60)
-    flags = [*SMALL, "--data", "ids.npy", "--vocab-size", "60", "--packing", "documents", "--out", "out"]
-    status, _, errors = job(tmp_path, *flags)
-    assert status == 2
-    assert "--packing documents: --data are token files, which do not tell where documents end" in errors[0]
 
 
 def test_a_dry_run_says_it_too_and_counts_epochs_in_windows(data, tmp_path):

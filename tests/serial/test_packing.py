@@ -20,13 +20,8 @@ def text(*lengths):
 
 
 def talks(*masks):
-    """A stream of conversations, of which these tokens count."""
-    return stream_of(
-        [
-            Document(str(d), 1000 * d + np.arange(len(mask)), b"", np.array(mask, bool))
-            for d, mask in enumerate(masks)
-        ]
-    )
+    ids = [1000 * d + np.arange(len(mask)) for d, mask in enumerate(masks)]
+    return stream_of([Document("", x, b"", np.array(mask, bool)) for x, mask in zip(ids, masks, strict=True)])
 
 
 def pairs(windows, indices=None):
@@ -38,7 +33,6 @@ def pairs(windows, indices=None):
 
 
 def counted(windows):
-    """All (input, target) of which the target counts, in order."""
     found = [(x, t) for row in pairs(windows) for x, t, _ in row if t != UNCOUNTED]
     return sorted(found)
 

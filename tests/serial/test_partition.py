@@ -4,8 +4,6 @@ The slices cover the buffer exactly, begin on multiples of the quantum, are as e
 ones first, and may be empty. Pieces tile the buffer and agree with the slices about every element.
 """
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,24 +36,13 @@ def test_bounds(length, parts, quantum, bounds):
 
 @settings(deadline=None)
 @given(partitions)
-def test_slices_cover_the_buffer_in_order(partition):
+def test_slices_cover_the_buffer_in_order_and_are_even_to_one_quantum(partition):
     assert len(partition.bounds) == partition.parts + 1
-    assert len(partition.counts) == partition.parts
     positions = np.arange(partition.length)
     slices = [positions[partition.part(rank)] for rank in range(partition.parts)]
     assert np.array_equal(np.concatenate(slices), positions)
     assert [part.size for part in slices] == list(partition.counts)
-
-
-@settings(deadline=None)
-@given(partitions)
-def test_boundaries_lie_on_multiples_of_the_quantum(partition):
     assert all(b % partition.quantum == 0 or b == partition.length for b in partition.bounds)
-
-
-@settings(deadline=None)
-@given(partitions)
-def test_lengths_are_even_to_one_quantum_and_fall(partition):
     quanta = [-(-count // partition.quantum) for count in partition.counts]
     assert max(quanta) - min(quanta) <= 1
     assert quanta == sorted(quanta, reverse=True)
@@ -85,16 +72,6 @@ def test_pieces_give_each_element_to_its_owner(partition, most):
             assert 0 <= offset <= offset + count <= piece.stop - piece.start
             seen[piece.start + offset : piece.start + offset + count] = rank
     assert np.array_equal(seen, owner)
-
-
-@settings(deadline=None)
-@given(partitions, st.integers(1, 4000))
-def test_pieces_of_a_slice_follow_each_other(partition, most):
-    """So that the next message begins in the slice where the one before it ended."""
-    for rank in range(partition.parts):
-        runs = [(p.start + p.offsets[rank], p.counts[rank]) for p in partition.cut(most) if p.counts[rank]]
-        assert all(start + count == following for (start, count), (following, _) in pairwise(runs))
-        assert sum(count for _, count in runs) == partition.counts[rank]
 
 
 def test_lengths_beyond_32_bits():

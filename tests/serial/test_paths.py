@@ -71,7 +71,6 @@ REPLACED = {"report --out: locked"}  # a page may be replaced whatever its mode:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A folder with sound things and locked ones."""
     folder = tmp_path_factory.mktemp("places")
     Path(write_text(folder, documents=1)[0]).rename(folder / "text")
     train(1, folder / "run", "--data", str(folder / "text"), *SMALL, "--batch-size", "1")
@@ -97,16 +96,8 @@ def cases_of(commands, apart=1):
 
 
 def run_all(cases, folder):
-    """[status, stdout, stderr] of each case, in one process's forks."""
-    done = subprocess.run(
-        [sys.executable, OBEDIENT],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=clean_environment(),
-        timeout=300,
-    )
+    told = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
+    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **told)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

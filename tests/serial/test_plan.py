@@ -43,45 +43,21 @@ MODELS = {
     "qwen2": Qwen2.from_flags(SIZES | {"tied": True}),
     "qwen3": Qwen3.from_flags(SIZES | {"kv_heads": 1, "tied": False}),
 }
-OTHERS = {
-    arch: architectures.build(
-        arch,
-        {
-            "vocab_size": 500,
-            "context_length": 192,
-            "embedding_length": 64,
-            "feed_forward_length": 160,
-            "head_count": 4,
-            "head_count_kv": 2,
-            "key_length": 16,
-            "value_length": 16,
-        },
-    )
-    for arch in architectures.ROWS
-    if arch not in MODELS
-}
+WIDTHS = {"vocab_size": 500, "context_length": 192, "embedding_length": 64, "feed_forward_length": 160}
+WIDTHS |= {"head_count": 4, "head_count_kv": 2, "key_length": 16, "value_length": 16}
+OTHERS = {arch: architectures.build(arch, WIDTHS) for arch in architectures.ROWS if arch not in MODELS}
 MODELS |= OTHERS
 SLOW = Machine(Link(0, 0), Link(1e-3, 1e-8), flops=1e9, moves=1e9)
 SLOWER = replace(SLOW, node=Link(1e-5, 1e-8))
 DEVICES = ("cpu", "cuda")
 
 
-# ---------------------------------------------------------------------------------------------- activations
-
-
 def recycled_bytes(case, monkeypatch):
-    """What the pool of activations holds after two real steps that begin with an empty one."""
     monkeypatch.setattr(arrays._host, "_free", {})
     monkeypatch.setattr(arrays._host, "_blocks", [])
-    strategy = strategy_named(case.strategy_name)
-    module = ShardedModule(
-        case.model.stages(case.recompute),
-        SerialComm(),
-        strategy,
-        prefetch=case.prefetch,
-        frozen=case.frozen,
-        precision=case.precision,
-    )
+    options = {"prefetch": case.prefetch, "frozen": case.frozen, "precision": case.precision}
+    stages, strategy = case.model.stages(case.recompute), strategy_named(case.strategy_name)
+    module = ShardedModule(stages, SerialComm(), strategy, **options)
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, case.rounds.micro_batches)
     shape = (case.micro_batch, case.context + 1)
@@ -145,9 +121,6 @@ def test_logits_come_in_chunks(monkeypatch):
     assert simulate(adapted).recycled == recycled_bytes(adapted, monkeypatch) < 3 * seen.recycled
 
 
-# -------------------------------------------------------------------------------------------------- numbers
-
-
 def flop_by_hand(case):
     """6 a weight and token, and attention's products below the diagonal, by blocks of 64 rows."""
     model, tokens = case.model, case.context * case.micro_batch
@@ -195,9 +168,7 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     player.play([*starts, second, StepEvent(WAIT, 0, GATHER), StepEvent(WAIT, 1, GATHER)])
     time = player.time
     assert time.communication == pytest.approx(sum(takes))
-    assert time.exposed == pytest.approx(
-        sum(takes) - takes[0] / 2
-    )  # one line: the second comes after the first
+    assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # one line: the second comes later
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 
@@ -246,15 +217,12 @@ def test_without_a_cost_of_links_nothing_is_waited_for():
     assert time.seconds == time.computation > 0
 
 
-# ------------------------------------------------------------------------------------------------ real jobs
-
 TINY = ["--layers", "2", "--dim", "48", "--heads", "4", "--context", "24", "--batch-size", "5"]
 TINY += ["--micro-batch", "1"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a short run on 3 ranks without shared memory, and its flags."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "text").write_text("some text to train on. " * 99)
     flags = [*TINY, "--transport", "mpi", "--strategy", "full-shard", "--recompute"]
@@ -265,7 +233,6 @@ def trained(tmp_path_factory):
 
 
 def planned(*arguments, folder):
-    """The numbers of a plan."""
     assert command(World(0, 1), [*map(str, arguments), "--json", str(folder / "plan.json")]) == 0
     return json.loads((folder / "plan.json").read_text())
 
@@ -326,128 +293,17 @@ run("rss", command, sys.argv[1:])
 
 
 @needs_numba
-@pytest.mark.parametrize(("strategy", "rounds"), [("full-shard", 2)])
-def test_resident_memory_is_the_plan_s(strategy, rounds, tmp_path):
+def test_resident_memory_is_the_plan_s(tmp_path):
     sizes = {"layers": 4, "dim": 512, "heads": 8, "context": 64, "vocab_size": 4000, "tied": False}
-    case = Case(
-        Llama.from_flags(sizes),
-        ranks=2,
-        strategy_name=strategy,
-        transport_wanted="mpi",
-        batch_size=2 * rounds,
-        micro_batch=1,
-        context=64,
-    )
+    options = {"batch_size": 4, "micro_batch": 1, "context": 64, "transport_wanted": "mpi"}
+    case = Case(Llama.from_flags(sizes), ranks=2, strategy_name="full-shard", **options)
     (tmp_path / "rss.py").write_text(RSS)
-    arguments = [str(tmp_path / "rss.py"), strategy, repr(sizes), "1", str(rounds)]
+    arguments = [str(tmp_path / "rss.py"), "full-shard", repr(sizes), "1", "2"]
     status, printed, errors = run_job(2, arguments, env=COMPILED, timeout=120)
     assert (status, errors) == (0, "")
     held, plan = int(printed.split()[-1]), plan_memory(case).total
     assert plan > 150 << 20
     assert held == pytest.approx(plan, rel=0.1)
-
-
-# ------------------------------------------------------------------------------------------- low precision
-
-HELD = """
-import json, sys
-from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
-from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.launch.world import run
-from zero_mpi.models import GPT2
-from zero_mpi.sharding import strategy_named
-from zero_mpi.sharding.parameters import ReplicatedParameters
-from zero_mpi.sharding.precision import precision_named
-import numpy as np
-from zero_mpi.nn import CrossEntropy
-
-def held(module, optimizer):
-    low, units = module.precision.is_low, module.units
-    kept = [unit.parameters for unit in units]
-    gradients = sum(unit.gradient.sum.nbytes for unit in units)
-    gradients += sum(0 if unit.gradient.whole is None else unit.gradient.whole.nbytes for unit in units)
-    return {
-        "parameters": sum((p.whole if isinstance(p, ReplicatedParameters) else p.own).nbytes for p in kept),
-        "masters": sum(p.master.nbytes for p in kept) if low else 0,
-        "gradients": gradients,
-        "moments": optimizer.memory_bytes(),
-        "gathered": module.parameter_pool.nbytes,
-        "gradient_buffers": module.gradient_pool.nbytes,
-    }
-
-def command(world, arguments):
-    sizes, cases = map(json.loads, arguments)
-    comm, found = MPIComm(), []
-    for strategy, precision, reduce in cases:
-        kinds = precision_named(precision, reduce)
-        stages = GPT2.from_flags(sizes).stages()
-        module = ShardedModule(stages, comm, strategy_named(strategy), precision=kinds)
-        module.initialize(0)
-        optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 2 * comm.size)
-        tokens = np.zeros((1, sizes["context"]), np.int64)
-        before = comm.meter.sent_bytes
-        for _ in range(2):
-            accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-3))
-        accumulator.total_loss()
-        optimizer.step()
-        found.append({"held": held(module, optimizer), "sent": comm.meter.sent_bytes - before})
-    if world.rank == 0:
-        print(json.dumps(found))
-    return 0
-
-run("held", command, sys.argv[1:])
-"""
-LOW = [
-    (strategy, precision, reduce)
-    for strategy in ("full-shard", "shard-grad-op", "no-shard")
-    for precision, reduce in (("bf16", None), ("fp16", None), ("bf16", "fp32"), ("fp32", None))
-]
-
-
-def test_buffers_and_bytes_of_low_precision_are_the_plan_s(tmp_path):
-    sizes = {"layers": 3, "dim": 80, "heads": 4, "context": 11, "vocab_size": 777}
-    (tmp_path / "held.py").write_text(HELD)
-    arguments = [str(tmp_path / "held.py"), json.dumps(sizes), json.dumps(LOW)]
-    status, printed, errors = run_job(2, arguments, timeout=60)
-    assert (status, errors) == (0, "")
-    for (strategy, precision, reduce), found in zip(LOW, json.loads(printed), strict=True):
-        case = Case(
-            GPT2.from_flags(sizes),
-            ranks=2,
-            strategy_name=strategy,
-            transport_wanted="mpi",
-            batch_size=4,
-            micro_batch=1,
-            context=11,
-            precision_name=precision,
-            reduce_dtype=reduce,
-        )
-        plan = plan_memory(case)
-        assert {name: getattr(plan, name) for name in found["held"]} == found["held"], (strategy, precision)
-        assert plan_traffic(case, flags=0).sent[0] == found["sent"], (strategy, precision)
-
-
-@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
-@pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("reduce", [None, "fp32"])
-def test_buffers_of_one_process_in_low_precision(strategy, reduce, rounds):
-    case = Case(
-        MODELS["llama"], strategy_name=strategy, batch_size=rounds, micro_batch=1, precision_name="bf16",
-        reduce_dtype=reduce, context=16,
-    )  # fmt: skip
-    module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, precision=case.precision)
-    module.initialize(0)
-    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, rounds)
-    tokens = np.zeros((1, 16), np.int64)
-    for _ in range(rounds):
-        accumulator.accumulate(tokens, CrossEntropy(tokens, 1e-2))
-    optimizer.step()
-    plan, units = plan_memory(case), module.units
-    assert plan.gradient_buffers == module.gradient_pool.nbytes
-    assert plan.moments == optimizer.memory_bytes()
-    assert plan.masters == sum(unit.parameters.master.nbytes for unit in units) == 2 * plan.parameters
-    assert plan.parameters == sum(unit.parameters.own.nbytes for unit in units)
-    assert plan.gathered == module.parameter_pool.nbytes == 0
 
 
 def test_half_the_bytes_travel_in_half_precision():
@@ -515,28 +371,6 @@ def test_lanes_of_a_gather_hide_each_other_s_latency(dim, passes):
         assert gather_seconds(case, machine, 1, 4) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (3, ["--transport", "mpi", "--strategy", "full-shard"]),
-        (2, ["--transport", "shared", "--strategy", "shard-grad-op", "--reduce-dtype", "fp32"]),
-    ],
-    ids=["mpi", "shared"],
-)
-def test_sent_bytes_of_bf16_are_those_of_the_plan(ranks, more, tmp_path):
-    (tmp_path / "text").write_text("some text to train on. " * 99)
-    flags = [*TINY, "--precision", "bf16", *more]
-    run = ["--data", "text", "--out", "run", "--steps", "2", "--sample", "0", "--eval-every", "1"]
-    status, _, errors = run_job(ranks, ["-m", "zero_mpi.train", *flags, *run], cwd=tmp_path, timeout=60)
-    assert (status, errors) == (0, "")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    (plan,) = planned(*TINY, "--precision", "bf16", *more, "--ranks", ranks, folder=tmp_path)["plans"]
-    assert [json.loads(line)["sent_bytes"] for line in lines] == [plan["traffic"]["rank_0"]] * 2
-
-
-# --------------------------------------------------------------------------------------------------- a GPU
-
-
 def on_gpu(**changes):
     settings = {"model": MODELS["llama"], "device": "cuda", "precision_name": "bf16", "batch_size": 8}
     return Case(**settings | changes)
@@ -601,9 +435,6 @@ def test_a_plan_of_gpus_as_text_and_numbers(tmp_path, capsys):
     assert numbers["machine"]["flops"] == 4e14
 
 
-# ----------------------------------------------------------------------------------------- fits and sweeps
-
-
 def test_the_largest_fits_and_one_more_does_not():
     case = Case(MODELS["llama"], ranks=4, batch_size=8, micro_batch=2, context=64, transport_wanted="mpi")
     limit = 40 << 20
@@ -620,17 +451,11 @@ def test_the_largest_fits_and_one_more_does_not():
     assert found.width % 32 == 0
     assert found.width > case.model.embedding_length
     assert min(found.layers, rows) > 4
-
-
-def test_nothing_fits_into_nothing():
-    found = largest(Case(MODELS["gpt2"]), 1000)
-    assert (found.micro_batch, found.layers, found.width, found.width_parameters) == (0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 9, 10, 99, 1000, 10**9])
-def test_the_search_for_the_largest(limit):
-    assert most(lambda count: count, limit) == min(limit, MOST)
-    assert most(lambda count: count**2, limit) == min(int(limit**0.5), MOST)
+    nothing = largest(case, 1000)
+    assert (nothing.micro_batch, nothing.layers, nothing.width, nothing.width_parameters) == (0, 0, 0, 0)
+    for limit in (0, 1, 9, 10, 99, 1000, 10**9):
+        assert most(lambda count: count, limit) == min(limit, MOST)
+        assert most(lambda count: count**2, limit) == min(int(limit**0.5), MOST)
 
 
 def test_a_sweep_names_what_ends_the_scaling():
@@ -656,15 +481,6 @@ def test_limits_hold_up_to_the_end_and_the_first_comes_first():
         "from 16 ranks on efficiency is below 50%",
         "from 16 ranks on there is less than one micro-batch a rank",
     ]
-
-
-def test_shares_of_memory_fall_with_ranks():
-    totals = [plan_memory(Case(MODELS["gpt2"], ranks=ranks)).state for ranks in (1, 2, 4, 8)]
-    assert totals == sorted(totals, reverse=True)
-    assert totals[3] < totals[0] / 4
-
-
-# ---------------------------------------------------------------------------------------------- the command
 
 
 def test_the_report_compares_strategies(capsys):
@@ -705,54 +521,37 @@ def test_units_for_bf16_are_assumed_where_no_doctor_was(tmp_path):
     assert flops["bf16"] == 2 * flops["fp32"]
 
 
-def test_a_sweep_as_numbers(tmp_path):
-    numbers = planned("--sweep", "--most-ranks", 4, "--strategy", "full-shard", folder=tmp_path)
-    assert [point["ranks"] for point in numbers["sweep"]["full-shard"]["points"]] == [1, 2, 4]
-
-
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        (["--ranks", "0"], "--ranks 0: expected at least 1"),
-        (["--ranks", "6", "--nodes", "4"], "--nodes 4 does not divide --ranks 6"),
-        (["--memory", "much"], "--memory much: expected a size such as 64G"),
-        (["--flops", "-1"], "--flops -1: expected more than 0"),
-        (["--beta", "nan"], "--beta nan: expected at least 0"),
-        (["--doctor", "nowhere.json"], "--doctor nowhere.json: no such file"),
-        (["--init", "nowhere.gguf"], "nowhere.gguf"),
-        (["--heads", "5"], "--heads 5 does not divide --dim 192"),
-        (["--freeze", "nothing"], "--freeze: frozen pattern 'nothing' matches no parameter"),
-        (["--freeze", "*"], "--freeze *: leaves no parameter to train"),
-        (
-            ["--transport", "shared", "--nodes", "2", "--ranks", "2"],
-            "--transport shared: each node has one rank",
-        ),
-        (["--offload", "moments"], "--offload moments: expected --device cuda"),
-        (["--transport", "staged"], "--transport staged: it carries a GPU's arrays; use --device cuda"),
-        (
-            ["--transport", "shared", "--device", "cuda"],
-            "--transport shared: ranks cannot share the memory of GPUs",
-        ),
-        (
-            ["--device", "cuda", "--strategy", "hybrid-shard", "--ranks", "4", "--nodes", "2"],
-            "--strategy hybrid-shard: with --device cuda expected one node",
-        ),
-        (
-            ["--precision", "bf16", "--reduction", "fast", "--transport", "mpi", "--ranks", "2"],
-            "--precision bf16 with --reduction fast",
-        ),
-        (["--precision", "fp16", "--reduce-dtype", "bf16"], "--reduce-dtype bf16"),
-        (["--host-bandwidth", "0"], "--host-bandwidth 0: expected more than 0"),
-        (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json: cannot be written"),
-        (["--dim", "4194304", "--heads", "1"], "larger than the memory of this machine"),
-        (["--layers", "many"], "--layers"),
-        (["--surprise"], "--surprise"),
+        ("--ranks 0", "--ranks 0"),
+        ("--ranks 6 --nodes 4", "--nodes 4"),
+        ("--memory much", "--memory much"),
+        ("--flops -1", "--flops -1"),
+        ("--beta nan", "--beta nan"),
+        ("--doctor nowhere.json", "--doctor nowhere.json"),
+        ("--init nowhere.gguf", "nowhere.gguf"),
+        ("--heads 5", "--heads 5"),
+        ("--freeze nothing", "'nothing'"),
+        ("--freeze *", "--freeze *"),
+        ("--transport shared --nodes 2 --ranks 2", "--transport shared"),
+        ("--offload moments", "--offload moments"),
+        ("--transport staged", "--transport staged"),
+        ("--transport shared --device cuda", "--transport shared"),
+        ("--device cuda --strategy hybrid-shard --ranks 4 --nodes 2", "--strategy hybrid-shard"),
+        ("--precision bf16 --reduction fast --transport mpi --ranks 2", "--reduction fast"),
+        ("--precision fp16 --reduce-dtype bf16", "--reduce-dtype bf16"),
+        ("--host-bandwidth 0", "--host-bandwidth 0"),
+        ("--json /nowhere/plan.json", "--json /nowhere/plan.json"),
+        ("--dim 4194304 --heads 1", "memory"),
+        ("--layers many", "--layers"),
+        ("--surprise", "--surprise"),
     ],
 )
-def test_bad_input_is_one_line(flags, said):
+def test_bad_input_is_one_line(flags, named):
     with pytest.raises(UsageError) as raised:
-        command(World(0, 1), flags)
-    assert said in str(raised.value)
+        command(World(0, 1), flags.split())
+    assert named in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -26,7 +26,6 @@ FLOATS = replace(SMOLLM2, lora=LoRA(8, 16.0))
 
 
 def in_q4_0(model):
-    """Adapters of rank 8 beside a model whose matrices are Q4_0."""
     kinds = {name: "Q4_0" if len(param.shape) == 2 else "F32" for name, param in model.params().items()}
     stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
     return replace(model, lora=LoRA(8, 16.0, stored=stored))
@@ -43,7 +42,6 @@ def test_adapters_beside_smollm2_take_a_quarter_of_its_training():
 
 
 def block_elements():
-    """Elements of a block's base, each parameter in whole chunks."""
     return sum(-(-p.size // 1024) * 1024 for name, p in SMOLLM2.params().items() if name.startswith("blk.0."))
 
 

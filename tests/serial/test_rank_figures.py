@@ -21,12 +21,8 @@ EVEN, BEHIND = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.5, 1.0]
 
 @pytest.fixture
 def said(caplog):
-    """What is said while a test runs."""
     caplog.set_level(logging.INFO, "zero_mpi")
     return caplog
-
-
-# who is slow
 
 
 def test_a_rank_is_named_the_third_time_in_a_row_and_once(said):
@@ -179,12 +175,8 @@ def named_beside_a_loop(folder):
     )
 
 
-# energy
-
-
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Writes counters of a pretended host."""
     monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     monkeypatch.setattr(energy, "CRAY", tmp_path / "energy")
 

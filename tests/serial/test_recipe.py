@@ -1,4 +1,4 @@
-"""docs/recipe.md says what the code does: its defaults, rates, first weights, clipping, decay and windows."""
+"""docs/recipe.md says what the code does: its defaults, rates, first weights, clipping and decay."""
 
 import math
 import re
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Windows
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.ops import reference
 from zero_mpi.optim.clipping import clip_factor
@@ -19,12 +18,10 @@ SIZES = {"layers": 3, "dim": 12, "heads": 2, "context": 8, "vocab_size": 20, "ti
 
 
 def section(title: str) -> str:
-    """The text of a section."""
     return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """The rows of tables of two columns, without heads."""
     found = re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE)
     return [row for row in found if row not in (("flag", "value"), ("s", "rate"))]
 
@@ -46,14 +43,14 @@ def test_the_rates_of_the_defaults():
         assert rate(step) == pytest.approx(value, rel=1e-4), step
 
 
-@pytest.mark.parametrize(
-    ("name", "f"),
-    [
-        ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2),
-        ("linear", lambda x: 1 - x),
-        ("constant", lambda x: 1),
-    ],
-)
+FORMULAS = {
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+    "linear": lambda x: 1 - x,
+    "constant": lambda x: 1,
+}
+
+
+@pytest.mark.parametrize(("name", "f"), FORMULAS.items())
 @pytest.mark.parametrize("warmup", [0, 3, 50])
 def test_the_formula_of_the_rate(name, f, warmup):
     high, low, steps = 0.3, 0.01, 20
@@ -107,12 +104,3 @@ def test_first_weights_and_what_decays(arch):
         else:
             inward = name.endswith(("attn_output.weight", "ffn_down.weight"))
             assert (param.init, param.std) == ("normal", 0.02 / (2 * 3) ** 0.5 if inward else 0.02), name
-
-
-def test_windows_do_not_overlap_and_span_documents():
-    windows = Windows(np.arange(14), 4)
-    batch = windows.batch([0, 1, 2])
-    inputs, targets = batch.inputs, batch.targets
-    assert len(windows) == 3
-    assert inputs.ravel().tolist() == list(range(12))
-    assert np.array_equal(targets, inputs + 1)

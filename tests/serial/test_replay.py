@@ -50,7 +50,6 @@ def test_a_folder_in_its_place_is_refused(tmp_path):
 
 
 def snapshot(out: Path) -> dict[Path, bytes]:
-    """Every file's content, but for status.json."""
     return {
         path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "status.json"
     }
@@ -61,16 +60,8 @@ def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
     """Begun with a relative --init, --data and --out, and with --resume never."""
     write_text(tmp_path)
     train(1, tmp_path / "base", *SMALL, "--data", "text-0-0.txt", "--steps", "2", "--sample", "0")
-    flags = [
-        "--init",
-        "base/latest/model.gguf",
-        "--data",
-        "text-0-1.txt",
-        "--out",
-        "run",
-        "--resume",
-        "never",
-    ]
+    flags = ["--init", "base/latest/model.gguf", "--data", "text-0-1.txt"]
+    flags += ["--out", "run", "--resume", "never"]
     train(2, tmp_path / "run", *SMALL, *flags, "--steps", "3", "--sample", "0")
     (tmp_path / "other").mkdir()
     command = ["-m", "zero_mpi.train", "--config", str(tmp_path / "run" / "config.toml"), "--steps", "5"]

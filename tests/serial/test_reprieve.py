@@ -40,14 +40,9 @@ print("launcher", states[0], states[-1], flush=True)
 def under_launcher(tmp_path, command, **environ):
     """What a shell prints that is called as Open MPI's launcher is, and runs a command."""
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
-    told = subprocess.run(
-        [shell, "-c", f"{command}; echo went on"],
-        cwd=tmp_path,
-        env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    given = [shell, "-c", f"{command}; echo went on"]
+    env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ}
+    told = subprocess.run(given, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
     return told.stdout.splitlines()
 
 

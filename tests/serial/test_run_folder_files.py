@@ -25,9 +25,10 @@ HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 
 
 def put(path, kind):
-    """Something else in the place of a file."""
     path.unlink(missing_ok=True)
-    if kind == "folder":
+    if kind in TEXTS:
+        path.write_bytes(TEXTS[kind])
+    elif kind == "folder":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
@@ -53,7 +54,6 @@ TEXTS = {
 
 
 def report(folder, *flags):
-    """The command, in this process."""
     return command.command(World(0, 1), [str(folder), *flags])
 
 
@@ -61,10 +61,7 @@ def report(folder, *flags):
 @pytest.mark.parametrize("kind", [*KINDS, *TEXTS])
 def test_the_report_leaves_out_what_is_no_file_of_a_run(tmp_path, name, kind, capfd):
     write_run(tmp_path, status=status())
-    if kind in TEXTS:
-        (tmp_path / name).write_bytes(TEXTS[kind])
-    else:
-        put(tmp_path / name, kind)
+    put(tmp_path / name, kind)
     assert report(tmp_path) == 0
     assert "report.html" in capfd.readouterr().out
 
@@ -97,10 +94,7 @@ def test_records_that_are_none_are_dropped_by_a_resume(tmp_path, kind):
 @pytest.mark.parametrize("kind", [*KINDS, *TEXTS])
 def test_a_status_that_is_none_counts_as_nothing_and_is_replaced(tmp_path, kind):
     path = tmp_path / "status.json"
-    if kind in TEXTS:
-        path.write_bytes(TEXTS[kind])
-    else:
-        put(path, kind)
+    put(path, kind)
     assert read_status(path).get("step") is None
     outcome = Outcome(tmp_path, World(0, 1), steps=5)
     outcome.open()
@@ -176,10 +170,7 @@ def test_texts_of_a_run_are_cut_and_escaped_on_the_page(tmp_path, capfd):
 @pytest.mark.parametrize("kind", [*KINDS, "nested", "not UTF-8", "long key"])
 def test_settings_are_read_from_a_toml_file_and_nothing_else(tmp_path, kind):
     path = tmp_path / "run.toml"
-    if kind in TEXTS:
-        path.write_bytes(TEXTS[kind])
-    else:
-        put(path, kind)
+    put(path, kind)
     with pytest.raises(UsageError, match=r"^--config [^\n]{1,500}$"):
         parse(["--config", str(path)])
 

@@ -25,14 +25,8 @@ from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 from zero_mpi.train import same_bits
 
-MACHINE = {
-    "threads": 1,
-    "operations": "numpy",
-    "BLAS": "K 1",
-    "code for": "a",
-    "processor": "A",
-    "trial": "0",
-}
+MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
+MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
 EXACT = {"dequantize"}  # multiplies whole numbers by scales: the format, not the processor, says the bits
 NAMES = sorted({name for name, value in vars(ops).items() if hasattr(value, "registry")} - EXACT)
 KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that this runs on
@@ -43,25 +37,15 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of ke
 
 
 def hosts(*machines):
-    """Several hosts, each with its machine."""
     return [(f"node{number}", machine) for number, machine in enumerate(machines)]
-
-
-# the trial
 
 
 def test_the_trial_repeats_and_leaves_no_memory():
     first = trial.digest()
+    held = recycled_stats().held
     assert trial.digest() == first
     assert len(first) == 16
-    held = ops_memory()
-    trial.digest()
-    assert ops_memory() <= held
-
-
-def ops_memory():
-    """Bytes that the pool of activations holds."""
-    return recycled_stats().held
+    assert recycled_stats().held <= held
 
 
 def nudged(name, operation):
@@ -71,11 +55,8 @@ def nudged(name, operation):
         found = operation(*given, **named)
         result = found[0] if isinstance(found, tuple) else found
         if not isinstance(result, np.ndarray):  # a loss has its gradient beside it
-            result = (
-                found[1]
-                if isinstance(found, tuple)
-                else given[0 if name in ("adamw", "moving_average") else -1]
-            )
+            added_to = given[0 if name in ("adamw", "moving_average") else -1]
+            result = found[1] if isinstance(found, tuple) else added_to
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
         return found
 
@@ -108,15 +89,10 @@ with threadpool_limits({threads}):
 
 
 def elsewhere(threads=1, **variables):
-    """What another process, under these variables, says of its machine."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST.format(threads=threads)],
-        env=kept | {"ZERO_MPI_OPS": "reference", "OPENBLAS_NUM_THREADS": "2"} | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environ = kept | {"ZERO_MPI_OPS": "reference", "OPENBLAS_NUM_THREADS": "2"} | variables
+    command = [sys.executable, "-c", DIGEST.format(threads=threads)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -130,9 +106,6 @@ def test_other_kernels_of_products_are_other_bits_in_any_process():
 @several_cores
 def test_another_number_of_threads_shows_in_the_trial():
     assert elsewhere(1)["trial"] != elsewhere(2)["trial"]
-
-
-# between ranks
 
 
 def test_ranks_that_compute_alike_are_none_the_worse_for_other_names():
@@ -173,36 +146,28 @@ def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
     same_bits.check_bits(hosts(there, there | {"threads": 2}), True, [])
 
 
-# at a resume
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, None),
         ({"processor": "B", "BLAS": "K 2", "code for": "b"}, None),
-        ({"threads": 2}, "threads 1, now 2"),
-        ({"trial": "1", "threads": 2}, "threads 1, now 2"),
-        ({"trial": "1", "processor": "B", "BLAS": "K 2"}, "BLAS K 1, now K 2; processor A, now B"),
-        (
-            {"trial": "1"},
-            "operations of other bits by a trial, under the same names of processor and libraries",
-        ),
-        ({"device": "a GPU"}, "device None, now a GPU"),
+        ({"threads": 2}, "threads 1, now 2:"),
+        ({"trial": "1", "threads": 2}, "threads 1, now 2:"),
+        ({"trial": "1", "processor": "B", "BLAS": "K 2"}, "BLAS K 1, now K 2; processor A, now B:"),
+        ({"trial": "1"}, "trial"),
+        ({"device": "a GPU"}, "device None, now a GPU:"),
     ],
     ids=str,
 )
 def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
     found = list(same_bits.changes(MACHINE, MACHINE | change))
-    assert found == (
-        [f"the checkpoint was made with {expected}: the last bits may change"] if expected else []
-    )
+    assert len(found) == (expected is not None)
+    assert not found or expected in found[0]
 
 
 def test_a_checkpoint_without_a_trial_says_so():
-    before = {"threads": 1, "operations": "numpy"}
-    (line,) = same_bits.changes(before, MACHINE)
-    assert "no trial of its operations" in line
+    (line,) = same_bits.changes({"threads": 1, "operations": "numpy"}, MACHINE)
+    assert "trial" in line
 
 
 def test_the_processors_name_is_the_systems(tmp_path):
@@ -212,12 +177,8 @@ def test_the_processors_name_is_the_systems(tmp_path):
     assert same_bits.processor(tmp_path / "none")
 
 
-# in jobs
-
-
 @pytest.fixture
 def flags(tmp_path):
-    """A small run."""
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
 
 

@@ -47,7 +47,6 @@ conversations without an answer left out: 1
 
 @pytest.fixture
 def chat(tmp_path):
-    """A model file with a template, and a file of conversations with a blank line."""
     write_model(tmp_path / "m.gguf", chat_keys(CHATML))
     first, *rest = map(json.dumps, LINES)
     (tmp_path / "chat.jsonl").write_text("\n".join([first, "", *rest, ""]))
@@ -55,13 +54,11 @@ def chat(tmp_path):
 
 
 def write_model(path, keys):
-    """A GGUF file of these keys, without weights."""
     with GGUFStream(path, "llama", keys, []):
         pass
 
 
 def printed(capfdbinary, *arguments):
-    """What the command writes."""
     assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
     return capfdbinary.readouterr().out.decode()
 

@@ -52,25 +52,19 @@ class Around:
 
 
 def around(actions):
-    """By stage, in order of stages."""
     found = [Around(stage) for stage in by_stage(actions)]
     assert sum(1 for action in actions if isinstance(action, Progress)) == len(found)
     return sorted(found, key=lambda moves: moves.stage)
 
 
 def plans(*rows):
-    """What happens around each stage, from (start, need, drop[, reduce]), each a string of unit numbers."""
     return [tuple(tuple(map(int, units)) for units in (*row, "")[:4]) for row in rows]
 
 
 def schedule(uses, prefetch, *, reads=None, trainable=None):
-    """make_schedule for stages given as strings of unit numbers; all trained and read unless told."""
     uses = [tuple(map(int, units)) for units in uses]
     units = 1 + max(unit for stage in uses for unit in stage)
     return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
-
-
-# ------------------------------------------------------------------------------------------------ by hand
 
 
 FOUR = {
@@ -109,14 +103,10 @@ def test_the_last_stage_runs_both_ways_at_once_in_training():
     made = schedule("0123", 1)
     apart, joint = (*made.forward, *made.backward), made.training
     assert list(map(Around, by_stage(joint)))[3] == ((2,), (3,), (3,), (3,))
-    assert [a for a in apart if a not in (Forward(3), Backward(3))].count(Progress()) - 1 == joint.count(
-        Progress()
-    )
-    assert [a for a in joint if isinstance(a, COMPUTES)] == [
-        *map(Forward, range(3)),
-        Loss(3),
-        *map(Backward, (2, 1, 0)),
-    ]
+    left = [a for a in apart if a not in (Forward(3), Backward(3))]
+    assert left.count(Progress()) - 1 == joint.count(Progress())
+    expected = [*map(Forward, range(3)), Loss(3), *map(Backward, (2, 1, 0))]
+    assert [a for a in joint if isinstance(a, COMPUTES)] == expected
 
 
 def test_evaluation_is_inference_with_the_loss_of_the_last_stage():
@@ -143,10 +133,8 @@ def test_a_round_that_defers_its_reductions_does_all_else():
 
 
 def test_it_reads_like_the_step():
-    uses, names = (
-        [(0,), (1,), (0,)],
-        {"unit_names": ("embed", "blk"), "stage_names": ("embed", "blk", "head")},
-    )
+    uses = [(0,), (1,), (0,)]
+    names = {"unit_names": ("embed", "blk"), "stage_names": ("embed", "blk", "head")}
     made = replace(make_schedule(uses, [False, True, True], [True] * 2, 1), **names)
     assert str(made).splitlines() == [
         "  gather embed blk; wait for embed; forward embed",
@@ -158,8 +146,6 @@ def test_it_reads_like_the_step():
 
 
 class Notes:
-    """Units and stages that write down what they are asked for."""
-
     contributors = 5
 
     def __init__(self, said, name=""):
@@ -174,44 +160,52 @@ def test_the_loop_asks_units_and_stages_for_what_the_actions_say():
     units, stages = [Notes(said, "a"), Notes(said, "b")], Notes(said)
     actions = [Gather(1), Wait(0), Forward(0), Evaluate(1), Loss(2), Release(1), Progress()]
     run([*actions, Backward(3), WaitReduce(0), Reduce(1)], units, stages)
-    assert said == [
-        ("b", "start_gather"),
-        ("a", "wait_gather"),
-        ("", "forward", 0),
-        ("", "evaluate", 1),
-        ("", "loss_and_backward", 2),
-        ("b", "release"),
-        ("", "progress"),
-        ("", "backward", 3),
-        ("a", "wait_reduce"),
-        ("b", "start_reduce", 5),
-    ]
+    expected = [("b", "start_gather"), ("a", "wait_gather"), ("", "forward", 0), ("", "evaluate", 1)]
+    expected += [("", "loss_and_backward", 2), ("b", "release"), ("", "progress"), ("", "backward", 3)]
+    assert said == [*expected, ("a", "wait_reduce"), ("b", "start_reduce", 5)]
 
 
-FORWARD_OF_TIED = plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", ""))
+T, F = True, False
+AROUND = {  # (stages, prefetch, which are read in backward, which units are trained): forward, backward
+    "tied: gathered once, reduced at its last use": (
+        ("0120", 1, None, None),
+        plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", "")),
+        plans(("", "0", "0", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "", "")),
+    ),
+    "tied, not read: released after the head": (
+        ("0120", 1, [F, T, T, T], None),
+        plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", "")),
+        plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "0", "")),
+    ),
+    "an embedding that does not read is not gathered in backward": (
+        ("012", 1, [F, T, T], None),
+        plans(("01", "0", "0"), ("2", "1", "1"), ("", "2", "")),
+        plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2")),
+    ),
+    "frozen first stages end backward early": (
+        ("0123", 2, None, [F, F, T, T]),
+        FOUR[2][0],
+        plans(("", "2", "2", "2"), ("2", "3", "3", "3")),
+    ),
+    "neighbours that share a unit release it between forward and backward": (
+        ("0112", 0, None, None),
+        plans(("0", "0", "0"), ("1", "1", ""), ("", "1", "1"), ("2", "2", "")),
+        plans(("0", "0", "0", "0"), ("", "1", "1", "1"), ("1", "1", "", ""), ("", "2", "2", "2")),
+    ),
+    "stages without parameters and with two units": (
+        (["01", "", "2"], 1, None, [T, F, T]),
+        plans(("01", "01", "01"), ("2", "", ""), ("", "2", "")),
+        plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2")),
+    ),
+}
 
 
-def test_tied_first_and_last_stage():
-    """The shared unit is gathered once a micro-step and reduced at its last use in backward."""
-    made = schedule("0120", 1)
-    assert around(made.forward) == FORWARD_OF_TIED
-    assert around(made.inference) == [*FORWARD_OF_TIED[:3], ((), (0,), (0,), ())]
-    assert around(made.backward) == plans(
-        ("", "0", "0", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "", "")
-    )
-
-
-def test_tied_embedding_that_does_not_read_is_released_after_the_head():
-    made = schedule("0120", 1, reads=[False, True, True, True])
-    assert around(made.backward) == plans(
-        ("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "0", "")
-    )
-
-
-def test_embedding_that_does_not_read_is_not_gathered_in_backward():
-    made = schedule("012", 1, reads=[False, True, True])
-    assert around(made.forward) == plans(("01", "0", "0"), ("2", "1", "1"), ("", "2", ""))
-    assert around(made.backward) == plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"))
+@pytest.mark.parametrize("case", AROUND)
+def test_odd_models_by_hand(case):
+    (uses, prefetch, reads, trainable), forward, backward = AROUND[case]
+    made = schedule(uses, prefetch, reads=reads, trainable=trainable)
+    assert around(made.forward) == forward
+    assert around(made.backward) == backward
 
 
 def test_last_stage_that_does_not_read_is_not_kept():
@@ -220,41 +214,12 @@ def test_last_stage_that_does_not_read_is_not_kept():
     assert around(made.backward)[2] == ((), (), (), (2,))
 
 
-def test_frozen_first_stages_end_backward_early():
-    made = schedule("0123", 2, trainable=[False, False, True, True])
-    assert made.forward == schedule("0123", 2).forward
-    assert [moves.stage for moves in around(made.backward)] == [2, 3]
-    assert around(made.backward) == plans(("", "2", "2", "2"), ("2", "3", "3", "3"))
-
-
-def test_frozen_stage_in_the_middle_is_gathered_and_not_reduced():
-    made = schedule("012", 0, trainable=[True, False, True])
-    assert around(made.backward) == plans(("0", "0", "0", "0"), ("1", "1", "1", ""), ("", "2", "2", "2"))
-
-
 def test_nothing_trained_has_no_backward():
     made = schedule("012", 1, trainable=[False] * 3)
     assert made.backward == ()
     assert made.forward == made.inference
     assert [a.stage for a in made.training if isinstance(a, Forward | Loss)] == [0, 1, 2]
 
-
-def test_neighbours_that_share_a_unit_release_it_between_forward_and_backward():
-    made = schedule(["0", "1", "1", "2"], 0)
-    assert around(made.forward) == plans(("0", "0", "0"), ("1", "1", ""), ("", "1", "1"), ("2", "2", ""))
-    assert around(made.backward) == plans(
-        ("0", "0", "0", "0"), ("", "1", "1", "1"), ("1", "1", "", ""), ("", "2", "2", "2")
-    )
-
-
-def test_stages_without_parameters_and_with_two_units():
-    """A frozen part of a scope is a unit of its own; activations between stages own nothing."""
-    made = schedule(["01", "", "2"], 1, trainable=[True, False, True])
-    assert around(made.forward) == plans(("01", "01", "01"), ("2", "", ""), ("", "2", ""))
-    assert around(made.backward) == plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2"))
-
-
-# ------------------------------------------------------------------------------------------- random models
 
 UNITS = 6
 stage_uses = st.lists(st.integers(0, UNITS - 1), max_size=3, unique=True).map(tuple)
@@ -270,7 +235,6 @@ def models(draw):
 
 
 def walk(moves_in_order, needs, prefetch, held):
-    """Follow the plans, check every one, and return the units that are held at the end."""
     held, ever = set(held), set(held)
     shared = held | {u for units in needs for u in units if sum(u in other for other in needs) > 1}
     for position, (plan, need) in enumerate(zip(map(Around, by_stage(moves_in_order)), needs, strict=True)):
@@ -298,13 +262,11 @@ def stages_of(uses, unit):
 
 
 def apart(uses, unit):
-    """Whether a stage that does not use the unit lies between two that do."""
     stages = stages_of(uses, unit)
     return stages != list(range(stages[0], stages[-1] + 1))
 
 
 def backward_needs(made, uses, reads):
-    """What the backward of each stage that has one needs, in the order in which they compute."""
     stages = [action.stage for action in made.backward if isinstance(action, Backward)]
     assert stages == list(range(len(uses) - 1, len(uses) - 1 - len(stages), -1))
     return [uses[stage] if reads[stage] else () for stage in stages]

@@ -51,22 +51,17 @@ def job(script, how="", **env):
 
 
 ENDED = {
-    "exit": (
-        "if one: sys.exit(3)\nmeet()",
-        3,
-        r"rank 1 has ended with exit status 3, .* for it in sum_vector",
-    ),
-    "end": ("if not one: meet()", 1, r"rank 1 has ended with exit status 0, while ranks? [02]"),
+    "exit": ("if one: sys.exit(3)\nmeet()", 3, r"rank 1 .* 3, .* for it in sum_vector"),
+    "end": ("if not one: meet()", 1, r"rank 1 .* 0, while ranks? [02]"),
     "state_dict": (
         "module = make()\nif one: module.state_dict()",
         1,
-        r"rank [02] has ended with .* while rank 1 waits for it in allgather of parameters token_embd \(1024",
+        r"rank [02] .* while rank 1 waits for it in allgather of parameters token_embd \(1024",
     ),
     "others": (
         "module = make()\nmodule.state_dict() if one else work(module)\nmeet()",
         1,
-        r"ranks start different collectives: number \d+ \(from 0\) is allgather of parameters blk.0 .* on "
-        r"rank 1 and allgather of parameters blk.1 .* on rank",
+        r"number \d+ \(from 0\) is allgather of parameters blk.0 .*rank 1 and allgather of parameters blk.1",
     ),
 }
 
@@ -86,11 +81,9 @@ def test_other_models_are_an_error_on_all_ranks_that_is_said_once():
     script = "print(end=str(comm.rank))\nShardedLinear(comm, 4, 4 + one)"
     status, _, lines, errors = job(script)
     assert status == 1
-    assert (
-        errors.count("UsageError: the ranks differ in this ShardedLinear: parameter linear.weight is ") == 1
-    )
+    assert errors.count("UsageError: the ranks differ in this ShardedLinear: ") == 1
     assert "(5, 4), trained, in unit linear.weight on rank 1, where 2 of 3 ranks have (4, 4)" in errors
-    assert lines == ["zero_mpi: rank 0 of 3 failed with the error above; ending the job"]
+    assert [line.partition(" failed ")[0] for line in lines] == ["zero_mpi: rank 0 of 3"]
 
 
 def test_two_threads_are_refused():
@@ -106,12 +99,8 @@ def test_two_threads_are_refused():
     )
     status, _, lines, errors = job(script)
     assert status == 1
-    assert re.search(
-        r"ThreadError: rank 0: thread 'Thread-. \(run\)' starts \w+.*, but the collectives of this", errors
-    )
-    assert re.fullmatch(
-        r"zero_mpi: thread .* of rank 0 of 3 failed with the error above; ending the job", lines[0]
-    )
+    assert re.search(r"ThreadError: rank 0: thread 'Thread-. \(run\)' starts \w+", errors)
+    assert re.fullmatch(r"zero_mpi: thread .* of rank 0 of 3 failed .*", lines[0])
 
 
 def test_checked_collectives_name_what_differs_at_once():
@@ -130,9 +119,7 @@ def test_ranks_that_all_end_are_left_alone(status):
 
 
 def test_a_wait_without_an_end_ends_by_the_watchdog():
-    status, _, lines, errors = job(
-        "if one: time.sleep(50)\nmeet()", how="timeout=3"
-    )  # ranks leave notes after 2
+    status, _, lines, errors = job("if one: time.sleep(50)\nmeet()", how="timeout=3")
     assert status == STATUS
     assert re.search(r"no progress for 3.* s: rank 1 in no collective \(the script, for", lines[0]), errors
     assert re.search(r"ranks 0, 2: the script, waiting in .* for 3", "\n".join(lines))
@@ -180,21 +167,15 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
     assert time_limit(np.int64(7)) == 7.0
 
 
-# --------------------------------------------------------------------------------------- one process
-
-
 def started(*kinds, first=0):
-    """What a rank has started on one communicator."""
     return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
 
 
 def state(*of_comms, ended=None):
-    """A rank that has started this and waits, or has ended."""
     return RankState("the script", "", "", 1.0, "", list(of_comms), ended)
 
 
 def test_nothing_is_wrong_while_ranks_may_get_on():
-    """One is behind, or waits for one that has taken part and ended."""
     ahead, behind = state(started("a", "b", "c")), state(started("a", "b"))
     assert in_vain({}) is None
     assert in_vain({0: ahead, 1: behind}) is None
@@ -206,13 +187,8 @@ def test_nothing_is_wrong_while_ranks_may_get_on():
 
 def test_the_first_difference_is_found_in_any_communicator():
     same = started("a")
-    found = in_vain(
-        {
-            0: state(same, started("b", "c")),
-            2: state(same, started("b", "d")),
-            5: state(same, started("b", "c")),
-        }
-    )
+    usual, odd = (state(same, started("b", last)) for last in "cd")
+    found = in_vain({0: usual, 2: odd, 5: usual})
     assert found.status == 1
     assert "number 1 (from 0) is d on rank 2 and c on ranks 0, 5" in found.reason
 

@@ -79,13 +79,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
         script.write_text(PATCH)
         start = [str(script)]
     job = [*launcher(), "-n", str(ranks), sys.executable, *start, "--out", str(out), *flags]
-    status, said, _ = run_command(
-        ["unshare", "-m", "sh", "-c", COMMAND, size, *job],
-        timeout=50,
-        env={"HOW": how, "OMPI_MCA_osc": "^ucx"},
-        cwd=out.parent,
-        merge=True,
-    )
+    command, env = ["unshare", "-m", "sh", "-c", COMMAND, size, *job], {"HOW": how, "OMPI_MCA_osc": "^ucx"}
+    status, said, _ = run_command(command, timeout=50, env=env, cwd=out.parent, merge=True)
     return status, said, sum(int(size) for size in re.findall(r"^left (\d+)$", said, re.MULTILINE))
 
 
@@ -97,9 +92,8 @@ def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
     status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, said
     lines = [line for line in said.splitlines() if "transport" in line]
-    reason = (
-        "/dev/shm is full: .*" if how else r"\d+.\d MiB of shared memory are needed and /dev/shm has .* free"
-    )
+    reason = r"\d+.\d MiB of shared memory are needed and /dev/shm has .* free"
+    reason = "/dev/shm is full: .*" if how else reason
     assert len(lines) == 1, said
     assert re.fullmatch(f"transport: mpi, because {reason}", lines[0])
     train(2, tmp_path / "roomy", *flags, "--transport", "shared")

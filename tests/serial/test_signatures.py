@@ -27,7 +27,6 @@ for operation in OPERATIONS.values():
 
 
 def spread(x: np.ndarray) -> np.ndarray:
-    """The array as every second element of a wider one."""
     return np.repeat(x, 2, axis=-1)[..., ::2]
 
 
@@ -37,7 +36,6 @@ def copied(x: np.ndarray) -> np.ndarray:
 
 
 def placed(kind: type) -> Callable[[np.ndarray], Any]:
-    """A function that copies arrays into the type that tells which version computes."""
     return lambda x: copied(x).view(kind)
 
 
@@ -58,13 +56,8 @@ def test_what_does_not_fit_is_refused(name, kind):
 
 def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with arrays in bfloat16 that may be: what the optimizer reads and statistics may not."""
-    wide = (
-        "r",
-        "mean",
-        "cos",
-        "sin",
-        *(given if name in ("adamw", "moving_average", "chunk_squares") else ()),
-    )
+    float_only = name in ("adamw", "moving_average", "chunk_squares")
+    wide = ("r", "mean", "cos", "sin", *(given if float_only else ()))
     low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}
     return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in given.items()}
 
@@ -85,7 +78,6 @@ def test_arrays_with_gaps_give_what_contiguous_ones_give(name, kept_low, kind):
 
 
 def leaves(x: Any) -> list[Any]:
-    """The numbers and arrays in a result, in float64."""
     if isinstance(x, dict | list | tuple):
         return [leaf for item in (x.values() if isinstance(x, dict) else x) for leaf in leaves(item)]
     return [] if x is None or isinstance(x, str) else [np.asarray(x, np.float64)]
@@ -95,12 +87,8 @@ def leaves(x: Any) -> list[Any]:
 def test_what_attention_kept_of_other_sequences_is_refused(kind):
     name = "causal_attention_backward"
     given = misfits.fitting()[name]
-    for lengths in (
-        (slice(1), slice(3), slice(7)),
-        (slice(2), slice(2), slice(7)),
-        (slice(2), slice(3), slice(6)),
-    ):
-        batch, queries, keys = lengths
+    for lengths in ((1, 3, 7), (2, 2, 7), (2, 3, 6)):
+        batch, queries, keys = map(slice, lengths)
         q, k, v = given["q"][batch, queries], given["k"][batch, keys], given["v"][batch, keys]
         kept = ops.causal_attention(*map(placed(kind), (q, k, v)), 0.7)[1]
         assert misfits.is_refused(name, given | {"kept": kept}, placed(kind)), lengths
@@ -108,9 +96,8 @@ def test_what_attention_kept_of_other_sequences_is_refused(kind):
 
 def test_an_array_of_another_type_is_named_with_what_was_expected():
     x, w = np.zeros((2, 5), np.float32), np.zeros((8, 4), np.float32)
-    with pytest.raises(
-        ValueError, match=r"^linear: .* w \(O=8, C=5\) .* x \(2, 5\) float32, w \(8, 4\) float32$"
-    ):
+    said = r"^linear: .* w \(O=8, C=5\) .* x \(2, 5\) float32, w \(8, 4\) float32$"
+    with pytest.raises(ValueError, match=said):
         ops.linear(x, w)
 
 

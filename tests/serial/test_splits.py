@@ -70,6 +70,9 @@ def by_us(
 def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) -> None:
     file = GGUFFile.open(by_gguf(tmp_path, kind))
     assert list(file.tensors) == list(SHAPES)
+    assert set(file.metadata) == {"general.architecture", "llama.context_length"}
+    assert file.split == {"split.no": 0, "split.count": 3, "split.tensors.count": 5}
+    assert file.path == part(tmp_path, 1)
     assert [info.part for info in file.tensors.values()] == [0, 0, 1, 1, 2]
     for name, array in values().items():
         expected = array if kind is None else gguf.dequantize(gguf.quantize(array, kind), kind)
@@ -78,13 +81,6 @@ def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) 
     raw = values()["t4"] if kind is None else gguf.quantize(values()["t4"], kind)
     assert b"".join(file.raw_pieces("t4", 100)) == raw.tobytes()
     assert file.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.gguf"))
-
-
-def test_the_keys_of_the_split_are_kept_apart(tmp_path: Path) -> None:
-    file = GGUFFile.open(by_gguf(tmp_path))
-    assert set(file.metadata) == {"general.architecture", "llama.context_length"}
-    assert file.split == {"split.no": 0, "split.count": 3, "split.tensors.count": 5}
-    assert file.path == part(tmp_path, 1)
 
 
 def test_an_index_can_be_sent_to_another_process(tmp_path: Path) -> None:

@@ -21,11 +21,9 @@ KEPT = 400  # bytes for each rank: its slice of units of four lengths, its proce
 
 
 def begun(ranks, folder):
-    """What it took to begin a run of so many ranks."""
     data = write_text(folder)
-    status, printed, errors = run_command(
-        [sys.executable, SCRIPT, str(ranks), *FLAGS, "--data", *data], timeout=60, cwd=folder
-    )
+    command = [sys.executable, SCRIPT, str(ranks), *FLAGS, "--data", *data]
+    status, printed, errors = run_command(command, timeout=60, cwd=folder)
     assert status == 0, errors
     found = json.loads(printed.splitlines()[-1])
     assert found["ranks"] == ranks

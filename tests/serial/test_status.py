@@ -16,18 +16,15 @@ FIELDS = ["state", "reason", "step", "steps", "ranks", "host", "pid", "started",
 
 
 def read(out):
-    """The file."""
     return json.loads((out / "status.json").read_text())
 
 
 def age(said):
-    """Seconds since it was written."""
     return (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
 
 
 @pytest.fixture
 def often(monkeypatch):
-    """Renewals come quickly."""
     monkeypatch.setattr(status, "RENEWAL_SECONDS", 0.05)
 
 
@@ -119,9 +116,6 @@ def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkey
     mine.end(FAILED, "No space left on device")
     assert read(tmp_path)["reason"] == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-
-
-# in jobs
 
 
 FLAGS = [*SIZES, "--steps", "3", "--sample", "0", "--batch-size", "4", "--eval-every", "0", "--warmup", "2"]

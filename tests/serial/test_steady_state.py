@@ -33,7 +33,6 @@ SMALL = (
 
 
 def make_step(config, rows):
-    """A training step on random tokens."""
     module = ShardedModule(config.stages(), SerialComm())
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, 1)
@@ -79,19 +78,12 @@ def held_after_steps(name, sizes, rows):
         "step(), step()\n"
         "print(t.recycled_stats().held)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment(),
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=120)
     return int(done.stdout)
 
 
 def environment():
-    """Where this file and what it imports are found."""
     here = Path(__file__).resolve().parent
     return os.environ | {"PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}"}
 

@@ -31,18 +31,13 @@ main()
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model in Q4_0 and a text, as flags."""
     folder = tmp_path_factory.mktemp("base")
-    (folder / "text.txt").write_text(
-        "".join(f"line {number} of {number * number}\n" for number in range(400))
-    )
+    (folder / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
     text = ["--data", str(folder / "text.txt")]
     train(1, folder / "run", *SIZES, *DATA, *text, "--steps", "1")
     made = folder / "base.gguf"
-    assert (
-        run_job(1, ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"])[0]
-        == 0
-    )
+    command = ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"]
+    assert run_job(1, command)[0] == 0
     assert {info.type.name for info in GGUFFile.open(made).tensors.values()} >= {"Q4_0", "F32"}
     return ["--init", str(made), *DATA, *text, "--lora", "3", "--steps", "4"]
 
@@ -126,12 +121,8 @@ def test_stored_bytes_are_read_in_ranges(base):
             file.read_bytes("token_embd.weight", start, part)
 
 
-# -------------------------------------------------------------------------------------------- the library
-
-
 @pytest.fixture(scope="module")
 def module():
-    """A module of one rank with a base of every type."""
     return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))
 
 
@@ -150,7 +141,6 @@ def test_a_rank_keeps_bytes_and_unpacks_a_unit_or_two(module):
 
 
 def module_kinds(module):
-    """Types of what is stored, by name."""
     return {name: kind for unit in module.units for name, kind in getattr(unit.unit, "kinds", {}).items()}
 
 

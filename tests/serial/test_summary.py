@@ -30,38 +30,22 @@ MODEL = Llama.from_flags(
 CASE = Case(MODEL, batch_size=5, micro_batch=2, context=T)
 
 
-# the work of a step
-
-
 def attended(length, block=64):
-    """Pairs of query and key that are computed: by blocks of queries, up to the diagonal's end."""
     return sum(min(row // block * block + block, length) for row in range(length))
 
 
 def by_hand():
-    """Operations of CASE: each matrix meets each token once forward and twice backward."""
     blocks = 3 * (D * D + 2 * D * KV * HEAD + D * D + 3 * D * F)
     products = 3 * 2 * (blocks + D * V) * T
     scores_and_sums = 3 * 2 * 2 * 3 * H * HEAD * attended(T)
     return 5 * (products + scores_and_sums)
 
 
-def test_the_work_of_a_step_is_that_of_its_products():
-    assert step_flop(CASE) == by_hand()
+CHANGES = [{"recompute": True}, {"ranks": 4}, {"strategy_name": "no-shard"}, {"micro_batch": 1}]
+CHANGES += [{"precision_name": "bf16"}, {"device": "cuda"}]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"recompute": True},
-        {"ranks": 4},
-        {"strategy_name": "no-shard"},
-        {"micro_batch": 1},
-        {"precision_name": "bf16"},
-        {"device": "cuda"},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
+@pytest.mark.parametrize("changed", [{}, *CHANGES], ids=str)
 def test_how_it_is_done_changes_no_work(changed):
     """What is computed a second time to save memory is no work either."""
     assert step_flop(dataclasses.replace(CASE, **changed)) == by_hand()
@@ -78,9 +62,6 @@ def test_attention_that_computes_its_weights_again_counts_once():
 def test_frozen_parameters_are_less_work():
     frozen = step_flop(dataclasses.replace(CASE, frozen=("output.weight",)))
     assert step_flop(CASE) - frozen == 5 * 2 * D * V * T
-
-
-# what the ranks reach
 
 
 class Ranks(SerialComm):
@@ -119,39 +100,15 @@ def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch
     assert seen == [np.float32]
 
 
-# texts
-
-
-def test_hosts_are_counted_in_the_order_of_their_first_ranks():
+def test_texts_for_people():
     assert hosts_of(["b", "b", "a", "b", "c", "a"]) == [("b", 3), ("a", 2), ("c", 1)]
-    assert hosts_of(["n"]) == [("n", 1)]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(2.5e6, "2.5 MFLOP"), (24.2e9, "24.2 GFLOP"), (3.21e13, "32.1 TFLOP"), (4e17, "400 PFLOP")],
-)
-def test_operations_for_people(count, text):
-    assert flops(count) == text
-
-
-def test_numbers_of_things():
-    assert [many(1, "rank"), many(2, "rank"), many(8, "micro-batch")] == [
-        "1 rank",
-        "2 ranks",
-        "8 micro-batches",
-    ]
-
-
-def test_kinds_of_memory_are_the_largest_and_the_rest():
-    memory = plan_memory(CASE)
-    shown = kinds(memory).split(", ")
-    assert len(shown) == 4
-    assert shown[-1].endswith(" other")
+    assert [flops(count) for count in (2.5e6, 24.2e9, 4e17)] == ["2.5 MFLOP", "24.2 GFLOP", "400 PFLOP"]
+    assert [many(1, "rank"), many(2, "rank"), many(8, "batch")] == ["1 rank", "2 ranks", "8 batches"]
+    shown = kinds(plan_memory(CASE)).split(", ")
+    assert (len(shown), shown[-1].rpartition(" ")[2]) == (4, "other")
 
 
 def start_of(config, ranks_here, threads=1):
-    """As much of a start as cautions look at."""
     description = SimpleNamespace(machine={"threads": threads})
     session = SimpleNamespace(config=config, description=description)
     return Start(session, [("n", ranks_here), ("m", 5)], 1e9)
@@ -235,20 +192,13 @@ def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, mo
     assert (memory.host > 0) == (kind == transports.STAGED)
 
 
-def test_a_lone_process_is_planned_as_one():
+def test_a_lone_process_is_planned_as_one_and_a_run_is_worth_more_than_its_plan():
     module = SimpleNamespace(owners=SimpleNamespace(size=1))
-    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=0)
-    session.comm = SerialComm()
+    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=0, comm=SerialComm())
     assert case_of(Start(session, [("n", 1)], 1e9)).transport == transports.SERIAL
-
-
-def test_a_run_is_worth_more_than_its_plan():
     start = start_of(Config(), 1)
     assert plan(start) is start
     assert start.share(1.0) is None
-
-
-# in a job
 
 
 FLAGS = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--strategy", "shard-grad-op"]

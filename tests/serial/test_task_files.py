@@ -87,7 +87,6 @@ TASKS: dict[str, list[tuple[dict[str, Any], list[str], list[str], int]]] = {
 
 
 def evaluate(folder: Path, model: Path, lines: Sequence[Any], *flags: str) -> tuple[dict[str, Any], str]:
-    """The figures of a task file, and what is printed."""
     (folder / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = (str(model), "--task", "task.jsonl", *flags, "--json", "x.json")
     status, printed, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder, timeout=200)
@@ -134,7 +133,6 @@ def tokenizer_of(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with SentencePiece's vocabulary, that asks for bos."""
     keys = sentencepiece_files.merged(600)
     config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]), context_length=96)
     return write_model(tmp_path_factory.mktemp("small") / "small.gguf", config, keys)

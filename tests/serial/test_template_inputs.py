@@ -28,7 +28,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "par
 
 
 def inputs(**settings):
-    """What flags give."""
     return template_inputs(Config(**settings), chat_tokenizer(LLAMA3))
 
 
@@ -200,7 +199,6 @@ def test_damaged_templates_of_a_folder_are_refused(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Conversations, and a template that asks for the day."""
     write_lines(tmp_path / "chat.jsonl", *[{"messages": said("Two?", "Four.")}] * 12)
     (tmp_path / "t.jinja").write_text(LLAMA3.replace("{{- bos_token }}", "{{- v | default('-') }}"))
     return tmp_path

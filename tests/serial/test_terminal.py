@@ -12,27 +12,18 @@ from zero_mpi.launch import ending
 from zero_mpi.telemetry import log
 
 HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
-ARGUMENTS = {
-    "generate": [HOSTILE],
-    "inspect": [HOSTILE],
-    "export": [HOSTILE, "out.gguf"],
-    "samples": ["model.gguf", "--data", HOSTILE],
-    "plan": ["--doctor", HOSTILE],
-    "report": [HOSTILE],
-    "trace": [HOSTILE],
-    "hostfile": [HOSTILE, "--for", "mpich"],
-}
+ARGUMENTS = {"generate": [HOSTILE], "inspect": [HOSTILE], "export": [HOSTILE, "out.gguf"]}
+ARGUMENTS |= {"samples": ["model.gguf", "--data", HOSTILE], "plan": ["--doctor", HOSTILE]}
+ARGUMENTS |= {"report": [HOSTILE], "trace": [HOSTILE], "hostfile": [HOSTILE, "--for", "mpich"]}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("kind", ["value", "flag", "choice"])
 def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, tmp_path, capfd):
-    given = {"value": ARGUMENTS[name], "flag": [f"--{HOSTILE}"], "choice": ["hostfile", "--for", HOSTILE]}[
-        kind
-    ]
+    kinds = {"value": ARGUMENTS[name], "flag": [f"--{HOSTILE}"], "choice": ["hostfile", "--for", HOSTILE]}
     name = "hostfile" if kind == "choice" else name
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [name, *given])
+    monkeypatch.setattr(sys, "argv", [name, *kinds[kind]])
     with pytest.raises(SystemExit) as end:
         start(name)
     printed, said = capfd.readouterr()
@@ -63,12 +54,8 @@ def test_a_log_line_is_one_line_and_a_text_keeps_its_lines(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(r"warning: a file says a\nb\r\x1b]0;title")
     assert len(lines[0]) < 2000
-    assert lines[1:] == [
-        r"sample of a\nb\r\x1b]0;title\x07\x9b2J\u202exx:",
-        "def f():",
-        r"	return '\x1b[2J'\r",
-        "",
-    ]
+    assert lines[1] == r"sample of a\nb\r\x1b]0;title\x07\x9b2J\u202exx:"
+    assert lines[2:] == ["def f():", r"	return '\x1b[2J'\r", ""]
 
 
 def test_the_watchdogs_words_and_a_traceback_control_nothing(capfd):

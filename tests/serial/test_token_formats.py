@@ -8,7 +8,7 @@ from test_command_bits import needs_mpiexec, tensors, train
 
 from zero_mpi.data import load_corpus
 from zero_mpi.data.text_files import collect_files
-from zero_mpi.data.token_formats import FORMATS, are_tokens, format_of, read_tokens, token_files
+from zero_mpi.data.token_formats import are_tokens, format_of, read_tokens, token_files
 from zero_mpi.data.token_spans import TokenSpans
 from zero_mpi.errors import UsageError
 
@@ -24,7 +24,6 @@ def write_npy(folder, documents=DOCUMENTS, dtype=np.uint16):
 
 
 def write_llm_c(folder, magic=20240520, version=1, dtype="<u2", count=None):
-    """As llm.c's data_common.py does it."""
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(IDS) if count is None else count
     (folder / "tokens.bin").write_bytes(header.tobytes() + np.array(IDS, dtype).tobytes())
@@ -119,21 +118,19 @@ def test_ids_without_a_header_are_said_to_be_some(tmp_path):
 @pytest.mark.parametrize(
     ("write", "options", "message"),
     [
-        (write_llm_c, {"version": 2}, "expected llm.c's 20240520 version 1 or .*, found 20240520 version 2"),
-        (write_llm_c, {"count": 11}, "expected 1046 bytes, as its header says, found 1044"),
-        (write_llm_c, {"count": -1}, "with -1 ids"),
-        (write_megatron, {"magic": b"MMIDIDX\0\1"}, "expected Megatron's index, version 1"),
+        (write_llm_c, {"version": 2}, "found 20240520 version 2"),
+        (write_llm_c, {"count": 11}, "1046 bytes.* 1044"),
+        (write_llm_c, {"count": -1}, "-1 ids"),
+        (write_megatron, {"magic": b"MMIDIDX\0\1"}, "version 1"),
         (write_megatron, {"version": 2}, "found .*, version 2"),
-        (write_megatron, {"code": 7}, "expected ids of 2, 4 or 8 bytes, found float32 in its index"),
-        (write_megatron, {"code": 99}, "found type 99 in its index"),
-        (write_megatron, {"borders": [0, 3, 2, 5]}, "expected borders of documents from 0 to 5"),
-        (write_megatron, {"borders": [0, 4]}, "expected borders of documents from 0 to 5"),
-        (write_megatron, {"borders": []}, "expected borders of documents from 0 to 5"),
-        (write_megatron, {"sizes": [3, 1, 0, 3, 3]}, "expected sequences one behind the other"),
-        (write_megatron, {"code": 4}, "expected [0-9]+ bytes, as its header says, found "),
-        (write_arrow, {"column": "text"}, "expected a column input_ids, found other, text"),
-        (write_arrow, {"kind": "float32"}, "expected ids of one type, int16, .*, found float"),
-        (write_arrow, {"compression": "zstd"}, "expected uncompressed buffers, found compressed ones"),
+        (write_megatron, {"code": 7}, "found float32"),
+        (write_megatron, {"code": 99}, "found type 99"),
+        *((write_megatron, {"borders": b}, "from 0 to 5") for b in ([0, 3, 2, 5], [0, 4], [])),
+        (write_megatron, {"sizes": [3, 1, 0, 3, 3]}, "sequences"),
+        (write_megatron, {"code": 4}, "expected [0-9]+ bytes"),
+        (write_arrow, {"column": "text"}, "input_ids, found other, text"),
+        (write_arrow, {"kind": "float32"}, "found float"),
+        (write_arrow, {"compression": "zstd"}, "compressed"),
     ],
 )
 def test_what_is_not_sound_is_one_line(write, options, message, tmp_path):
@@ -159,16 +156,13 @@ def test_every_cut_file_is_refused(write, tmp_path):
 
 @pytest.mark.parametrize("write", [write_npy, write_llm_c, write_megatron, write_arrow])
 def test_ids_outside_the_vocabulary_are_refused_by_their_place(write, tmp_path):
-    with pytest.raises(UsageError, match="id 59999 at position 6 is outside the vocabulary of 100"):
+    with pytest.raises(UsageError, match=r"id 59999 at position 6 .* 100"):
         read(write(tmp_path), vocab=100)
-
-
-def test_negative_ids_are_refused(tmp_path):
     path = write_megatron(tmp_path, code=4, dtype="<i4")
     data = bytearray(path.read_bytes())
     data[8:12] = b"\xff" * 4
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="id -1 at position 2 is outside the vocabulary"):
+    with pytest.raises(UsageError, match="id -1 at position 2 "):
         read(path)
 
 
@@ -218,20 +212,9 @@ def test_documents_of_token_files_are_packed(tmp_path):
 
 @needs_mpiexec
 def test_runs_read_the_formats_alike(tmp_path):
-    """The same ids in three formats, at one rank and at two: the same model."""
     flags = ["--vocab-size", "60000", "--dim", "8", "--heads", "1", "--layers", "1", "--context", "4"]
-    flags += [
-        "--batch-size",
-        "2",
-        "--micro-batch",
-        "1",
-        "--steps",
-        "2",
-        "--val-fraction",
-        "0",
-        "--sample",
-        "0",
-    ]
+    flags += ["--batch-size", "2", "--micro-batch", "1", "--steps", "2"]
+    flags += ["--val-fraction", "0", "--sample", "0"]
     models = []
     for name, write in {"npy": write_npy, "nanogpt": write_nanogpt, "megatron": write_megatron}.items():
         (tmp_path / name).mkdir()
@@ -240,7 +223,3 @@ def test_runs_read_the_formats_alike(tmp_path):
         models.append(tensors(tmp_path / name / "out" / "latest" / "model.gguf"))
     for name, values in models[0].items():
         assert all(np.array_equal(values, other[name]) for other in models[1:])
-
-
-def test_formats_have_names():
-    assert [each.name for each in FORMATS] == ["nanoGPT", "NumPy", "Megatron", "llm.c", "Arrow"]

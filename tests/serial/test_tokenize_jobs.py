@@ -12,8 +12,8 @@ import time
 
 import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job, warm_python
+from random_kills import descendants
 from test_command_bits import fields, needs_mpiexec, train
-from test_kills import descendants
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import stdlib_files

@@ -4,8 +4,6 @@ from zero_mpi.comm.topology import Topology
 
 
 class Counted(tuple):
-    """Nodes that count how often somebody goes through them."""
-
     looks = 0
 
     def __iter__(self):

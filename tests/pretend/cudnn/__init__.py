@@ -55,10 +55,6 @@ def backend_version() -> int:
     return version
 
 
-def backend_version_string() -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
 _handles: dict[int, int] = {}
 _numbers = count(0x5000)
 
@@ -107,7 +103,6 @@ class Tensor:
         return self
 
     def on(self, address: int) -> np.ndarray:
-        """The array at an address."""
         kind = TYPES[self.type]
         last = sum((n - 1) * step for n, step in zip(self.dim, self.stride, strict=True))
         extent = (last + 1) * kind.itemsize

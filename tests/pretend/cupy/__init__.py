@@ -26,7 +26,6 @@ inf, newaxis = np.inf, None
 
 
 def host_refused(*values: Any) -> None:
-    """CuPy takes no arrays of the host but where it says so."""
     for value in values:
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError(f"Unsupported type {type(value)}")
@@ -75,7 +74,6 @@ class ndarray:
         self._host = np.ndarray(shape, kind, memory, strides=strides, order=order)
 
     def _view(self, host: np.ndarray) -> ndarray:
-        """An array on the same memory."""
         view = ndarray.__new__(ndarray)
         view._host, view.base = host, self if self.base is None else self.base
         offset = host.__array_interface__["data"][0] - self.data.mem.ptr if host.size else 0
@@ -257,10 +255,6 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
 array = asarray
 
 
-def asnumpy(a: Any, stream: Any = None) -> np.ndarray:
-    return a.get(stream=stream) if isinstance(a, ndarray) else np.asarray(a)
-
-
 def ascontiguousarray(a: ndarray) -> ndarray:
     return a if a.flags.c_contiguous else a.copy()
 
@@ -291,5 +285,4 @@ def __getattr__(name: str) -> Any:
 
 
 def get_default_memory_pool() -> Any:
-    """Where arrays come from."""
     return cuda.POOL

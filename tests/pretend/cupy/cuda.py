@@ -21,11 +21,7 @@ _local = threading.local()
 
 
 def delay() -> float:
-    """The longest that work waits before it is done, in seconds."""
     return float(os.environ.get("PRETEND_CUPY_DELAY", "0"))
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 LIVE: dict[int, int] = {}  # size of each allocation by its address
@@ -62,7 +58,6 @@ class Memory:
 
 
 def is_device_address(ptr: int) -> bool:
-    """Whether an address lies in device memory."""
     return inside(ptr, 1)
 
 
@@ -78,19 +73,6 @@ class MemoryPointer:
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr = mem, mem.ptr + offset
-
-    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(
-            self.ptr, getattr(mem, "value", mem), size, 1, (stream or get_current_stream()).ptr
-        )
-
-    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(
-            getattr(mem, "value", mem), self.ptr, size, 2, (stream or get_current_stream()).ptr
-        )
-
-    def copy_from_device_async(self, src: Any, size: int, stream: Any = None) -> None:
-        runtime.memcpyAsync(self.ptr, src.ptr, size, 3, (stream or get_current_stream()).ptr)
 
 
 class Pool:
@@ -115,12 +97,6 @@ class Pool:
     def total_bytes(self) -> int:
         return self._kept
 
-    def set_limit(self, size: int | None = None) -> None:
-        self.limit = size
-
-    def free_all_blocks(self) -> None:
-        self._kept = self._used
-
 
 POOL = Pool()
 
@@ -141,13 +117,9 @@ class PinnedMemory:
 
 
 def PinnedMemoryPointer(mem: PinnedMemory, offset: int) -> Any:
-    """A place in pinned memory, which gives its bytes as a buffer."""
     pointer = (ctypes.c_char * (mem.size - offset)).from_buffer(mem._room, offset)
     pointer.mem, pointer.ptr = mem, mem.ptr + offset
     return pointer
-
-
-# --------------------------------------------------------------------------------------- streams and events
 
 
 class Event:
@@ -214,13 +186,11 @@ class Stream:
         threading.Thread(target=self._run, name=f"pretend stream {self.ptr}", daemon=True).start()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Ask for a piece of work."""
         with self._changed:
             self._asked += 1
         self._work.put(work)
 
     def keep(self, memory: Any) -> None:
-        """Hold on to memory until all that was asked for so far is done."""
         if not self.done:
             self._kept.append((self._asked, memory))
 
@@ -276,7 +246,6 @@ class Stream:
         return self.use()
 
     def __exit__(self, *_: Any) -> None:
-        """Go back to the stream of the `with` block around this one, and forget one that `use` has chosen."""
         _local.stack.pop()
         (_local.stack or [Stream.null])[-1].use()
 
@@ -286,16 +255,6 @@ Stream.null = Stream(null=True)
 
 def get_current_stream() -> Stream:
     return getattr(_local, "stream", Stream.null)
-
-
-class ExternalStream:
-    """A stream by its number."""
-
-    def __new__(cls, ptr: int, device_id: int = -1) -> Any:
-        return Stream._all[ptr]
-
-
-# ------------------------------------------------------------------------------------------------- device
 
 
 class CUDARuntimeError(RuntimeError):
@@ -369,10 +328,6 @@ runtime = SimpleNamespace(
 
 
 compute_mode = 0  # for tests: 3 lets in one process only
-
-
-def is_available() -> bool:
-    return True
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,6 @@ TYPES = {NCCL_UINT8: MPI.BYTE, NCCL_FLOAT32: MPI.FLOAT}
 _groups = threading.local()
 
 
-class NcclError(RuntimeError):
-    """What NCCL says."""
-
-
 def get_version() -> int:
     return 22703
 

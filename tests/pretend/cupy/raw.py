@@ -57,7 +57,6 @@ class Launch(ctypes.Structure):
 
 
 def compiler() -> str:
-    """The path of g++."""
     found = shutil.which("g++")
     if found is None:
         raise RuntimeError("the pretend CuPy runs kernels only where there is g++")
@@ -66,20 +65,14 @@ def compiler() -> str:
 
 def run_compiler(*arguments: str, text: str) -> str:
     """What g++ writes for a source; raises RuntimeError with its messages."""
-    done = subprocess.run(
-        [compiler(), *FLAGS, *arguments, "-x", "c++", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [compiler(), *FLAGS, *arguments, "-x", "c++", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:4000]}")
     return done.stdout
 
 
 def kernels_of(code: str) -> dict[str, int]:
-    """Name -> most threads of a block, of all kernels of a source."""
     seen = run_compiler("-E", "-P", text=code)
     return {name: int(bound or MOST_THREADS) for bound, name in KERNEL.findall(seen)}
 

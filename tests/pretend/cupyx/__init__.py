@@ -7,7 +7,3 @@ import numpy as np
 
 def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
     return np.empty(shape, dtype)
-
-
-def zeros_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
-    return np.zeros(shape, dtype)

@@ -80,9 +80,6 @@ def get_matmul_preference_attribute_dtype(attr: int) -> type:
     return _dtype(PREFERENCE_TYPES, attr)
 
 
-# ----------------------------------------------------------------------------------------------- descriptors
-
-
 @dataclass(frozen=True)
 class Layout:
     """A column-major matrix, or a batch of them."""
@@ -103,7 +100,6 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """Bytes from the first element to the end of the last."""
         return ((self.batch - 1) * self.apart + (self.cols - 1) * self.ld + self.rows) * TYPES[
             self.type
         ].itemsize
@@ -229,11 +225,7 @@ def matmul_preference_set_attribute(pref: int, attr: int, buf: int, size_in_byte
     _set(pref, Preference, PREFERENCE_TYPES, attr, buf, size_in_bytes)
 
 
-# -------------------------------------------------------------------------------------------------- products
-
-
 def _own(product: Product) -> tuple[tuple[int, int], ...]:
-    """A product's attributes but for the address of its bias."""
     return tuple(sorted((name, value) for name, value in product.set.items() if name != D.BIAS_POINTER))
 
 
@@ -256,10 +248,8 @@ def matmul_algo_get_heuristic(
     requested_algo_count: int, heuristic_results_array: int, return_algo_count: int,
 ) -> None:  # fmt: skip
     _get(light_handle, Handle)
-    product, layouts = (
-        _get(operation_desc, Product),
-        tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc)),
-    )
+    product = _get(operation_desc, Product)
+    layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
     asked = _get(preference, Preference).set
     _check_shapes(product, *layouts)
     calls.heuristics += 1
@@ -294,10 +284,8 @@ def matmul(
 ) -> None:  # fmt: skip
     """D = alpha op(A) op(B) + beta C + bias, asked of the stream."""
     _get(light_handle, Handle)
-    product, layouts = (
-        _get(compute_desc, Product),
-        tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc)),
-    )
+    product = _get(compute_desc, Product)
+    layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
     chosen = _algorithm(algo)
     demand(chosen.product == _own(product), "the algorithm was chosen for another product")
     demand(chosen.layouts == layouts, "the algorithm was chosen for other matrices")
