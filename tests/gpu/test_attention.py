@@ -344,7 +344,7 @@ def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
 
 def test_the_frontend_has_the_limit(gpu):
     found = cudnn_or_skip()
-    assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 1 << 30
+    assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 4 << 30
 
 
 def test_the_way_is_a_choice(gpu, take_way, monkeypatch):

@@ -31,9 +31,9 @@ NORM_LINES = 512  # of a norm's partial sums, at most
 # Attention, heads and products on the GPU.
 SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
 EVEN = 16  # queries that blocks are multiples of, where they have so many
-SLOPES = 1 << 30  # bytes of cuDNN that grow with the square of T
+SLOPES = 4 << 30  # bytes of cuDNN that grow with the square of T
 LOGITS_BYTES = 2 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
-LARGE_GPU = 40e9  # bytes of memory; smaller ones take an eighth of the logits at a time
+LARGE_GPU = 40e9  # bytes of memory; smaller ones take a quarter of the slopes and an eighth of the logits
 LINE = 8  # elements that a row of logits is a multiple of: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
@@ -123,6 +123,11 @@ def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]
         return batch, kv
     parts = (n for n in range(min(fit, kv), 0, -1) if kv % n == 0)
     return next(n for n in range(max(1, fit // kv), 0, -1) if batch % n == 0), next(parts)
+
+
+def most_slopes(memory: float = LARGE_GPU) -> int:
+    """Return the bytes of scores that cuDNN's backward may hold on a GPU of so many bytes."""
+    return SLOPES if memory >= LARGE_GPU else SLOPES // 4
 
 
 def slopes_of(heads: int, length: int) -> int:

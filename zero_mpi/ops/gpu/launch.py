@@ -10,7 +10,7 @@ float64 as float.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,12 @@ def chosen(family: Family, operation: str, first: Array, *others: Array | None) 
             f"{operation}: on a GPU expected arrays of one of {', '.join(TYPES.values())}; got {came}"
         )
     return found
+
+
+@cache
+def memory_of(gpu: Any) -> int:
+    """Return the bytes of a GPU, all processes' together."""
+    return int(gpu.cupy.cuda.runtime.getDeviceProperties(gpu.number)["totalGlobalMem"])
 
 
 def take(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -9,7 +9,6 @@ vocabulary that is no multiple of LINE is brought to one by rows of zeros.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import F64, take
+from zero_mpi.ops.gpu.launch import F64, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
@@ -104,12 +103,6 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 
 
 # ---------------------------------------------------------------------------------------- a head and its loss
-
-
-@cache
-def memory_of(gpu: Any) -> int:
-    """Return the bytes of a GPU, all processes' together."""
-    return int(gpu.cupy.cuda.runtime.getDeviceProperties(gpu.number)["totalGlobalMem"])
 
 
 def linear_cross_entropy(

@@ -6,9 +6,9 @@ up to 128 columns (256 on Hopper); what it does not take, `attention` computes b
 nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
 
 Its backward is told to be deterministic, for which it holds a number for each score (the frontend's "dP
-workspace"). Where that would be more than SLOPES it is called for some sequences or heads at a time. Where
-one head is more, cuDNN 9.25 and later add in order on Hopper and need room only for gradients; older ones are
-not asked, since memory is to grow with T and not with its square.
+workspace"). Where that would be more than `most_slopes` it is called for some sequences or heads at a time.
+Where one head is more, cuDNN 9.25 and later add in order on Hopper and need room only for gradients; older
+ones are not asked, since memory is to grow with T and not with its square.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from zero_mpi import device
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError, first_line
-from zero_mpi.ops.gpu.launch import BF16, F16
-from zero_mpi.ops.sizes import SLOPES, cudnn_group
+from zero_mpi.ops.gpu.launch import BF16, F16, memory_of
+from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
 TURNED = Q, K, V, O, DY, DQ, DK, DV  # of a backward's arrays
@@ -108,7 +108,9 @@ class Sdpa:
     """
 
     def __init__(self, where: Any) -> None:
-        limit = os.environ.setdefault(SLOPES_LIMIT, str(SLOPES))  # read when a graph is made
+        limit = os.environ.setdefault(
+            SLOPES_LIMIT, str(most_slopes(memory_of(where)))
+        )  # read when a graph is made
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
         self.where = where
