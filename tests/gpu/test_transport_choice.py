@@ -245,13 +245,13 @@ def test_nccl_is_a_choice(monkeypatch):
 
 @several_ranks
 def test_nccl_that_cannot_start_is_one_line(monkeypatch, gpu):
-    nccl = pytest.importorskip("cupy.cuda.nccl")
+    if not hasattr(gpu.stream, "do"):
+        pytest.skip("the real NCCL cannot be made to fail: shown on the pretend one")
+    nccl = gpu.cupy.cuda.nccl
 
     def refuse(self, *arguments):
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE: invalid usage")
 
-    if not hasattr(gpu.stream, "do"):
-        pytest.skip("the real NCCL cannot be made to fail: shown on the pretend one")
     monkeypatch.setattr(nccl.NcclCommunicator, "__init__", refuse)
     with pytest.raises(UsageError, match=r"--transport nccl: NCCL does not start \(NCCL_ERROR_INVALID_USAGE"):
         made("nccl")

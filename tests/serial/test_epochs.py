@@ -159,7 +159,7 @@ def test_it_goes_on_from_a_checkpoint_on_other_ranks(flags, by_steps, tmp_path):
     ],
 )
 def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
-    assert refused(2, tmp_path / "out", *flags, *more).endswith(expected)
+    assert expected in refused(2, tmp_path / "out", *flags, *more)
 
 
 @needs_mpiexec

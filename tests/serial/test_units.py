@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
-from zero_mpi.sharding.unit import QUANTUM, ShardInfo, Unit, shard_infos, units_by_bytes, units_by_scope
+from zero_mpi.sharding.unit import (
+    FROZEN,
+    QUANTUM,
+    TRAINED,
+    WHOLE,
+    ShardInfo,
+    Unit,
+    shard_infos,
+    units_by_bytes,
+    units_by_scope,
+)
 
 SHAPES = {"a": (3, 500), "b": (1024,), "c": (1,), "d": (5, 7, 11), "e": (1025,), "f": (4, 1024)}
 shapes = st.lists(
@@ -176,9 +186,13 @@ def model():
     ]
 
 
+def kinds(trainable):
+    return lambda name: TRAINED if trainable(name) else FROZEN
+
+
 def cut(by_rows=False, trainable=always):
     stages = model()
-    return units_by_scope(stages, stage_params(stages), trainable, by_rows)
+    return units_by_scope(stages, stage_params(stages), kinds(trainable), by_rows)
 
 
 def contents(made):
@@ -196,7 +210,7 @@ def test_one_unit_a_scope_and_a_tied_head_is_no_other():
 
 def test_a_parameter_tied_over_scopes_stays_where_it_came_first():
     stages = [Stage("first", Bag({"tied": (4, 4)})), Stage("second", Bag({"tied": (4, 4), "own": (4,)}))]
-    made = units_by_scope(stages, stage_params(stages), always, False)
+    made = units_by_scope(stages, stage_params(stages), kinds(always), False)
     assert contents(made) == [("first", ["tied"], True), ("second", ["own"], True)]
 
 
@@ -228,7 +242,7 @@ def test_by_rows_a_unit_is_a_parameter_and_a_quantum_a_row():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_by_rows_ranks_own_whole_rows(shape, ranks):
     stages = [Stage("s", Bag({"w": shape}))]
-    (unit,) = units_by_scope(stages, stage_params(stages), always, True)
+    (unit,) = units_by_scope(stages, stage_params(stages), kinds(always), True)
     row = unit.params["w"].size // 7
     sizes = [dict(shard_infos(unit, part))["w"].size for part in slices(unit, ranks)]
     assert unit.length == unit.params["w"].size, "rows leave no gaps"
@@ -238,7 +252,7 @@ def test_by_rows_ranks_own_whole_rows(shape, ranks):
 
 def test_buckets_are_filled_from_the_last_parameter_and_may_be_exactly_full():
     params = named({"a": (10,), "b": (20,), "c": (30,), "d": (100,), "e": (5,)})
-    made = units_by_bytes(params, always, 4 * 50)
+    made = units_by_bytes(params, kinds(always), 4 * 50)
     assert [list(unit.params) for unit in made] == [["e"], ["d"], ["c", "b"], ["a"]]
     assert [unit.name for unit in made] == [f"bucket {number}" for number in range(4)]
     assert {unit.quantum for unit in made} == {QUANTUM}
@@ -246,10 +260,10 @@ def test_buckets_are_filled_from_the_last_parameter_and_may_be_exactly_full():
 
 def test_frozen_parameters_are_one_unit_in_the_models_order():
     params = named({"a": (10,), "b": (20,), "c": (30,), "d": (40,)})
-    made = units_by_bytes(params, lambda name: name in "bd", 4 * 1000)
+    made = units_by_bytes(params, kinds(lambda name: name in "bd"), 4 * 1000)
     assert contents(made) == [("bucket 0", ["d", "b"], True), ("frozen", ["a", "c"], False)]
-    assert contents(units_by_bytes(params, lambda name: False, 4)) == [("frozen", [*"abcd"], False)]
-    assert units_by_bytes({}, always, 4) == []
+    assert contents(units_by_bytes(params, kinds(lambda name: False), 4)) == [("frozen", [*"abcd"], False)]
+    assert units_by_bytes({}, kinds(always), 4) == []
 
 
 def bytes_of(unit):
@@ -261,7 +275,7 @@ def bytes_of(unit):
 def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, frozen):
     params = named({f"p{i}": shape for i, shape in enumerate(chosen)})
     free = [name for i, name in enumerate(params) if not frozen >> (i % 32) & 1]
-    made = units_by_bytes(params, lambda name: name in free, limit)
+    made = units_by_bytes(params, kinds(lambda name: name in free), limit)
     buckets = [unit for unit in made if unit.trainable]
     assert [name for unit in buckets for name in unit.params] == free[::-1]
     assert all(bytes_of(unit) <= limit or len(unit.params) == 1 for unit in buckets)
@@ -271,3 +285,9 @@ def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, fro
     rest = [name for unit in made if not unit.trainable for name in unit.params]
     assert rest == [name for name in params if name not in free]
     assert len(made) - len(buckets) == bool(rest)
+
+
+def test_whole_matrices_have_buckets_of_their_own():
+    params = {name: Param((10,)) for name in "abcd"}
+    found = units_by_bytes(params, lambda name: WHOLE if name in "ac" else TRAINED, 4 * 1000)
+    assert [(list(unit.params), unit.whole) for unit in found] == [(["d", "b"], False), (["c", "a"], True)]

@@ -43,14 +43,17 @@ Key = str | int  # of an array of one's own: its name, or its place in a list
 Arrays = Mapping[str, Array] | Sequence[Array]
 
 
-def check_rules(rules: Any) -> dict[str, Rule]:
-    """Name pattern -> rule, as they were given; raises ValueError for what is none."""
+def check_rules(rules: Any) -> tuple[dict[str, Rule], dict[str, object]]:
+    """Return name pattern -> rule, and what ranks must share; raises ValueError for what is no rule."""
     found = {"*": rules} if isinstance(rules, Rule) else rules
     instance("rules", found, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
     for pattern, rule in found.items():
         instance("rules", pattern, str, "name patterns")
         instance(f"rules: {pattern}", rule, Rule, "a Rule such as AdamW()")
-    return dict(found)
+    facts: dict[str, object] = {"rules": {pattern: rule.type for pattern, rule in found.items()}}
+    for pattern, rule in found.items():
+        facts |= {f"{pattern}: {rule.type}: {name}": value for name, value in vars(rule).items()}
+    return dict(found), facts
 
 
 class ShardedOptimizer:
@@ -89,7 +92,7 @@ class ShardedOptimizer:
 
         def checked() -> tuple[tuple[Any, ...], Facts]:
             check_average(ema, offload)
-            chosen = check_rules(rules)
+            chosen, facts = check_rules(rules)
             rate, decay = (
                 number(f"{what}: {name}", value, least=0)
                 for name, value in (("lr", lr), ("weight_decay", weight_decay))
@@ -99,9 +102,8 @@ class ShardedOptimizer:
                 check_scales(f"{what}: {name}", given or {}, trained)
                 for name, given in (("lr_scale", lr_scale), ("decay_scale", decay_scale))
             )
-            told = {pattern: f"{rule.type} {vars(rule)}" for pattern, rule in chosen.items()}
-            facts: dict[str, object] = {"rules": told, "lr": rate, "weight_decay": decay, "ema": ema}
-            facts |= {"lr_scale": [*scales.items()], "decay_scale": [*decays.items()], "offload": offload}
+            facts |= {"lr": rate, "weight_decay": decay, "ema": ema, "offload": offload}
+            facts |= {"lr_scale": [*scales.items()], "decay_scale": [*decays.items()]}
             return (chosen, rate, decay, make_offload(offload), scales, decays), facts
 
         found = agreed(module.comm, f"this {what}", checked)
