@@ -2,20 +2,23 @@
 
     mpirun -n 3 python examples/lion.py
 
-Lion keeps one state, a momentum, and steps by the sign of a mix of it and the gradient. The model learns to
-count. The run is saved in the middle and goes on from there again, to the same loss.
+It keeps one state, a momentum, and steps by the sign of a mix of it and the gradient. The model learns to
+count, is saved halfway, and goes on from there a second time, to the same losses.
 """
 
+import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import zero_mpi
+from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 
-M, B, T, V = 4, 2, 16, 32  # micro-batches per step, sequences, tokens, vocabulary
+HALF, M, B, T, V = 20, 4, 2, 16, 32  # steps, micro-batches per step, sequences, tokens, vocabulary
 SIZES = {"layers": 2, "dim": 48, "heads": 4, "context": T, "vocab_size": V}
 
 
@@ -28,8 +31,6 @@ class Lion(zero_mpi.Rule):
         by_chunks *= (1 - lr * part.decay)[:, None].astype(np.float32)
         p -= np.float32(lr) * np.sign(0.9 * m + 0.1 * g)
         m[...] = 0.99 * m + 0.01 * g
-        if part.low is not None:  # in bf16: what layers read
-            part.low[...] = p
 
 
 def read(step: int, i: int | None) -> tuple[Any, Any]:
@@ -39,17 +40,22 @@ def read(step: int, i: int | None) -> tuple[Any, Any]:
     return text[:, :-1], partial(zero_mpi.cross_entropy, targets=text[:, 1:], scale=1 / (M * B * T))
 
 
-comm = zero_mpi.connect()
-module = zero_mpi.ShardedModule(Llama.from_flags(SIZES).stages(), comm)
-module.initialize(seed=0)
-optimizer, accum = zero_mpi.ShardedOptimizer(module, Lion(), lr=1e-3), zero_mpi.GradAccum(module, M)
-folder = comm.broadcast_object(tempfile.mkdtemp() + "/lion")
-for step in [*range(20), *range(10, 20)]:
-    if step == 10:
-        (zero_mpi.save if optimizer.steps == 10 else zero_mpi.load)(folder, module, optimizer)
-    for micro_batch in accum:
-        accum.accumulate(*read(step, micro_batch))
-    loss = accum.total_loss()
-    optimizer.step(max_norm=1.0)
-    if comm.rank == 0 and step % 10 == 9:
-        print(step + 1, loss)
+def command(world: World, arguments: Sequence[str]) -> int:
+    comm = zero_mpi.connect()
+    module = zero_mpi.ShardedModule(Llama.from_flags(SIZES).stages(), comm)
+    module.initialize(seed=0)
+    optimizer, accum = zero_mpi.ShardedOptimizer(module, Lion(), lr=3e-3), zero_mpi.GradAccum(module, M)
+    folder = comm.broadcast_object(tempfile.mkdtemp() + "/lion")
+    for step in [*range(2 * HALF), *range(HALF, 2 * HALF)]:
+        if step == HALF:
+            (zero_mpi.save if optimizer.steps == HALF else zero_mpi.load)(folder, module, optimizer)
+        for micro_batch in accum:
+            accum.accumulate(*read(step, micro_batch))
+        loss = accum.total_loss()
+        optimizer.step(max_norm=1.0)
+        print(f"step {step + 1} loss {loss!r}\n" if comm.rank == 0 and step % 4 == 3 else "", end="")
+    return 0
+
+
+if __name__ == "__main__":
+    run("example", command, sys.argv[1:])

@@ -30,7 +30,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
 # Their micro-batches do not depend on the ranks.
-EXACT = ("custom_loop", "custom_model", "mlp_digits", "save_and_load")
+EXACT = ("custom_loop", "custom_model", "lion", "mlp_digits", "save_and_load")
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")
 
 

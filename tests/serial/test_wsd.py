@@ -66,4 +66,4 @@ def test_another_number_of_decay_steps_is_told_at_a_resume(whole, flags, tmp_pat
     ],
 )
 def test_what_does_not_fit_is_one_line(more, expected, flags, tmp_path):
-    assert refused(2, tmp_path / "out", *flags, *more).endswith(expected)
+    assert expected in refused(2, tmp_path / "out", *flags, *more)
