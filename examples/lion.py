@@ -2,8 +2,7 @@
 
     mpirun -n 3 python examples/lion.py
 
-It keeps one state, a momentum, and steps by the sign of a mix of it and the gradient. The model learns to
-count, is saved halfway, and goes on from there a second time, to the same losses.
+The model learns to count, is saved halfway, and goes on from there a second time, to the same losses.
 """
 
 import sys
@@ -43,7 +42,7 @@ def read(step: int, i: int | None) -> tuple[Any, Any]:
 def command(world: World, arguments: Sequence[str]) -> int:
     comm = zero_mpi.connect()
     module = zero_mpi.ShardedModule(Llama.from_flags(SIZES).stages(), comm)
-    module.initialize(seed=0)
+    module.initialize(0)
     optimizer, accum = zero_mpi.ShardedOptimizer(module, Lion(), lr=3e-3), zero_mpi.GradAccum(module, M)
     folder = comm.broadcast_object(tempfile.mkdtemp() + "/lion")
     for step in [*range(2 * HALF), *range(HALF, 2 * HALF)]:
@@ -51,8 +50,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
             (zero_mpi.save if optimizer.steps == HALF else zero_mpi.load)(folder, module, optimizer)
         for micro_batch in accum:
             accum.accumulate(*read(step, micro_batch))
-        loss = accum.total_loss()
-        optimizer.step(max_norm=1.0)
+        loss, _ = accum.total_loss(), optimizer.step(max_norm=1.0)
         print(f"step {step + 1} loss {loss!r}\n" if comm.rank == 0 and step % 4 == 3 else "", end="")
     return 0
 

@@ -410,6 +410,7 @@ OWN: dict[str, How] = {
     "mpirun -n 3 python examples/custom_loop.py": EXAMPLE,
     "mpirun -n 3 python examples/custom_model.py": EXAMPLE,
     "mpirun -n 3 python examples/mlp_digits.py": EXAMPLE,
+    "mpirun -n 3 python examples/lion.py": EXAMPLE,
     "mpirun -n 3 python examples/save_and_load.py": EXAMPLE,
     "mpirun -n 3 python examples/save_and_load.py halfway": HALVES,
     "mpirun -n 2 python examples/save_and_load.py halfway": HALVES,

@@ -24,9 +24,9 @@ PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi.train import command as train_command
 from zero_mpi.comm.shared import window
-from zero_mpi.optim.optimizer import ShardedAdamW
+from zero_mpi.optim.optimizer import ShardedOptimizer
 
-step = ShardedAdamW.step
+step = ShardedOptimizer.step
 
 def dying(self, *args, **options):
     if self.steps == 1 and self.module.comm.rank == 1:
@@ -49,7 +49,7 @@ HOW = os.environ["HOW"]
 if "race" in HOW:
     window.populate = full  # others take the room after we looked and have made the window
 else:
-    ShardedAdamW.step = dying
+    ShardedOptimizer.step = dying
 train_command.main()
 """
 

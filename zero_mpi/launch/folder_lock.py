@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from zero_mpi.errors import JobError, UsageError, naming
@@ -31,9 +31,11 @@ from zero_mpi.files.open import open_in_place, reason
 from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import FAILED, end_surely
 from zero_mpi.launch.limits import find_job
-from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, metrics
 from zero_mpi.telemetry.events import utc
+
+if TYPE_CHECKING:  # a supervisor looks at locks, and loads neither NumPy nor MPI
+    from zero_mpi.launch.world import World
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
