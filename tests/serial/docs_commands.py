@@ -353,11 +353,6 @@ MEASURING: dict[str, How] = {
     "python benchmarks/step.py --workload W1 --threads 2 --precision fp32 bf16 --rounds 2 --steps 3": ByTest(
         f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
     ),
-    "mpirun -n 2 python benchmarks/step.py --workload W1 --strategy full-shard no-shard "
-    "--transport shared mpi --reduction exact fast": ByTest(
-        f"{BENCHMARKS}test_steps_are_timed_for_each_variant"
-    ),
-    "mpirun -n 2 python benchmarks/collectives.py": ByTest(f"{BENCHMARKS}test_collectives_are_timed_by_size"),
     "python benchmarks/overlap.py --rate 1gbit": ByTest(
         f"{HOSTS}test_most_of_the_transfers_hide_behind_computation"
     ),
@@ -374,9 +369,6 @@ MEASURING: dict[str, How] = {
     "taskset -c 0 python benchmarks/encode.py": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "taskset -c 0 python benchmarks/encode.py --lines": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "python benchmarks/conversations.py MODEL.gguf": ByTest(f"{BENCHMARKS}test_conversations_are_timed"),
-    "mpirun -n 2 python benchmarks/trace_cost.py --workload W3 --rounds 20": ByTest(
-        "tests/serial/test_trace.py::test_the_benchmark_says_what_a_time_line_costs"
-    ),
 }
 
 OBSERVING: dict[str, How] = {
