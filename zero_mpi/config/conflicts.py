@@ -37,6 +37,16 @@ CONTRADICTIONS = (
     Contradiction(
         "ema", lambda c: c.offload != "none", "cannot be had with --offload {offload}: leave one of them out"
     ),
+    Contradiction(
+        "optimizer",
+        lambda c: c.optimizer != "adamw" and c.lora is not None,
+        "updates whole matrices, not the adapters of --lora: give adamw",
+    ),
+    Contradiction(
+        "optimizer",
+        lambda c: c.optimizer != "adamw" and c.offload != "none",
+        "cannot be had with --offload {offload}: leave one of them out",
+    ),
     Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(

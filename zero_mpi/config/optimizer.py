@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn import Layer, Linear
 from zero_mpi.nn.layer import Composite
@@ -23,8 +22,6 @@ def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the matrices that an optimizer updates whole: for Muon those of blocks."""
     if optimizer != MUON:
         return ()
-    if model.lora is not None:
-        raise UsageError("--optimizer muon: updates whole matrices, not the adapters of --lora; use adamw")
     params = model.params().items()
     return tuple(name for name, param in params if name.startswith("blk.") and len(param.shape) > 1)
 
