@@ -1,8 +1,8 @@
-"""Arguments of the library's functions, looked at before anything is done with them.
+"""Checks of the library functions' arguments, made before the arguments are used.
 
-A slip in a script should end at once in a line that says what was expected and what came, on every rank
+A slip in a script should end at once in a line that says what was expected and what was found, on every rank
 alike, and not three calls later in a wait for a rank that is gone. Whole numbers and numbers of NumPy are
-numbers; True is none. All errors are ValueError.
+numbers; True is not. All errors are ValueError.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from zero_mpi.files.foreign import shown
 
-REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; of "V" are the low types of ml_dtypes
-UNCOUNTED = -1  # in the place of a target: the loss does not count it
+REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; "V" has the low-precision types of ml_dtypes
+UNCOUNTED = -1  # in place of a target: the loss does not count it
 
 
 def came(value: object) -> str:
-    """What came in place of what was expected: a small value as it is, another one by its type."""
+    """Return the value found, for an error: a small value unchanged, another one by its type."""
     if value is None or isinstance(value, str | bool | int | float | complex | Real | tuple):
         return shown(value if not isinstance(value, str) else repr(value), 60)
     return f"a {type(value).__name__}"
 
 
 def whole(what: str, value: Any, least: int | None = None, below: int | None = None) -> int:
-    """`value` as a whole number of at least `least` and below `below`."""
+    """Return `value` as a whole number of at least `least` and below `below`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -39,7 +39,7 @@ def whole(what: str, value: Any, least: int | None = None, below: int | None = N
 
 
 def span(least: int | None, below: int | None) -> str:
-    """Limits of whole numbers, for people."""
+    """Return limits of whole numbers, for people."""
     if below is not None:
         return f" from {least} to {below - 1}"
     return "" if least is None else f" of at least {least}"
@@ -48,7 +48,7 @@ def span(least: int | None, below: int | None) -> str:
 def number(
     what: str, value: Any, *, least: float | None = None, above: float | None = None, below: float = math.inf
 ) -> float:
-    """`value` as a number of at least `least`, above `above` and below `below`, which keeps it finite."""
+    """Return `value` as a number of at least `least`, above `above` and below `below`, always finite."""
     limits = [f"of at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"below {below:g}"] if below != math.inf else ["not infinite"]
@@ -78,7 +78,7 @@ def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds:
 
 
 def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise unless the names given are the wanted ones, naming the first of those that differ."""
+    """Raise unless the given names are the wanted ones, naming the first that differ."""
     missing = [name for name in wanted if name not in given]
     surplus = [name for name in given if name not in wanted]
     if missing or surplus:
@@ -86,6 +86,6 @@ def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> No
 
 
 def some(names: Collection[Any], most: int = 3) -> str:
-    """The first few names, and how many more there are; "none"."""
+    """Return the first few names, and how many more there are; or "none"."""
     first = ", ".join(shown(name, 60) for name in list(names)[:most])
     return (first or "none") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,1 +1,1 @@
-"""The command line: `zero-mpi COMMAND`, and what all commands share: parser, text, units."""
+"""Command line: `zero-mpi COMMAND`, and the parts that all commands share: parser, text, units."""

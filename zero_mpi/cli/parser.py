@@ -1,7 +1,7 @@
-"""The parser of every command line: a `--help` that fits, `--version`, errors that name what was meant.
+"""Parser of every command line: a `--help` that fits, `--version`, errors that name the intended flag.
 
-Errors are UsageErrors: who prints them is decided elsewhere. A flag that does not exist is looked for before
-anything else is complained about, and the nearest one that does is named, also where the name is one that
+Errors are UsageErrors: the caller decides who prints them. An unknown flag is looked for before
+any other error is reported, and the nearest known one is named, also if the name is one that
 other trainers use. Nothing heavy is imported here.
 """
 
@@ -20,11 +20,11 @@ from zero_mpi import __version__, environment
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-COLUMN = 24  # where the texts of --help begin
-NEAR = 0.6  # of difflib: the share of letters that two names must have in common
-PLACES = ("DIR", "PATH", "FILE")  # what a value is called that is a path
-KINDS: dict[Any, str] = {int: "N", float: "X"}  # what a value is called
-ELSEWHERE = {  # names that other trainers have for a flag of ours
+COLUMN = 24  # column at which the texts of --help begin
+NEAR = 0.6  # difflib cutoff: the share of letters that two names must have in common
+PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
+KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
+ELSEWHERE = {  # names that other trainers have for our flags
     "--bf16": "--precision",
     "--checkpoint-activations": "--recompute",
     "--clip-grad": "--grad-clip",
@@ -59,7 +59,7 @@ ELSEWHERE = {  # names that other trainers have for a flag of ours
     "--train-iters": "--steps",
     "--warmup-steps": "--warmup",
 }
-REMOVED = {  # flags that 0.1.0 had, and what to use instead
+REMOVED = {  # flags that 0.1.0 had, and their replacements
     "--audit": "zero-mpi verify RUN finds wrong steps afterwards",
     "--audit-action": "zero-mpi verify RUN finds wrong steps afterwards",
     "--peer-checkpoint": "save checkpoints on disk more often: --save-every N --async-save",
@@ -69,7 +69,7 @@ REMOVED = {  # flags that 0.1.0 had, and what to use instead
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """What to add to an error: "; did you mean X?", or nothing where no known name is near."""
+    """Return the end of an error: "; did you mean X?", or nothing if no known name is near."""
     names = list(known)
     meant = [ELSEWHERE[wrong]] if ELSEWHERE.get(wrong) in names else []
     longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
@@ -78,7 +78,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
 
 
 def version_lines() -> list[str]:
-    """The package, and of its libraries those that are loaded anyhow."""
+    """Return the version of the package, and of those of its libraries that are already loaded."""
     lines, loaded = [f"zero_mpi {__version__}"], []
     if "numpy" in sys.modules:
         loaded.append(f"NumPy {sys.modules['numpy'].__version__}")
@@ -89,19 +89,19 @@ def version_lines() -> list[str]:
 
 
 def with_choices(text: str, choices: Sequence[str]) -> str:
-    """A flag's text, and its choices unless it names them all."""
+    """Return a flag's text, with its choices unless the text names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
     return text if named else f"{text} [{'|'.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:
-    """Raise UsageError for an empty text, which is what an unset variable of the shell leaves of a path."""
+    """Raise UsageError for an empty text, which an unset shell variable gives in place of a path."""
     if value == "" or (isinstance(value, list) and "" in value):
         raise UsageError(f"{name} '': expected something, found an empty text; is a variable not set?")
 
 
 class Help(argparse.HelpFormatter):
-    """Texts in one column; defaults shown where there are any; lines that are indented stay as they are."""
+    """Help formatter: texts in one column; defaults shown if there are any; indented lines stay unchanged."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": COLUMN, **options})
@@ -130,7 +130,7 @@ class Help(argparse.HelpFormatter):
         return text if nothing or "(default" in text else f"{text} (default: %(default)s)"
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
-        """Values by what they are; choices are in the text."""
+        """Name values by their type; choices are in the text."""
         if action.metavar is None and action.option_strings:
             action = copy.copy(action)
             action.metavar = "NAME" if action.choices else KINDS.get(action.type, "TEXT")
@@ -142,7 +142,7 @@ class Help(argparse.HelpFormatter):
         return super()._format_args(action, default_metavar)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """All names of a flag where there is room for them, else the first."""
+        """Return all names of a flag if there is room for them, else the first."""
         whole = super()._format_action_invocation(action)
         if len(action.option_strings) < 2 or len(whole) <= COLUMN - 4:
             return whole
@@ -152,7 +152,7 @@ class Help(argparse.HelpFormatter):
 
 
 class Version(argparse.Action):
-    """Prints the version and ends the command."""
+    """Action that prints the version and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         if environment.launch_rank() == 0:
@@ -161,7 +161,7 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser in the manner of this package. Flags cannot be shortened."""
+    """Argument parser of this package. Flags cannot be abbreviated."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": Help, "allow_abbrev": False, **options})
@@ -171,14 +171,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def print_help(self, file: Any = None) -> None:
-        """Rank 0 speaks for all, also where each rank takes itself for a single process."""
+        """Print help on rank 0 alone, even if each rank takes itself for a single process."""
         if environment.launch_rank() == 0:
             super().print_help(file)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """The flags; raises UsageError."""
+        """Return the flags; raises UsageError."""
         given = list(sys.argv[1:] if args is None else args)
         for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
             if name and name not in self._option_string_actions:
@@ -212,7 +212,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_of(text: str) -> str:
-    """The name of the flag that an argument is; empty for a value, such as a negative number."""
+    """Return the name of the flag that an argument is; empty for a value, such as a negative number."""
     name = text.partition("=")[0]
     if len(name) < 2 or name[0] != "-" or any(letter.isspace() for letter in name):
         return ""

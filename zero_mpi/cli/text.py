@@ -1,4 +1,4 @@
-"""What commands print: text with its width, numbers with their units."""
+"""Text that commands print: lines with their width, numbers with their units."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zero_mpi.files.foreign import printable
 WIDTH, MARGIN = 110, 12  # columns of the text, and of its titles
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 LETTERS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from, unit, name
-TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # how many in a second
-LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # how many seconds
-FEW = 8  # hosts, files and ranks that are named; of more there is only the number
+TIMES = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))  # units per second
+LONG_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))  # seconds per unit
+FEW = 8  # hosts, files and ranks that are named; the rest are counted
 
 
 def write(lines: Iterable[str], *, keep: str = "") -> None:
-    """Print lines, each as one whatever is in it; a reader that has enough, as in `... | head`, is no error.
+    """Print each text as one line, whatever is in it; a reader that stops, as in `... | head`, is no error.
 
-    `keep`: letters that stay though they do not print, such as ESC where colours are ours.
+    `keep`: letters that stay although they are unprintable, such as ESC for our own colours.
     """
     data = "".join(f"{printable(line, keep)}\n" for line in lines).encode("utf-8", "backslashreplace")
     try:
@@ -35,35 +35,35 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
 
 
 def in_unit(nbytes: float) -> tuple[float, str]:
-    """Bytes in the largest unit of which there is one."""
+    """Return bytes in the largest unit of which there is at least one."""
     power = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return nbytes / 1024**power, UNITS[power]
 
 
 def size(count: float, one: str = "B") -> str:
-    """Bytes with a place after the point, as columns want them: 512 B, 1.0 KiB; `one`: the unit of a byte."""
+    """Return bytes with one decimal, for columns: 512 B, 1.0 KiB; `one`: the unit of a byte."""
     number, unit = in_unit(count)
     return f"{number:.0f} {one}" if unit == UNITS[0] else f"{number:.1f} {unit}"
 
 
 def short_size(count: float) -> str:
-    """Bytes with as few figures as say enough, for sentences: 512 bytes, 1 KiB, 1.5 KiB."""
+    """Return bytes with as few digits as needed, for sentences: 512 bytes, 1 KiB, 1.5 KiB."""
     number, unit = in_unit(count)
     return f"{short(number)} {unit}"
 
 
 def gibibytes(nbytes: int) -> str:
-    """Bytes as batch systems take them."""
+    """Return bytes in the form of batch systems."""
     return f"{nbytes / 2**30:.2f} GiB"
 
 
 def short(number: float) -> str:
-    """A number with one place after the point, if it is below 100 and that place is not 0."""
+    """Return a number with one decimal, if it is below 100 and that decimal is not 0."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")
 
 
 def plain(value: float) -> str:
-    """A number with four significant digits, without a tail of zeros."""
+    """Return a number with four significant digits, without trailing zeros."""
     if not math.isfinite(value):
         return "not finite"
     if value and not 1e-4 <= abs(value) < 1e6:
@@ -73,7 +73,7 @@ def plain(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count with a letter for thousands: 12.3k, 4M."""
+    """Return a count with a letter for thousands: 12.3k, 4M."""
     for limit, scale, letter in LETTERS:
         if abs(value) >= limit:
             return f"{value / scale:.4g}{letter}"
@@ -81,18 +81,18 @@ def count(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share."""
+    """Return a share in percent."""
     return f"{100 * value:.3g} %" if abs(value) < 9.99 else f"{100 * value:,.0f} %"
 
 
 def in_time_unit(value: float) -> tuple[float, str]:
-    """Seconds in the largest unit of which there is one."""
+    """Return seconds in the largest unit of which there is at least one."""
     factor, unit = next((pair for pair in TIMES if value * pair[0] >= 1), TIMES[-1])
     return value * factor, unit
 
 
 def seconds(value: float) -> str:
-    """A time with a place after the point, as columns want it: 3.0 ms, 2.1 h."""
+    """Return a time with one decimal, for columns: 3.0 ms, 2.1 h."""
     if value >= 7200:
         return f"{value / 3600:.1f} h"
     number, unit = in_time_unit(value)
@@ -100,13 +100,13 @@ def seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A time with two figures or so, for sentences: 3 ms, 1.5 s."""
+    """Return a time with about two digits, for sentences: 3 ms, 1.5 s."""
     number, unit = in_time_unit(value)
     return f"{number:.0f} {unit}" if unit == "us" else f"{short(number)} {unit}"
 
 
 def elapsed(value: float) -> str:
-    """Seconds, in one or two units: 41 s, 3 min 20 s, 2 h 5 min."""
+    """Return seconds in one or two units: 41 s, 3 min 20 s, 2 h 5 min."""
     if value < 10:
         return f"{value:.2g} s"
     full = round(value)
@@ -118,18 +118,18 @@ def elapsed(value: float) -> str:
 
 
 def plural(count: int, name: str) -> str:
-    """1 core, 2 cores."""
+    """Return a count with its noun: 1 core, 2 cores."""
     return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def few(names: Sequence[str]) -> list[str]:
-    """The first few of many, and how many more there are."""
+    """Return the first few of many, and how many more there are."""
     more = len(names) - FEW
     return [*names] if more <= 0 else [*names[:FEW], f"{more} more"]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-3, 7 for 0, 1, 2, 3, 7."""
+    """Return numbers as ranges: 0-3, 7 for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -140,11 +140,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """1-3 for what goes from 1 to 3, and 2 where all are 2."""
+    """Return 1-3 for numbers from 1 to 3, and 2 if all are 2."""
     ordered = sorted(numbers)
     return "-".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Rank 3; ranks 0-3, 7."""
+    """Return ranks in words: rank 3; ranks 0-3, 7."""
     return f"rank{'s' * (len(numbers) != 1)} {ranges(numbers)}"

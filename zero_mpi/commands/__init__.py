@@ -1,1 +1,1 @@
-"""The commands beside `train`: `zero-mpi NAME`, each a package with `command`, or a file."""
+"""Commands beside `train`: `zero-mpi NAME`, each a package with `command`, or a file."""

@@ -1,7 +1,7 @@
 """`zero-mpi completion SHELL`: a script with which a shell completes commands, flags, values and files.
 
-It is made from the parsers of the commands, by shtab, and holds all there is to know: no Python runs while
-somebody types. What begins with `zero-mpi` is completed; words behind `mpirun` are the launcher's.
+shtab makes it from the parsers of the commands, and it is complete in itself: no Python runs while
+somebody types. Commands that begin with `zero-mpi` are completed; words behind `mpirun` are the launcher's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Examples, the second for this session of bash only:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi completion",
         description="Print a script that lets a shell complete what begins with zero-mpi.",
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the script. Returns the exit status."""
+    """Print the script. Return the exit status."""
     options = make_parser().parse_args(arguments)
     shtab = import_optional("completion", "completion", "shtab")
     write(shtab.complete(whole_parser(shtab), options.shell).splitlines())
@@ -54,7 +54,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:
-    """The console script as one parser, a command each a part of it."""
+    """Return the console script as one parser, with each command as a part of it."""
     whole = argparse.ArgumentParser(prog="zero-mpi")
     whole.add_argument("--version", action="version", version="", help="show the version and exit")
     parts = whole.add_subparsers(dest="command")
@@ -75,5 +75,5 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("completion", command, sys.argv[1:], alone=True)

@@ -31,7 +31,7 @@ zero-mpi COMMAND --help           the flags of a command"""
 
 
 def main() -> None:
-    """Entry point of the console script, and of `python -m zero_mpi`."""
+    """Run the console script, and `python -m zero_mpi`."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start(name: str) -> None:
-    """Run a command with what is in sys.argv behind its name."""
+    """Run a command with the arguments in sys.argv behind its name."""
     stopping.start(name, module_of(name))
 
 

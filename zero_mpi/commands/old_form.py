@@ -1,4 +1,4 @@
-"""`python -m zero_mpi.NAME`, as commands were started up to version 0.1.0, goes on working for this version.
+"""Old form `python -m zero_mpi.NAME`, by which version 0.1.0 started commands; it works in this version too.
 
 `python -m` asks the finder of this file for the module of that name, and runs this file in its place.
 """

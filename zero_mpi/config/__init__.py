@@ -1,1 +1,1 @@
-"""The flags of a run (`settings`), what they mean together, and which files they name (`inputs`)."""
+"""Flags of a run (`settings`), their combined meaning, and the files that they name (`inputs`)."""

@@ -1,4 +1,4 @@
-"""What each setting may be by itself: types, least and largest values, durations."""
+"""Limits of each setting by itself: types, least and largest values, durations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = {
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,
     "writers_per_node": 1,
 }  # fmt: skip
-LARGEST = 1 << 62  # whole number: what 64 bits hold, and what is added to it
+LARGEST = 1 << 62  # whole number: fits 64 bits, with room for additions
 Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
 
@@ -57,7 +57,7 @@ def check(config: Config) -> None:
 
 
 def within(name: str, value: Number, least: float, below: float = LARGEST) -> Number:
-    """The value of a flag; raises UsageError, naming the flag, unless it is in [least, below)."""
+    """Return the value of a flag; raises UsageError, naming the flag, unless it is in [least, below)."""
     if not least <= value < below:
         less = "" if value < below else f" and less than {below}"
         raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
@@ -69,7 +69,7 @@ DURATION_PARTS = r"([0-9.]+)([hms])"
 
 
 def thread_count(text: str | None) -> int | None:
-    """`--threads` as a number, 0 for auto, None for not given; raises UsageError."""
+    """Return `--threads` as a number, 0 for auto, None for not given; raises UsageError."""
     if text is None or text == "auto":
         return None if text is None else 0
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
@@ -78,11 +78,11 @@ def thread_count(text: str | None) -> int | None:
 
 
 def rate_scales(texts: Sequence[str]) -> dict[str, float]:
-    """`--lr-scale` as pattern -> factor; raises UsageError."""
+    """Return `--lr-scale` as pattern -> factor; raises UsageError."""
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # the last one counts, and its place
+        found.pop(pattern, None)  # the last one counts, at its place
         try:
             found[pattern] = float(factor)
         except ValueError:
@@ -95,7 +95,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
 
 
 def seconds(text: str | None) -> float | None:
-    """A duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
+    """Return a duration such as 3h50m, 90s, 15m or 3600 in seconds; raises UsageError."""
     if text is None:
         return None
     units = {"h": 3600, "m": 60, "s": 1}

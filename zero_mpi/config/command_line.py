@@ -1,4 +1,4 @@
-"""The flags of `zero_mpi.train`: the parser made of the settings, and what came by flags and file."""
+"""Flags of `zero_mpi.train`: the parser made from the settings, and values from flags and file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_mpi.config.bounds import check
 from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, spelled, told
 from zero_mpi.config.toml import read_toml
 
-METAVARS = {  # what a value is called in --help; the others are N, X, TEXT, and NAME of choices
+METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choices
     "out": "DIR",
     "resume": "WHAT",
     "init": "PATH",
@@ -53,7 +53,7 @@ The same command goes on where a run stopped; with --dry-run it says what it wou
 
 
 def make_parser() -> Parser:
-    """The command line, in groups. Flags that are not given are absent from the result."""
+    """Return the command line's parser, in groups. Flags that are not given are absent from the result."""
     parser = Parser(
         prog="mpirun -n N python -m zero_mpi.train",
         usage="%(prog)s [flags]",
@@ -73,7 +73,7 @@ def make_parser() -> Parser:
 
 
 def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What argparse needs to know of a setting."""
+    """Return argparse's arguments for a setting."""
     about = field.metadata
     text, kind = with_choices(about["text"], about["choices"]), about["kind"]
     if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
@@ -91,7 +91,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
-    """Settings of training as flags of another command, with its own words in --help where it has some."""
+    """Add settings of training as flags of another command, with its own --help texts if it has some."""
     for name, text in texts.items():
         parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
 
@@ -99,13 +99,13 @@ def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
 def given(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the flags of these names, all others) that a command line gives."""
+    """Return (the flags of these names, all others) that a command line gives."""
     found = vars(parser.parse_args(arguments))
     return {name: found.pop(name) for name in names if name in found}, found
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration of a command line; raises UsageError for what cannot be meant."""
+    """Return the configuration of a command line; raises UsageError for invalid settings."""
     flags = vars(make_parser().parse_args(arguments))
     path = flags.pop("config", None)
     removed: list[str] = []
@@ -117,6 +117,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a file and flags, which win: --steps also over epochs of the file, and the reverse."""
+    """Join settings of a file and flags; flags win: --steps also over epochs of the file, and the reverse."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

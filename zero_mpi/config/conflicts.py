@@ -1,8 +1,8 @@
-"""Flags that others contradict, or leave without effect: two tables.
+"""Flags that contradict others, or that others leave without effect: two tables.
 
-What asks for something that would never happen is refused. What merely changes nothing is said in one line at
-the start: files of settings hold more than a run needs. A flag counts as given if its value is not the
-default, for OUT/config.toml of a run gives all of them.
+A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
+noted in one line at the start: files of settings hold more than a run needs. A flag counts as given if its
+value is not the default, because OUT/config.toml of a run gives all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Contradiction(NamedTuple):
-    """`name` cannot be meant where `when`. `why` and what to do, with settings in braces."""
+    """`name` is invalid if `when` holds. `why` and the remedy, with settings in braces."""
 
     name: str
     when: Callable[[Config], bool]
@@ -91,9 +91,9 @@ CONTRADICTIONS = (
 
 @dataclass(frozen=True)
 class FlagContext:
-    """A configuration and what else decides what its flags do.
+    """A configuration, with the kind of data, which also decides what its flags do.
 
-    is_text   the data are, or are token files beside which their tokenizer lies
+    is_text   the data are text, or are token files with their tokenizer beside them
     are_ids   the data are token files
     """
 
@@ -103,7 +103,7 @@ class FlagContext:
 
 
 class Idle(NamedTuple):
-    """`name` does nothing where `when`. `why` and what to do, with settings in braces."""
+    """`name` does nothing if `when` holds. `why` and the remedy, with settings in braces."""
 
     name: str
     when: Callable[[FlagContext], bool]
@@ -150,7 +150,7 @@ def refuse(config: Config) -> None:
 
 
 def without_effect(setting: FlagContext) -> Iterator[str]:
-    """A line for each flag that does nothing here, or not what it says."""
+    """Yield a line for each flag that does nothing here, or not what it says."""
     config = setting.config
     for name, when, why in IDLE:
         if given(config, name) and when(setting):
@@ -158,16 +158,16 @@ def without_effect(setting: FlagContext) -> Iterator[str]:
 
 
 def given(config: Config, name: str) -> bool:
-    """Whether a setting is not as it is by default."""
+    """Return whether a setting differs from its default."""
     return bool(getattr(config, name) != next(f.default for f in fields(config) if f.name == name))
 
 
 def written(config: Config, name: str) -> str:
-    """A flag with its value."""
+    """Return a flag with its value."""
     return f"--{name.replace('_', '-')} {shown(getattr(config, name))}"
 
 
 def filled(text: str, config: Config) -> str:
-    """A text with settings in the place of their names in braces."""
+    """Return a text with the names in braces replaced by their settings."""
     values: dict[str, Any] = vars(config)
     return text.format_map(values)

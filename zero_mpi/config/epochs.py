@@ -1,6 +1,6 @@
-"""`--epochs` as steps, once it is known how much data there is, and notes on flags at the start.
+"""Converts `--epochs` to steps, once the amount of data is known, and gives notes on flags at the start.
 
-From then on the run is one of so many `--steps`: records, checkpoints and OUT/config.toml say that number.
+From then on the run has that number of `--steps`: records, checkpoints and OUT/config.toml use it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MANY_EPOCHS = 10
 
 
 def in_steps(config: Config, windows: int) -> Config:
-    """The configuration with the steps that its epochs are, where it has any; `windows` in the data.
+    """Return the configuration with its epochs, if any, converted to steps; `windows`: windows in the data.
 
-    Each window is seen so many times at least: the last step may begin the next epoch. Raises UsageError for
+    Each window is seen at least so many times: the last step may begin the next epoch. Raises UsageError for
     flags that do not fit the number of steps.
     """
     if config.epochs is None:
@@ -36,7 +36,7 @@ def in_steps(config: Config, windows: int) -> Config:
 
 
 def cautions(config: Config, epochs: float) -> Iterator[str]:
-    """Warnings on the length of a run whose steps read the data so many times."""
+    """Yield warnings on the length of a run whose steps read the data so many times."""
     if config.steps <= 2 * config.warmup > 2:
         yield (
             f"--warmup {config.warmup}: half of --steps {config.steps} or more have a rate below --lr "
@@ -47,7 +47,7 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
 
 
 def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[str]:
-    """Notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
+    """Yield notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
     if config.removed:
         yield f"--config: without effect, for they were removed: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
@@ -62,7 +62,7 @@ def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[st
 
 
 def threads_within(wanted: int | None) -> int | None:
-    """`wanted`, if it is no more than this rank has cores; raises UsageError."""
+    """Return `wanted` if this rank has that many cores; else raise UsageError."""
     if wanted is not None and wanted > environment.cores():
         raise UsageError(
             f"--threads {wanted}: this rank may run on {cores()}: give as many or less, or auto, or bind "
@@ -72,6 +72,6 @@ def threads_within(wanted: int | None) -> int | None:
 
 
 def cores() -> str:
-    """How many this process may run on."""
+    """Return the number of cores that this process may run on, in words."""
     count = environment.cores()
     return f"{count} core{'s' * (count > 1)}"

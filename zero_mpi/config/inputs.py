@@ -1,4 +1,4 @@
-"""What a run starts from: a model (`--init`) or sizes from flags, and the tokenizer of its text."""
+"""Inputs of a run: a model (`--init`) or sizes from flags, and the tokenizer of its text."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ TOKENIZER_JSON = "tokenizer.json"
 
 
 def open_init(config: Config) -> WeightSource | None:
-    """The source that `--init` names, its index read and checked; raises UsageError."""
+    """Return the weight source of `--init`, its index read and checked; raises UsageError."""
     return None if config.init is None else open_weights(config.init)
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """What the configuration of a model asks for and its training here has not."""
+    """Return what the configuration of a model asks for and training here lacks."""
     if not isinstance(init, HuggingFaceFolder) or not init.dropout:
         return []
     return [f"{init.path / CONFIG} asks for dropout ({init.dropout}): training here has none"]
 
 
 def read_model(init: WeightSource) -> ModelConfig:
-    """The model's sizes from what it starts from; raises UsageError unless its tensors are exactly those."""
+    """Return the model's sizes from `init`; raises UsageError unless its tensors have exactly those sizes."""
     shapes = {name: info.shape for name, info in init.tensors.items()}
     model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
     model.check_tensors(shapes, str(init.path))
@@ -69,9 +69,9 @@ def read_model(init: WeightSource) -> ModelConfig:
 
 
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
-    """The model with the adapters of the flags; UsageError without an `init`.
+    """Return the model with the adapters of the flags; UsageError without an `init`.
 
-    What is beside them stays in the blocks of its GGUF, if kernels of the device `where` know their type.
+    Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora}: of what: give --init BASE.gguf, which stays as it is")
@@ -85,14 +85,14 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
 
 
 def shortened(config: Config, model: ModelConfig) -> Config:
-    """The configuration with the model's context where no flag says one and the default is longer."""
+    """Return the configuration with the model's context if no flag sets one and the default is longer."""
     if "context" not in config.unsaid:
         return config
     return replace(config, context=min(config.context, model.context_length))
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Raise UsageError for a context that the model has not, and for patterns that cannot be meant."""
+    """Raise UsageError for a context beyond the model's, and for patterns that are invalid."""
     if config.context > model.context_length:
         raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
     if model.lora is not None:
@@ -107,7 +107,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Why some of what is frozen beside adapters is float32 all the same."""
+    """Return a note on frozen tensors beside adapters that are float32 despite their type in the file."""
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
@@ -118,7 +118,7 @@ def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) ->
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The model's sizes from the flags, for a model that starts from nothing."""
+    """Return the model's sizes from the flags, for a model that is trained from scratch."""
     assert config.arch is not None, "known but for --init"
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     sizes = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)} | {"vocab_size": vocab_size}
@@ -128,7 +128,7 @@ def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig
 def choose_tokenizer(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """The tokenizer of text data, None for token files; raises UsageError if it does not fit the model."""
+    """Return the tokenizer of text data, None for token files; UsageError if it does not fit the model."""
     check_kind_of_data(config)
     if holds_token_files(config.data):
         tokenizer = tokenizer_of_ids(config, init, model)
@@ -143,9 +143,9 @@ def choose_tokenizer(
 def tokenizer_of_ids(
     config: Config, init: WeightSource | None, model: ModelConfig | None
 ) -> Tokenizer | None:
-    """The tokenizer that the flags mean for token files beside which one lies, or that one; None: none does.
+    """Return the tokenizer of the flags, or the one beside the token files; None if none lies beside them.
 
-    Raises UsageError where ids mean other tokens to the flags than to what made the files.
+    Raises UsageError if ids stand for other tokens in the flags' tokenizer than in that of the files.
     """
     beside = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
     if not beside:
@@ -164,9 +164,9 @@ def tokenizer_of_ids(
 
 
 def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer) -> None:
-    """Raise UsageError unless ids mean the same tokens, as far as both have them.
+    """Raise UsageError unless ids mean the same tokens, as far as both tokenizers have them.
 
-    Of two files of one model the other keys may differ, and a model may have room for more tokens.
+    Two files of one model may differ in other keys, and a model may have room for more tokens.
     """
     theirs, ours = (GGUFKeys(each.metadata()).texts(TOKENS) or [] for each in (chosen, made))
     for place, (found, expected) in enumerate(zip(theirs, ours, strict=False)):
@@ -178,7 +178,7 @@ def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer)
 
 
 def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
-    """The tokenizer that the flags mean; raises UsageError if it does not fit the model."""
+    """Return the tokenizer that the flags name; raises UsageError if it does not fit the model."""
     tokenizer = with_template(open_tokenizer(config, init, model), config.chat_template)
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
@@ -189,7 +189,7 @@ def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelCon
 
 
 def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
-    """The tokenizer that the flags mean: the model's own where there is a model."""
+    """Return the tokenizer that the flags name; by default the model's own if there is a model."""
     wanted = config.tokenizer or (BYTE if init is None else FROM_INIT)
     if wanted == BYTE:
         return ByteTokenizer()
@@ -201,7 +201,7 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 
 
 def check_kind_of_data(config: Config) -> None:
-    """Raise UsageError for a flag that has no meaning for data of this kind: conversations, or others."""
+    """Raise UsageError for a flag without meaning for this kind of data (conversations, or others)."""
     chats = kinds_of_data(config)
     nothing = "--data holds no conversations, which are .jsonl files"
     why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing) | {
@@ -215,12 +215,12 @@ def check_kind_of_data(config: Config) -> None:
 
 
 def kinds_of_data(config: Config) -> list[bool]:
-    """Return of each source of data if it holds conversations."""
+    """Return for each source of data whether it holds conversations."""
     return [are_conversations(collect_files(source.paths)) for source in sources_of(config.data)]
 
 
 def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer | None) -> TemplateInputs:
-    """What the flags give to chat templates; raises UsageError for what no template can be given."""
+    """Return the inputs that flags give to chat templates; raises UsageError for invalid ones."""
     variables: dict[str, Any] = {}
     for text in options.template_var or ():
         name, _, value = text.partition("=")
@@ -243,7 +243,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """A tokenizer with the chat template of a file, or of its own with a name, as the only one, if given."""
+    """Return a tokenizer whose only chat template is that of a file, or its own of a name, if given."""
     if which is None:
         return tokenizer
     keys = tokenizer.metadata()
@@ -253,7 +253,7 @@ def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
 
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
-    """The tokenizer that came with a model: in its keys, or in a tokenizer.json beside it."""
+    """Return the tokenizer that came with a model: in its keys, or in a tokenizer.json beside it."""
     beside = source.path / TOKENIZER_JSON
     if is_file(beside) and not has_tokenizer(source):
         return tokenizer_from_json(beside, model.vocab_size)
@@ -261,10 +261,10 @@ def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
 
 
 def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, object]:
-    """Keys of the tokenizer in a folder for a run that does without one, its data being ids.
+    """Return keys of a folder's tokenizer for a run that needs no tokenizer because its data are ids.
 
-    Its checkpoints are to be read by llama.cpp, `generate` and `export` all the same. Where the folder has
-    none, or one that keys cannot describe, the key by which llama.cpp does without, and a warning.
+    llama.cpp, `generate` and `export` still have to read its checkpoints. If the folder has no tokenizer,
+    or one that keys cannot describe, return the key by which llama.cpp does without, and warn.
     """
     beside = init.path / TOKENIZER_JSON
     problem = f"{init.path} has no {TOKENIZER_JSON}"
@@ -278,7 +278,7 @@ def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, objec
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file (its keys) or of a tokenizer.json; raises UsageError."""
+    """Return the tokenizer of a GGUF file (its keys) or of a tokenizer.json; raises UsageError."""
     if not exists(path):
         raise UsageError(
             f"--tokenizer {shown(path)}: there is no such file; expected byte, from-init, a GGUF or a "
@@ -288,19 +288,19 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
 
 
 def tokenizer_in(path: str | Path) -> Tokenizer:
-    """The tokenizer of a file that is there, by its name; raises UsageError, also where it is not."""
+    """Return the tokenizer of an existing file, by its name; raises UsageError, also if it is missing."""
     if str(path).endswith(".json"):
         return tokenizer_from_json(path)
     return tokenizer_from_metadata(GGUFFile.open(path).metadata, str(path))
 
 
 def has_tokenizer(init: WeightSource) -> bool:
-    """Whether the source's own keys describe a tokenizer."""
+    """Return whether the source's own keys describe a tokenizer."""
     return GGUFKeys(init.metadata, str(init.path)).text(TOKENIZER) is not None
 
 
 def fingerprint(tokenizer: Tokenizer | None) -> str:
-    """What a resume compares: which ids a text becomes."""
+    """Return the digest by which a resume checks that a text becomes the same ids."""
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         return "none" if tokenizer is None else BYTE
     keys = {key: plain(value) for key, value in tokenizer.metadata().items() if "template" not in key}
@@ -308,11 +308,11 @@ def fingerprint(tokenizer: Tokenizer | None) -> str:
 
 
 def plain(value: object) -> object:
-    """A key's value for JSON."""
+    """Return a key's value for JSON."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-SIZES = {  # flag -> what a model calls it
+SIZES = {  # flag -> attribute of the model
     "arch": "arch",
     "layers": "block_count",
     "dim": "embedding_length",
@@ -325,14 +325,14 @@ SIZES = {  # flag -> what a model calls it
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """A model's sizes by their flags; one that knows no key/value heads has as many as query heads."""
+    """Return a model's sizes by their flags; without key/value heads it has as many as query heads."""
     return {name: getattr(model, size, model.head_count) for name, size in SIZES.items()}
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
-    """The configuration with the sizes that the model of `--init` has, where one is named.
+    """Return the configuration with the sizes of the model of `--init`, if one is named.
 
-    Raises UsageError for a flag that says otherwise. The vocabulary is left to the tokenizer.
+    Raises UsageError for a flag that contradicts them. The vocabulary is left to the tokenizer.
     """
     if config.init is None:
         return config
@@ -348,7 +348,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A setting as it is written on a command line."""
+    """Return a setting as it is written on a command line."""
     text = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{text}" if value else f"--no-{text}"

@@ -1,4 +1,4 @@
-"""What `--optimizer` names: the rules of update, and the matrices that stay whole for them."""
+"""Optimizers that `--optimizer` names: their update rules, and the matrices that they need unsharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer updates whole: for Muon those of blocks."""
+    """Return the names of the matrices that an optimizer updates in full: for Muon those of blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()
@@ -39,18 +39,18 @@ def rules_of(
 
 
 def state_count(unit: Unit) -> int:
-    """Return how many float32 arrays are kept of a unit's elements."""
+    """Return the number of float32 arrays that are kept for a unit's elements."""
     return len((Muon if unit.whole else AdamW).states)
 
 
 def fused(layers: Sequence[Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, rows of each matrix) of the parameters in which several matrices lie."""
+    """Yield (name, rows of each matrix) for the parameters that hold several matrices."""
     for stage in layers:
         yield from fused_in(stage.layer)
 
 
 def fused_in(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """`fused` of one layer."""
+    """Yield `fused` of one layer."""
     if isinstance(layer, Linear):
         if layer.fused:
             yield layer.weight, layer.fused

@@ -1,7 +1,7 @@
-"""`OUT/config.toml`: the settings of a run, so that `--config OUT/config.toml` goes on with it from anywhere.
+"""`OUT/config.toml`: the settings of a run, so that `--config OUT/config.toml` continues it from anywhere.
 
-Paths are written in full. What is of one start and not of the run is left as if nothing had been said: a
-`resume = "never"` would write over the run that the file is meant to go on with.
+Paths are absolute. Settings of a single start, not of the run, are left at their defaults: a
+`resume = "never"` would overwrite the run that the file is meant to continue.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from zero_mpi.files.foreign import shown
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS = ("out", "init", "lora_init", "data", "val_data", "tokenizer", "chat_template", "trace", "prometheus")
-WORDS = (None, BYTE, FROM_INIT)  # of a setting that may be a path
+WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
 
 
 def recorded(config: Config) -> Config:
-    """The settings as they are to be read again, from whatever folder."""
+    """Return the settings as they are to be read again, from any folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
-        settings["chat_template"] = config.chat_template  # the name of one of the tokenizer
+        settings["chat_template"] = config.chat_template  # the name of one of the tokenizer's templates
     settings |= {name: FIELDS[name].default for name in OF_ONE_START}
     return replace(config, **settings)
 
 
 def in_full(value: Any) -> Any:
-    """A path from the root, or a list of such; a word stays."""
+    """Return an absolute path, or a list of them; a keyword stays unchanged."""
     if isinstance(value, list):
         return [in_full(item) for item in value]
     return value if value in WORDS else os.path.abspath(value)
 
 
 def write_config(out: Path, config: Config) -> None:
-    """Write the file. A path that is not UTF-8 keeps its bytes, and its reader is told.
+    """Write the file. A path that is not UTF-8 keeps its bytes; reading the file then reports it.
 
-    Raises UsageError where a folder stands in its place, JobError where it cannot be written.
+    Raises UsageError if a folder stands in its place, JobError if it cannot be written.
     """
     place = out / NAME
     if place.is_dir() and not place.is_symlink():

@@ -1,7 +1,7 @@
-"""The flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
+"""Flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
 
-A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks what a run must
-keep when it is resumed, beside the sizes of its model, because another value would make it another run.
+A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks the settings that a
+resumed run must keep, beside the sizes of its model, because another value would make it another run.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
-FURTHER: dict[str, Any] = {"lr": 5e-5}  # what is usual for all weights of a language model
-ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters beside them, which start from nothing
-LR_TIMES_WIDTH = 0.8  # at most, of adapters: 2e-4 beside a width of 4096, as is usual
-LENGTH = {"steps", "epochs"}  # settings that say the same
-STEPS: dict[str, Any] = {"steps": 440}  # of a model from nothing, where no epochs are asked for
+FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a language model
+ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
+LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
+LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
+STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
-EPOCHS, MOST_CONTEXT = 3, 1024  # of conversations
-FEW_WINDOWS = 214  # below which a batch of these is smaller, down to 4, so that three epochs are 40 steps
+EPOCHS, MOST_CONTEXT = 3, 1024  # for conversations
+FEW_WINDOWS = 214  # with fewer windows a batch is smaller, down to 4, so that three epochs are 40 steps
 
 
 def batch_size(windows: int) -> int:
-    """The default for so many windows of conversations; the number of ranks has no part in it."""
+    """Return the default for so many windows of conversations; the number of ranks does not matter."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 
 def told(name: str) -> str:
-    """What `--help` says of a setting in the tables above; empty for another."""
+    """Return the `--help` text of a setting in the tables above; empty for another."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else '; with --init by the conversations'})"
     if name not in FROM_NOTHING:
@@ -49,7 +49,7 @@ def told(name: str) -> str:
 
 
 def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
-    """`--trace-steps` as (first, stop) for a run of `steps`, if known; None if not given. UsageError."""
+    """Return `--trace-steps` as (first, stop), within `steps` if known; None if not given. UsageError."""
     if text is None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
@@ -61,7 +61,7 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
 
 
 def warmup_steps(wanted: Any, steps: int | None) -> int:
-    """`--warmup` as a number; a share of all stays text until `steps` are known. Raises UsageError."""
+    """Return `--warmup` as a number; a share stays text until `steps` are known. Raises UsageError."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a share of all such as 5%")
@@ -74,7 +74,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
 def flag(
     default: Any, kind: Any, group: str, text: str, *, fixed: bool = False, choices: Sequence[str] = ()
 ) -> Any:
-    """A field of the configuration; `kind` is int, float, str, bool or list."""
+    """Return a field of the configuration; `kind` is int, float, str, bool or list."""
     about = {"kind": kind, "group": group, "text": text, "fixed": fixed, "choices": tuple(choices)}
     if kind is list:
         return dataclasses.field(default_factory=list, metadata=about)
@@ -83,13 +83,13 @@ def flag(
 
 @dataclass
 class Config:
-    """Everything that a run depends on. None means: worked out from the rest.
+    """All settings of a run. None means: derived from the others.
 
     `steps` is None, and `warmup` may be a share of it, until the data are read (`config.epochs.in_steps`).
-    `unsaid`: the settings whose default may be another one for a run that goes on, or by its data.
+    `unsaid`: the settings whose default may differ for a run that continues, or by its data.
     """
 
-    removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; no annotation: it is no field
+    removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; not annotated, so it is no field
 
     out: str = flag("runs/default", str, "run", "run directory")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
@@ -319,7 +319,7 @@ class Config:
 
     @property
     def adapters(self) -> LoRA | None:
-        """The adapters that are trained, if any."""
+        """Adapters that are trained, if any."""
         if self.lora is None:
             return None
         alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
@@ -327,24 +327,24 @@ class Config:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Patterns of the parameters that stay as they are."""
+        """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
 
     def stages_ahead(self, on_gpu: bool) -> int:
-        """How many stages ahead parameters are gathered: a GPU's host launches a stage before it runs."""
+        """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""
         return 1 + on_gpu if self.prefetch is None else self.prefetch
 
     @property
     def holds_out(self) -> bool:
-        """Whether anything is held out, hence evaluated."""
+        """Tell whether anything is held out, hence evaluated."""
         return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:
-        """The settings that a resumed run must keep, beside the model's sizes."""
+        """Return the settings that a resumed run must keep, beside the model's sizes."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
 
     def plan(self) -> dict[str, Any]:
-        """The settings that a resumed run may change, with which its rest becomes another one."""
+        """Return the settings that a resumed run may change, which changes the rest of the run."""
         names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
         return {name: value for name in ("steps", *names) if (value := getattr(self, name)) != []}
 
@@ -354,5 +354,5 @@ ALIASES = {"learning_rate": "lr"}  # another name of a setting, as a flag and in
 
 
 def spelled(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")

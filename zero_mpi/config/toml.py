@@ -1,4 +1,4 @@
-"""Settings in a file: TOML, with a key a flag."""
+"""Settings in a TOML file, with one key for each flag."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SETTINGS = 1 << 20  # bytes of a TOML file
 def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
     """Return the settings of a TOML file, by flag names with - or _; raises UsageError naming file and key.
 
-    removed: gets the names of settings that 0.1.0 had and that have no effect any more
+    removed: gets the names of settings that 0.1.0 had and that no longer have an effect
     """
     settings = {}
     for name, value in read_tables("--config", path).items():
@@ -33,7 +33,7 @@ def read_toml(path: Path, removed: list[str]) -> dict[str, Any]:
 
 
 def read_tables(flag: str, path: Path) -> dict[str, Any]:
-    """What a TOML file holds that a flag names; raises UsageError naming both."""
+    """Return the content of the TOML file that `flag` names; raises UsageError naming both."""
     try:
         return parse_toml(read_file(path, MOST_SETTINGS, "a TOML file"))
     except FileError as error:
@@ -43,13 +43,13 @@ def read_tables(flag: str, path: Path) -> dict[str, Any]:
 
 
 def setting_of(key: str) -> str:
-    """The name of the setting that a key of a file means."""
+    """Return the name of the setting that a key of a file means."""
     name = key.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def checked_type(path: Path, key: str, value: Any) -> Any:
-    """`value` as the setting's type; raises UsageError for an unknown key or another type."""
+    """Return `value` as the setting's type; raises UsageError for an unknown key or another type."""
     field = FIELDS.get(setting_of(key))
     if field is None:
         meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
@@ -58,7 +58,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
     if field.name in ("threads", "max_time", "warmup") and type(value) is int and abs(value) < LARGEST:
-        return str(value)  # a number is one of the ways to write these
+        return str(value)  # these may be written as a number too
     if kind is list and isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise UsageError(f"--config {shown(path)}: {key} = {shown([*value[:9]])}, expected a list of texts")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -69,7 +69,7 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
 
 
 def write_toml(config: Config) -> str:
-    """The configuration as TOML text that `--config` reads back."""
+    """Return the configuration as TOML text that `--config` reads back."""
     import tomli_w
 
     settings: Mapping[str, Any] = dataclasses.asdict(config)

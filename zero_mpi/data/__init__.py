@@ -1,7 +1,7 @@
-"""From files to micro-batches: the tokenizers, the corpus, and which global sample goes to which rank.
+"""Tokenizers, the corpus, and the order in which global samples go to ranks: from files to micro-batches.
 
-Nothing here knows MPI or a model. Each piece is a function of its arguments alone (paths, seed, step, rank),
-so every rank works out its own part and no two can disagree.
+Nothing here knows MPI or a model. Each function depends on its arguments alone (paths, seed, step, rank),
+so every rank computes its own share and no two ranks can disagree.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 
-# Tokenizers by what `tokenizer.ggml.model` says.
+# Tokenizers by the value of `tokenizer.ggml.model`.
 KINDS: Mapping[str, type[GGUFTokenizer]] = {
     "gpt2": BPETokenizer,
     "llama": MergeTokenizer,
@@ -63,10 +63,10 @@ __all__ = [
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FILE) -> Tokenizer:
-    """The tokenizer that a GGUF's keys describe: the bytes' own, or one of `KINDS`. `place` names the file.
+    """Return the tokenizer that a GGUF's keys describe: bytes or one of `KINDS`. `place` names the file.
 
-    UsageError, saying what the keys hold and what to do, for any other kind, and for keys that do not fit
-    together.
+    Raises UsageError, which says what the keys hold and what to do, for any other kind and for keys that do
+    not fit together.
     """
     if ByteTokenizer.is_in(metadata, place):
         return ByteTokenizer(GGUFKeys(metadata, place).text(TEMPLATE))

@@ -1,6 +1,6 @@
-"""Tables of Parquet and Arrow, and ids of an Arrow file of the package datasets: a list for each document.
+"""Parquet and Arrow tables, and token ids in Arrow files of the datasets package: one list per document.
 
-pyarrow tells where the buffers lie, uncompressed; the ids are read as those of any other token file.
+pyarrow tells where the uncompressed buffers lie; the ids are read like those of any other token file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KINDS = ("int16", "int32", "int64", "uint16", "uint32")
 
 
 def pyarrow(what: str = "Arrow files") -> Any:
-    """The package pyarrow, for files of a kind. UsageError, with the remedy, where it is not installed."""
+    """Return the package pyarrow, for files of a kind. Raises UsageError with the remedy if it is missing."""
     return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """An open Parquet file, or columns and batches of an Arrow file; raises FileError for what goes wrong."""
+    """Open a Parquet file, or columns and batches of an Arrow file; raises FileError for any failure."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
@@ -44,7 +44,7 @@ def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
 
 
 def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Where the column of ids lies; ValueError for a file without one that can be read by places."""
+    """Return where the column of ids lies; ValueError if the file has none that can be read by position."""
     library = pyarrow()
     try:
         with library.memory_map(str(path)) as mapped:
@@ -55,7 +55,7 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def _batches(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
-    """The columns and the record batches of a file or a stream; datasets writes streams."""
+    """Return the columns and record batches of a file or a stream; datasets writes streams."""
     if file.read(6) == b"ARROW1":
         found = library.ipc.open_file(file)
         return found.schema.names, map(found.get_batch, range(found.num_record_batches))
@@ -65,7 +65,7 @@ def _batches(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
-    """The runs of all batches."""
+    """Return the runs of all batches."""
     mapped.seek(0)
     base = mapped.read_buffer(mapped.size()).address
     runs, ends, kinds, total = list[tuple[int, int]](), list[NDArray[np.int64]](), set[str](), 0
@@ -90,12 +90,12 @@ def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
 
 
 def _column(library: Any, batch: Any) -> Any:
-    """The lists of ids of a batch."""
+    """Return the lists of ids of a batch."""
     names = batch.schema.names
     if COLUMN not in names:
         raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
     column = batch.column(names.index(COLUMN))
-    column.validate(full=True)  # what is in the file is not looked at before
+    column.validate(full=True)  # the file's content was not checked before
     kind = column.type
     if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
         raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")

@@ -1,8 +1,8 @@
-"""What a text means by the spelling of a control token such as <|im_start|>: the letters, or the token.
+"""Reading of control tokens that are spelt in text, such as <|im_start|>: as characters or as the token.
 
-Who writes about models means the letters, and so should be read what a stranger wrote: a token in it could
-end a turn. Who wrote a conversation by a template means the token. A text does not say which, so its reader
-is told; where nobody has said anything the letters are taken, and the user hears of it.
+An author who writes about models means the characters. Text by strangers should be read so too: a token in
+it could end a turn. An author who writes a conversation by a template means the token. Text does not say
+which, so the reader is told. Without a setting the characters are taken, and the user gets a note.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _NAMED = 3  # control tokens that a note names
 
 
 class TextReader:
-    """Encodes texts with their control tokens as `asked`: PARSE, PLAIN or, where nobody said, None.
+    """Encodes texts with their control tokens read as `asked`: PARSE, PLAIN or None (not set).
 
-    None reads as PLAIN and counts what is spelt in `spelt`, for `notes`. What a template writes is read with
+    None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text by a template is read with
     PARSE. Raises UsageError for another word.
     """
 
@@ -57,22 +57,22 @@ class TextReader:
         self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
-        """A reader of the same, which has read nothing."""
+        """Return a reader with the same settings that has read nothing yet."""
         return TextReader(self.tokenizer, self.asked)
 
     @property
     def parses(self) -> bool:
-        """Whether a spelling is read as the token."""
+        """Tell whether a spelling is read as the token."""
         return self.asked == PARSE
 
     def encode(self, texts: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """Ids (n,) of each text, uint16 or uint32, without bos and eos."""
+        """Return the ids (n,) of each text, uint16 or uint32, without bos and eos."""
         if self.asked is None:
             self.spelt += self.tokenizer.spelt(texts)
         return self.tokenizer.encode_batch(texts, special=self.parses)
 
     def notes(self) -> Iterator[str]:
-        """A line on what is spelt in the texts so far, if nobody said how to read it."""
+        """Yield a line on the tokens spelt in the texts so far, if nobody said how to read them."""
         if self.spelt:
             found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(_NAMED)]
             more = ", ..." if len(self.spelt) > _NAMED else ""

@@ -1,8 +1,8 @@
-"""From files and folders to token streams, some to train on and some held out.
+"""Turns files and folders into token streams, some to train on and some held out.
 
-A corpus is one ordered list of documents for each source of `--data`. Whole documents are held out, so no
+A corpus is one ordered list of documents for each source of `--data`. Documents are held out whole, so no
 text is on both sides. Its sha256 covers names and bytes of the documents, wherever they lie and however they
-are split: a checkpoint records it, and a resume on other data is noticed. With no path named, the corpus is
+are split: a checkpoint records it, so a resume on other data is noticed. Without a path, the corpus is
 Python's own standard library: real text that is on every machine.
 """
 
@@ -30,11 +30,11 @@ from zero_mpi.errors import UsageError
 
 Ids = NDArray[np.integer[Any]]
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
-_BLOCK = 1 << 20  # ids looked at together
+_BLOCK = 1 << 20  # ids processed together
 
 
 class Part(NamedTuple):
-    """The stream of a source, the share of the samples that it has, and the bos of its windows."""
+    """Stream of a source, its share of the samples, and the bos of its windows."""
 
     name: str
     stream: Stream
@@ -44,30 +44,30 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What training reads, and what is known about it."""
+    """Data that training reads, and facts about them."""
 
     parts: tuple[Part, ...]  # to train on
     held_out: tuple[Part, ...]  # may be empty, and `notes` say why
-    sha256: str  # over names and bytes of all documents in order, whatever the split, and over shares
+    sha256: str  # sha256 over names and bytes of all documents in order, whatever the split, and over shares
     documents: int
-    val_documents: int  # held out whole; 0 where the tail of a single document is held out
-    notes: tuple[str, ...]  # what was left out and why, and remarks on what was read, for the user
+    val_documents: int  # held out in full; 0 if the tail of a single document is held out
+    notes: tuple[str, ...]  # notes for the user: data left out and why, and remarks on the data read
     vocab_size: int
 
     @property
     def train(self) -> Stream:
-        """The stream to train on, of a corpus of one source."""
+        """Stream to train on, for a corpus of one source."""
         (part,) = self.parts
         return part.stream
 
     @property
     def val(self) -> Stream:
-        """The stream that is held out of one source; an empty one where nothing is."""
+        """Held-out stream of one source; empty if nothing is held out."""
         return self.held_out[0].stream if self.held_out else stream_of([])
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """How many tokens there are to train on, and how many are held out."""
+        """Return the number of tokens to train on and the number of held-out tokens."""
         train, val = (sum(part.stream.size for part in parts) for parts in (self.parts, self.held_out))
         return train, val
 
@@ -76,7 +76,7 @@ _Documents = list[Document]
 
 
 class _Split(NamedTuple):
-    """The documents of a source on both sides, notes on them, and what tells them from others."""
+    """Documents of a source on both sides, notes on them, and the digest that identifies them."""
 
     source: DataSource
     train: _Documents
@@ -84,7 +84,7 @@ class _Split(NamedTuple):
     notes: list[str]
     digest: str
     bos: int | None
-    alone: bool = False  # whether it is one document, of which the tail is held out
+    alone: bool = False  # whether it is one document, whose tail is held out
 
 
 def load_corpus(
@@ -105,17 +105,17 @@ def load_corpus(
     batches: Batches | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> Corpus:
-    """The corpus behind `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
+    """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: `PATH=SHARE` each makes a source of each (`mixture.sources_of`). `val_paths`: what is held out
-    instead. `any_bytes`: a file that is named is taken as it is, text or not. `skip_bad`: rows of
-    conversations in error are left out, with a note. `control_tokens`: what the spelling of one in text
-    means, "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore both. `bos`:
-    the id that begins each window of text and each conversation. `loss_on`: what counts of conversations,
-    "answers" or "all". `packs`: windows hold whole documents, so they need not be as long as `context`; those
-    of conversations do anyway. Token files, and text of some size once it is encoded, stay on disk.
-    `batches`: what encodes. `inputs`: what flags give to chat templates. Raises UsageError for what the user
-    can mend: paths, fraction, files, sizes.
+    `paths`: `PATH=SHARE` for each makes each a source (`sources.sources_of`). `val_paths`: data to hold out
+    instead. `any_bytes`: named files are read unchanged, text or not. `skip_bad`: bad rows of
+    conversations are left out, with a note. `control_tokens`: how to read the spelling of one in text,
+    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore both. `bos`:
+    the id that begins each window of text and each conversation. `loss_on`: the tokens of conversations that
+    count, "answers" or "all". `packs`: windows hold whole documents, so these may be shorter than `context`;
+    conversations are always read so. Token files, and large text once it is encoded, stay on disk.
+    `batches`: the encoder. `inputs`: inputs that flags give to chat templates. Raises UsageError for what
+    the user can mend: paths, fraction, files, sizes.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
@@ -130,7 +130,7 @@ def load_corpus(
 
 
 def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
-    """The corpus of all sources."""
+    """Return the corpus of all sources."""
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
@@ -151,12 +151,12 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
 
 
 def _count(documents: _Documents) -> int:
-    """How many documents there are, where token files tell of their own."""
+    """Return the number of documents, counting those inside token files that tell where documents end."""
     return sum(1 if document.ends is None else len(document.ends) for document in documents)
 
 
 def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
-    """A source with `fraction` of its tokens held out; raises UsageError where it has no window."""
+    """Return a source with `fraction` of its tokens held out; raises UsageError if it has no window."""
     documents, notes = reader.documents("--data", source.paths)
     least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
     total = sum(document.tokens.size for document in documents)
@@ -173,7 +173,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
 
 
 def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Split:
-    """Other data to hold out; raises UsageError where these have no window."""
+    """Return other data to hold out; raises UsageError if they have no window."""
     documents, notes = reader.documents("--val-data", paths)
     held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
@@ -184,14 +184,14 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
 
 
 def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:
-    """How many tokens a window takes, or two where windows hold whole documents."""
+    """Return the number of tokens that a window needs; 2 if windows hold whole documents."""
     return 2 if reader.packs or documents[0].counted is not None else context + 1
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
-    """Training and held-out documents, each in the order of the corpus.
+    """Return training and held-out documents, each in the order of the corpus.
 
-    The tail of one that is alone; the last documents of each token file, where all tell where these end.
+    A single document is cut and its tail held out; token files that all tell their ends give their last ones.
     """
     if fraction == 0:
         return documents, []
@@ -204,10 +204,10 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
-    """Documents in an order drawn from `seed` until they hold `fraction` of all tokens; one always stays.
+    """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always stays.
 
-    One that would make them more than twice that is passed over, and the smallest of those is taken only if
-    the others do not reach it: or a draw that begins with a giant would hold out nearly everything.
+    A document that would bring them to more than twice that is skipped, and the smallest skipped one is taken
+    only if the others do not reach it. Else a draw that begins with a giant would hold out nearly everything.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
@@ -222,7 +222,7 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
 
 
 def _too_small(train: _Documents, val: _Documents, least: int) -> str:
-    """Why this split serves nobody, for the user; empty if both sides have a window of `least` tokens."""
+    """Return why this split is useless, for the user; empty if both sides have a window of `least` tokens."""
     left, held = (sum(document.tokens.size for document in side) for side in (train, val))
     if left < least:
         return f"no held-out set: it would leave {left} tokens to train on, a window takes {least}"
@@ -235,7 +235,7 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """sha256 over (length of name, name, digest) of each: no two lists of documents read alike."""
+    """Return the sha256 over (length of name, name, digest) of each: different lists give different input."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)
@@ -244,8 +244,8 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def unigram_entropy(tokens: Ids) -> float:
-    """Nats per token of the distribution of the ids in `tokens` (1-D): what the best order-0 model of this
-    very text reaches, hence what a trained model has to beat. NaN for no tokens.
+    """Return the entropy, in nats per token, of the ids in `tokens` (1-D): the loss of the best order-0 model
+    of this very text, hence the loss that a trained model has to beat. NaN for no tokens.
     """
     counts = np.zeros(0, np.int64)
     for _, block in _blocks(tokens):
@@ -257,6 +257,6 @@ def unigram_entropy(tokens: Ids) -> float:
 
 
 def _blocks(ids: Ids) -> Iterator[tuple[int, Ids]]:
-    """`ids` in pieces, each with its start."""
+    """Yield `ids` in blocks, each with its start."""
     for start in range(0, len(ids), _BLOCK):
         yield start, ids[start : start + _BLOCK]

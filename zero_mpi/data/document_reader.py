@@ -1,7 +1,7 @@
-"""From files to documents: what is read as text, as ids or as conversations, encoded and closed.
+"""Turns files into documents: text, ids or conversations, encoded and closed by a separator.
 
 A document is a text file, whose bytes are encoded and closed by an eos token (a bos if the tokenizer has no
-eos), a token file, whose ids are taken as they are, or a conversation, as its chat template writes and ends
+eos), a token file, whose ids are taken unchanged, or a conversation, as its chat template writes and ends
 it.
 """
 
@@ -32,28 +32,28 @@ from zero_mpi.files.open import is_folder
 Text = tuple[str, bytes]
 """The name of a text, and its bytes."""
 
-_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, little beside the ids
+_ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, few compared with the ids
 
 
 def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
-    """Each text encoded and closed, in their order; a few MiB of them are held at a time."""
+    """Yield each text encoded and closed, in order; a few MiB of them are held at a time."""
     for group in _groups(texts):
         yield from _encoded(group, reader)
 
 
 def separator(tokenizer: Tokenizer) -> int | None:
-    """What closes a document. A bos in the place of a missing eos still says where the next one begins."""
+    """Return the id that closes a document. A bos in place of a missing eos still marks the next start."""
     return tokenizer.bos if tokenizer.eos is None else tokenizer.eos
 
 
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
-    """A line where nothing closes a document."""
+    """Yield a line if nothing closes a document."""
     if separator(tokenizer) is None:
         yield "the tokenizer has neither eos nor bos: nothing stands between documents"
 
 
 def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Texts in their order, in groups of about `_ENCODED` bytes."""
+    """Yield texts in order, in groups of about `_ENCODED` bytes."""
     group, size = list[Text](), 0
     for name, data in texts:
         group.append((name, data))
@@ -65,7 +65,7 @@ def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
 
 
 def _encoded(texts: Sequence[Text], reader: TextReader) -> Iterator[Document]:
-    """An empty file stays empty: an eos alone teaches nothing. No bos comes first: the eos before will do."""
+    """Yield encoded texts: empty ones stay empty (eos alone teaches nothing); the eos before replaces bos."""
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
         if ids.size and last is not None:
@@ -76,7 +76,7 @@ def _encoded(texts: Sequence[Text], reader: TextReader) -> Iterator[Document]:
 
 
 class DocumentReader(NamedTuple):
-    """How documents are read: the flags that say what files mean."""
+    """Reads documents by the flags that say how to read files."""
 
     text: TextReader | None
     vocab: int
@@ -89,7 +89,7 @@ class DocumentReader(NamedTuple):
     skips_bad: bool = False
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
-        """Every document that holds something; raises UsageError where none does."""
+        """Return every document that is not empty; raises UsageError if there is none."""
         read, notes = self._read(paths)
         documents = [document for document in read if document.tokens.size]
         if not documents:
@@ -98,7 +98,7 @@ class DocumentReader(NamedTuple):
         return documents, notes
 
     def bos_of(self, paths: Sequence[str]) -> int | None:
-        """The bos of windows; token files are taken as they are."""
+        """Return the bos of windows; none for token files, whose ids are taken unchanged."""
         return None if are_tokens(collect_files(paths)) else self.bos
 
     def _read(self, paths: Sequence[str]) -> Reading:
@@ -115,7 +115,7 @@ class DocumentReader(NamedTuple):
         return through(files, settings, self.vocab, encode, self.batches)
 
     def _tokens(self, files: Files) -> list[Document]:
-        """Token files, of which none is read into memory."""
+        """Return the documents of token files, none of which is read into memory."""
         documents = [read_tokens(name, path, self.vocab) for name, path in files]
         silent = [each.name for each in documents if each.ends is None]
         if self.packs and silent:
@@ -126,14 +126,14 @@ class DocumentReader(NamedTuple):
         return documents
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
-        """What encodes files: conversations, or text."""
+        """Return the function that encodes files: conversations or text."""
         if are_conversations(files):
             reader = ConversationReader(text.tokenizer, self.loss_on, self.bos, self.inputs)
             return lambda notes: _conversations(files, reader, self, notes)
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
-        """What decides, beside the files, which ids they become."""
+        """Return all settings that decide, beside the files, which ids result."""
         named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
         return text.tokenizer.metadata() | {
             "any bytes": self.any_bytes,
@@ -149,7 +149,7 @@ class DocumentReader(NamedTuple):
 def _conversations(
     files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Each conversation as a document, as its template ends it; none of which nothing counts."""
+    """Yield each conversation as a document, as its template ends it; skip those in which nothing counts."""
     totals, bad = Totals(), BadRows() if flags.skips_bad else None
     for found in reader.read(files, bad):
         totals.add(found.name, found.facts)
@@ -162,13 +162,13 @@ def _conversations(
 def _text_documents(
     files: Files, text_filter: TextFilter, reader: TextReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Text files encoded, eos behind each."""
+    """Yield text files as encoded documents, each with eos at its end."""
     yield from text_documents(_texts(files, text_filter), reader)
     notes += [*text_filter.notes(), *reader.notes(), *separator_notes(reader.tokenizer)]
 
 
 def _texts(files: Files, text_filter: TextFilter) -> Iterator[Text]:
-    """Names and bytes of the text files."""
+    """Yield names and bytes of the text files."""
     for name, path in files:
         try:
             with path.open("rb") as file:

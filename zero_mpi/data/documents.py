@@ -1,9 +1,9 @@
-"""What a corpus is made of: documents, encoded, with the tokens that a loss counts, and their stream.
+"""Parts of a corpus: encoded documents, with the tokens that a loss counts, and their stream.
 
-A document is what attention may look at together. One without `counted` is text: every token but the first is
-a target, and where it is longer than a window it goes on in the next. One with `counted` is a conversation:
-tokens that are not counted are read and not learned, and what lies behind a window's end is left out, for a
-reply without its question teaches something else.
+A document is the unit within which attention may look. One without `counted` is text: every token but the
+first is a target, and if it is longer than a window it continues in the next. One with `counted` is a
+conversation: tokens that are not counted are read but not learned, and tokens beyond a window's end are left
+out, because a reply without its question teaches something else.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Remark(str):
 
 
 class Document(NamedTuple):
-    """Ids in their order, and where they are from.
+    """Ids in their order, and their origin.
 
     name      of the file or line, for people and for the digest of the corpus
-    tokens    ids (n,), uint16 or uint32, held or in a file; of text with what closes it
-    digest    sha256 of the bytes that it was made of, and of what was made of them
-    counted   (n,): whether the loss counts a token as a target, the first never is one; None: all are
-    ends      (D,) int64: where the documents of a token file end, none of which is empty; None: it is one, or
-              the file does not tell
+    tokens    ids (n,), uint16 or uint32, held or in a file; those of text include the separator
+    digest    sha256 of the bytes that it was made of, and of the result
+    counted   (n,): whether the loss counts a token as a target, never the first; None: all are counted
+    ends      (D,) int64: where the documents of a token file end, none of which is empty; None: one document,
+              or the file does not tell
     """
 
     name: str
@@ -43,8 +43,8 @@ class Document(NamedTuple):
     ends: NDArray[np.int64] | None = None
 
     def cut(self, place: int) -> tuple[Document, Document]:
-        """The documents before a place and those from it on; one that reaches over it belongs to the first
-        as far as the place, unless it is known where documents end: then the cut is where one does.
+        """Return the documents before a place and those from it on. One that crosses it is cut at the place,
+        unless its documents' ends are known: then the cut is where one of them ends.
         """
         ends, count = self.ends, self.counted
         if ends is not None and len(ends) > 1:
@@ -60,11 +60,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents one behind the other.
+    """Documents one after the other.
 
-    ids       of all (n,), uint16 or uint32, held or in files
+    ids       ids of all documents (n,), uint16 or uint32, held or in files
     ends      (D,) int64: where each document ends
-    counted   (n,): whether the loss counts a token as a target; None: text, where all are
+    counted   (n,): whether the loss counts a token as a target; None: text, where all count
     """
 
     ids: Tokens
@@ -73,17 +73,17 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The number of tokens."""
+        """Number of tokens."""
         return int(self.ids.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the stream takes."""
         return sum(array.nbytes for array in (self.ids, self.ends, self.counted) if array is not None)
 
 
 def stream_of(documents: Sequence[Document]) -> Stream:
-    """The stream of documents, all with `counted` or none, and all held or all in files."""
+    """Return the stream of documents, all with `counted` or none, and all held or all in files."""
     ends = ends_of(documents)
     masks = [document.counted for document in documents if document.counted is not None]
     assert len(masks) in (0, len(documents)), "text and conversations do not mix"
@@ -100,7 +100,7 @@ def stream_of(documents: Sequence[Document]) -> Stream:
 
 
 def ends_of(documents: Sequence[Document]) -> NDArray[np.int64]:
-    """Where each document ends (D,) in the stream of all."""
+    """Return where each document ends (D,) in the stream of all."""
     ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
     if all(document.ends is None for document in documents):
         return ends

@@ -1,10 +1,10 @@
-"""Texts that were encoded before: ids in a folder named by what they were made of.
+"""Cache of encoded texts: ids in a folder that is named by what they were made of.
 
-To encode gigabytes takes minutes, and a job that is requeued would do it at each start; and ids that lie in a
-file are not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name that
-covers the texts and all that decides what becomes of them, this package's code too, and are found under it
-again. An entry that nobody used for `MOST_DAYS` goes when another one is made. ZERO_MPI_CACHE names the
-folder; the texts of small corpora, and all where no folder can be written, are encoded into memory.
+Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids that lie in a
+file are also not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name
+that covers the texts and all that decides their ids, this package's code included, and are found under it
+again. An entry that nobody used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names
+the folder. Texts of small corpora, and all texts if no folder can be written, are encoded into memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
 from zero_mpi.files.parse import parse_json
 
-LEAST = 4 << 20  # bytes of text; less is encoded in about a second
-MOST_DAYS = 30  # since an entry was used last
-MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # bytes and values of what is written about the documents
+LEAST = 4 << 20  # bytes of text; smaller texts are encoded in about a second
+MOST_DAYS = 30  # days since the last use of an entry
+MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on bytes and values of the record about the documents
 IDS, COUNTED, ABOUT, SUMS = "ids.bin", "counted.bin", "about.json", "sha256sums"
-NEW = "new-"  # begins the name of an entry that is written; what a killed job left of one goes after a day
+NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes on them for the user."""
-Beat = Callable[[], object]  # is called again and again by what takes long
+Beat = Callable[[], object]  # called again and again during long work
 Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
@@ -48,11 +48,11 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Encoder of pieces of text, a batch at a time, each into so many rows of whole numbers below 2**32.
+    """Encoder of chunks of text, a batch at a time, each into so many rows of whole numbers below 2**32.
 
     beat     called before each batch
-    cached   whether ids that were encoded at another time are taken
-    folder   where the rows of each batch are kept for the start after one that is ended; None: nowhere
+    cached   whether ids from an earlier encoding may be used
+    folder   where the rows of each batch are kept for the next start after an interrupted one; None: nowhere
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
@@ -60,7 +60,7 @@ class Batches:
         self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
-        """Return encode(pieces), or what was kept of it under a name of its own, behind a sha256."""
+        """Return encode(pieces), or the rows kept of it under a name of its own, after a sha256."""
         self.beat()
         if self.folder is None:
             return encode(pieces)
@@ -75,7 +75,7 @@ class Batches:
             rows = encode(pieces)
             numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
             content = hashlib.sha256(numbers).digest() + numbers
-            with suppress(OSError):  # what cannot be kept is encoded again
+            with suppress(OSError):  # rows that cannot be kept are encoded again
                 write_whole(path, content)
         found = np.frombuffer(content, "<u4", offset=32)
         return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
@@ -84,17 +84,17 @@ class Batches:
 def through(
     files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
 ) -> Reading:
-    """The documents of files and notes on them: found in the cache, or encoded, into it where they are large.
+    """Return documents of files and notes: from the cache, or encoded (into the cache if files are large).
 
-    settings   all that decides, beside the texts, what becomes of them
-    batches    what `encode` runs its batches by
+    settings   all that decides, beside the texts, which ids they become
+    batches    runs the batches of `encode`
 
-    Raises UsageError for files that cannot be read, or change while they are.
+    Raises UsageError for files that cannot be read, or that change while they are read.
     """
     entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
     kept = None if entry is None else found(entry, vocab, batches.beat)
     if entry is not None and kept is None:
-        shutil.rmtree(entry, ignore_errors=True)  # what is not sound
+        shutil.rmtree(entry, ignore_errors=True)  # removes an unsound entry
         with suppress(OSError):  # no room, or not ours
             make(entry, encode, batches)
             if entry_of(files, settings, batches.beat) != entry:
@@ -108,7 +108,7 @@ def through(
 
 
 def is_large(files: Files) -> bool:
-    """Whether files hold so much text that encoding it again would take long."""
+    """Return whether files hold so much text that encoding it again would take long."""
     try:
         return sum(path.stat().st_size for _, path in files) >= LEAST
     except OSError as error:
@@ -116,7 +116,7 @@ def is_large(files: Files) -> bool:
 
 
 def folder() -> Path | None:
-    """Return where entries lie; None where that is nowhere."""
+    """Return the folder of all entries; None if there is none."""
     places = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
     return next(
         (Path(os.environ[name], below) for name, below in places.items() if os.environ.get(name)), None
@@ -124,7 +124,7 @@ def folder() -> Path | None:
 
 
 def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path | None:
-    """The folder of an entry, there or not; reads all texts, which takes a second a gigabyte."""
+    """Return the folder of an entry, existing or not; reads all texts, which takes one second per GB."""
     base = folder()
     if base is None:
         return None
@@ -152,7 +152,7 @@ def digest_of(path: Path, beat: Beat) -> str:
 
 @cache
 def code() -> str:
-    """A text that changes with what encodes: another version may give other ids."""
+    """Return a text that changes with the code that encodes: another version may give other ids."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -160,9 +160,9 @@ def code() -> str:
 
 
 def make(entry: Path, encode: Encode, batches: Batches) -> None:
-    """Write an entry, under another name until it is whole; OSError where that fails.
+    """Write an entry, under another name until it is complete; OSError if that fails.
 
-    Where the job is ended meanwhile, batches that were encoded stay for the next one.
+    If the job is ended meanwhile, batches that were encoded stay for the next one.
     """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drop_unused(entry.parent)
@@ -183,7 +183,7 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
 
 
 def write(scratch: Path, encode: Encode, beat: Beat) -> None:
-    """Write ids and what is known of them, as documents come: none is held."""
+    """Write ids and their facts as documents come; none is held."""
     notes, documents = list[str](), list[tuple[str, int, str]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
@@ -206,14 +206,14 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
 
 
 def sums(entry: Path, beat: Beat, names: Sequence[str] = (IDS, COUNTED, ABOUT)) -> bytes:
-    """Return the digests of an entry's files, in the form of sha256sum. OSError where one is not there."""
+    """Return the digests of an entry's files, in the form of sha256sum. OSError if a file is missing."""
     return "".join(f"{digest_of(entry / name, beat)}  {name}\n" for name in names).encode()
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """The documents of an entry, whose ids stay where they are, and the notes; None where none is sound.
+    """Return the documents of an entry, whose ids stay in its files, and the notes; None if it is unsound.
 
-    What is read was written here: all files have the digests that they had then.
+    Only files that still have the digests from when they were written here are read.
     """
     try:
         recorded = read_file(entry / SUMS, 1 << 10)
@@ -224,11 +224,11 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         kind, told = np.dtype(about["dtype"]), about["documents"]
         total = sum(size for _, size, _ in told)
         is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
-        if is_longer or recorded != sums(entry, beat):  # what has grown to gigabytes is not read
+        if is_longer or recorded != sums(entry, beat):  # files that have grown to gigabytes are not read
             return None
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
-        os.utime(entry)  # it was used
+        os.utime(entry)  # marks it as used
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
@@ -242,7 +242,7 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
 
 
 def drop_unused(base: Path) -> None:
-    """Remove entries, and what is left of unfinished ones, that were not used for long."""
+    """Remove entries, and remains of unfinished ones, that were not used for long."""
     for each in base.iterdir():
         used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Kinds of files that are no text, by their first bytes: a name for each, and what makes text of it.
+"""Kinds of files that are not text, by their first bytes: a name for each, and how to make text of it.
 
-The beginnings are those that formats are known by. One that a text may have too ("GGUF") counts only with
-bytes that no text has, and whatever else has such bytes is binary data. Text that is not in UTF-8 is text: in
-Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, for most of their bytes are zero.
+Formats are known by their first bytes. Bytes that may also begin a text ("GGUF") count only together with
+bytes that no text has; any other file with such bytes is binary data. Text that is not in UTF-8 is text: in
+Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, because most of their bytes are zero.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 BLOCK = 1 << 20
-HEAD = 8192  # bytes looked at to tell text from binary, as git and grep do
+HEAD = 8192  # bytes that tell text from binary, as in git and grep
 LINES = (".jsonl", ".ndjson")
 TOKENIZE = "zero-mpi tokenize makes token files of it"
 
 
 class Kind(NamedTuple):
-    """What a file looks like, and what to do about it."""
+    """Kind of a file, and advice on what to do about it."""
 
     name: str
     remedy: str
 
 
 class Beginning(NamedTuple):
-    """Bytes at a place of the head, and others anywhere in it, that mean a kind."""
+    """Bytes at a place of the head, and others anywhere in it, that identify a kind."""
 
     data: bytes
     name: str
@@ -62,7 +62,7 @@ BEGINNINGS = (
     Beginning(b"%PDF-", "a PDF document", "make text of it first: pdftotext FILE"),
     Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
 )
-WIDE = (  # the longer ones first: UTF-32 begins as UTF-16 does
+WIDE = (  # longer marks first: UTF-32 begins like UTF-16
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -73,7 +73,7 @@ LINES_REMEDY = (
     "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
     "in each line"
 )
-# The beginning of an array of objects, or of an object with one of conversations.
+# The beginning of an array of objects, or of an object that holds conversations.
 ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
 ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
@@ -85,7 +85,7 @@ CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 
 
 def kind_of(head: bytes, name: str) -> Kind | None:
-    """Return what a file is, by its first `HEAD` bytes and its name; None for text."""
+    """Return the kind of a file, by its first `HEAD` bytes and its name; None for text."""
     is_wrong = not is_utf8(head, whole=False)
     for begin in BEGINNINGS:
         surely = len(begin.data) > 4 and not begin.at
@@ -106,7 +106,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def wide(head: bytes) -> str:
-    """Return the encoding of text of two or four bytes a character, by its mark or its zeros; or ""."""
+    """Return the encoding of text with two or four bytes per character, by its mark or its zeros; or ""."""
     if marked := next((found for mark, found in WIDE if head.startswith(mark)), ""):
         return marked
     for width in (4, 2):
@@ -118,7 +118,7 @@ def wide(head: bytes) -> str:
 
 
 def has_objects(head: bytes, name: str) -> bool:
-    """Return whether there is a JSON object in each line: its markup would be learned beside the text."""
+    """Return whether each line holds a JSON object: its markup would be learned beside the text."""
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
@@ -132,7 +132,7 @@ def has_objects(head: bytes, name: str) -> bool:
 
 
 def is_utf8(data: bytes, whole: bool = True) -> bool:
-    """Whether bytes are text in UTF-8; not `whole`: the last letter may be cut. It is read in blocks."""
+    """Return whether bytes are text in UTF-8, read in blocks; if not `whole`, the last letter may be cut."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, 0 if data.isascii() else len(data), BLOCK):
@@ -149,9 +149,9 @@ SHOWN_NAMES = 3  # names
 class TextFilter:
     """Looks at one file after the other; `notes` say what was found: `out`, `taken` and `odd`.
 
-    paths       what was named: files and folders
-    any_bytes   whether named files are taken as they are, whatever they look like
-    flag        what the paths were named by
+    paths       files and folders that were named
+    any_bytes   whether named files are read unchanged, whatever they look like
+    flag        flag that named the paths
     """
 
     def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
@@ -160,7 +160,7 @@ class TextFilter:
         self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
 
     def takes(self, name: str, path: Path, head: bytes) -> bool:
-        """Whether a file is read, by its first bytes. Raises UsageError for a named one that is no text."""
+        """Return whether a file is read, by its first bytes; UsageError for a named file that is not text."""
         kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
         if kind is None:
             return True
@@ -177,12 +177,12 @@ class TextFilter:
         return True
 
     def read(self, name: str, data: bytes) -> None:
-        """Take note of the encoding of a file that was read whole."""
+        """Note the encoding of a file that was read to its end."""
         if self._named and not self._any_bytes and not is_utf8(data):
             self.odd.append(shown(name, SHOWN_LETTERS))
 
     def notes(self) -> Iterator[str]:
-        """The notes: a line for each sort of thing that was found."""
+        """Yield a line for each sort of thing that was found."""
         if self.out:
             yield f"files that are no text left out: {some(self.out)}"
         if self.taken:
@@ -195,5 +195,5 @@ class TextFilter:
 
 
 def some(found: Sequence[str]) -> str:
-    """A text: how many there are, and the first of them."""
+    """Return a text: how many there are, and the first of them."""
     return f"{len(found):,} ({', '.join(found[:SHOWN_NAMES])}{', ...' if len(found) > SHOWN_NAMES else ''})"

@@ -1,9 +1,9 @@
-"""Which tokens go where: token stream -> windows -> samples -> micro-batches.
+"""Decides which tokens go where: token stream -> windows -> samples -> micro-batches.
 
 A corpus is cut into non-overlapping windows of `context` tokens. Sample k of the run (counted from 0 over all
-steps) is one window, by one function of (seed, epoch) alone; step s holds samples s*B .. s*B + B - 1; its
+steps) is one window, a function of (seed, epoch) alone; step s holds samples s*B .. s*B + B - 1; its
 micro-batch i is a fixed run of those, and rank i mod P computes it in round i div P. So the samples and the
-shape of a micro-batch never depend on the number of ranks, and a resume needs to know nothing but the step.
+shape of a micro-batch never depend on the number of ranks, and a resume needs only the step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What is computed at once: fresh C-contiguous int64 arrays (b, T).
+    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T).
 
     inputs    ids
-    targets   what each position is to predict; -1: nothing
-    begins    for each position that of its row at which its document begins; None: a row is one document
+    targets   id that each position is to predict; -1: none
+    begins    for each position, where in its row its document begins; None: a row is one document
     """
 
     inputs: Ids
@@ -35,29 +35,29 @@ class Batch:
 
 
 class WindowSource(Protocol):
-    """What is dealt out: windows of T = `context` positions, by their numbers."""
+    """Numbered windows of T = `context` positions, from which samples are drawn."""
 
     context: int
-    kind: str  # what windows are, for who has none of them
+    kind: str  # description of the windows, for the error if there are none
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """Return the number of windows."""
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """The windows `indices` (b,); raises IndexError for one outside 0..len-1."""
+        """Return the windows `indices` (b,); raises IndexError for an index outside 0..len-1."""
 
     def counted(self, indices: ArrayLike) -> int:
-        """How many targets of these windows count."""
+        """Return the number of targets of these windows that count."""
 
     def about(self) -> str:
-        """How the data came into windows, if that needs to be said."""
+        """Return how the data fill the windows, if that needs to be said."""
 
     def notes(self) -> list[str]:
-        """What is left out, for the user."""
+        """Return notes on what is left out, for the user."""
 
 
 def inside(indices: ArrayLike, count: int) -> Ids:
-    """Numbers of windows as an array; raises IndexError for one outside 0..count-1."""
+    """Return numbers of windows as an array; raises IndexError for one outside 0..count-1."""
     wanted = np.asarray(indices, dtype=np.int64)
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
         raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {count}")
@@ -67,10 +67,10 @@ def inside(indices: ArrayLike, count: int) -> Ids:
 class Windows:
     """Windows of T = `context` tokens over ids, 1-D or in files; window i starts at i * `stride`.
 
-    Without a stride it is T, and windows do not overlap: the last target of a window is the first input of
+    By default the stride is T, and windows do not overlap: the last target of a window is the first input of
     the next, so every token but the first is predicted once. A stride below T lets each window but the first
     predict T - stride tokens again. Tokens after the last whole window are not used. `bos`: the first
-    input of each window, before T - 1 inputs of the text, of which the first token is predicted too.
+    input of each window, before T - 1 inputs of the text, whose first token is predicted too.
     """
 
     def __init__(
@@ -89,26 +89,26 @@ class Windows:
         self._tokens = tokens if isinstance(tokens, TokenSpans) else np.asarray(tokens)
 
     def known(self, index: int) -> int:
-        """How many of a window's targets windows before it have predicted."""
+        """Return the number of a window's targets that earlier windows have predicted."""
         return self.context - self.stride if index else 0
 
     def __len__(self) -> int:
         return max(len(self._tokens) + len(self._bos) - self.context - 1 + self.stride, 0) // self.stride
 
     def counted(self, indices: ArrayLike) -> int:
-        """How many targets of these windows count: all."""
+        """Return the number of targets of these windows: all count."""
         return self.context * np.size(indices)
 
     def about(self) -> str:
-        """Nothing needs to be said."""
+        """Return "": nothing needs to be said."""
         return ""
 
     def notes(self) -> list[str]:
-        """Nothing of note is left out."""
+        """Return []: nothing of note is left out."""
         return []
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Inputs and targets of the windows `indices` (b,).
+        """Return inputs and targets of the windows `indices` (b,).
 
         Raises IndexError for an index outside 0..len-1.
         """
@@ -127,10 +127,10 @@ def _at_least_one(flag: str, value: int) -> int:
 
 
 class StepLoader:
-    """Training batches: B = `batch_size` samples a step, cut into M micro-batches of `micro_batch` samples.
+    """Training batches: B = `batch_size` samples per step, cut into M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step is the shorter one where B is no multiple. `order`: of the samples, if
-    windows are of several sources. Raises UsageError for sizes below 1 and for a corpus without a window.
+    The last micro-batch of a step is shorter if B is no multiple. `order`: order of the samples, if windows
+    are of several sources. Raises UsageError for sizes below 1 and for a corpus without a window.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class StepLoader:
         self.order = order or SampleOrder([len(windows)], [1.0], seed)
 
     def counted(self, step: int) -> int:
-        """How many targets of a step (from 0) count: what a mean loss divides by."""
+        """Return the number of targets of a step (from 0) that count: the divisor of a mean loss."""
         return self.windows.counted(self.order.windows(step * self.batch_size + np.arange(self.batch_size)))
 
     def epochs(self, steps: int) -> list[float]:
-        """How often so many steps go through the windows of each source."""
+        """Return how many times so many steps go through the windows of each source."""
         return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:
-        """Micro-batch i (0..M-1) of `step` (from 0)."""
+        """Return micro-batch i (0..M-1) of `step` (from 0)."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         end = min((i + 1) * self.micro_batch, self.batch_size)
         samples = step * self.batch_size + np.arange(i * self.micro_batch, end)
@@ -181,17 +181,17 @@ class EvalLoader:
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
         self._windows = windows
         self.micro_batches = -(-taken // micro_batch)
-        self.counted = windows.counted(self.chosen)  # targets: what a mean loss divides by
+        self.counted = windows.counted(self.chosen)  # targets: the divisor of a mean loss
 
     def micro(self, i: int) -> Batch:
-        """Micro-batch i, of 0..micro_batches-1."""
+        """Return micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What an evaluation reads: windows of each source of which some are held out, by the source's name."""
+    """Data of an evaluation: windows of each source of which some are held out, by the source's name."""
 
     loaders: dict[str, EvalLoader]
 
@@ -199,13 +199,13 @@ class HeldOut:
         return any(loader.micro_batches for loader in self.loaders.values())
 
     def mean(self, losses: Mapping[str, float]) -> float:
-        """The loss of all targets, of the mean loss of each source; of one source its bits."""
+        """Return the loss over all targets from each source's mean loss; for one source, its exact bits."""
         if len(losses) == 1:
             return next(iter(losses.values()))
         counts = {name: self.loaders[name].counted for name in losses}
         return sum(losses[name] * counts[name] for name in losses) / sum(counts.values())
 
     def batches(self) -> Iterator[Batch]:
-        """All micro-batches, of one source after the other."""
+        """Yield all micro-batches, one source after the other."""
         for loader in self.loaders.values():
             yield from map(loader.micro, range(loader.micro_batches))

@@ -1,10 +1,10 @@
-"""Whole documents in windows: as many as there is room for, none cut that fits, none looked at from another.
+"""Packs whole documents into windows: no document that fits is cut, and none attends to another.
 
-A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. What is
-longer than a window comes in pieces. These are packed by best fit, the longest first: each goes where the
-least room stays, and into a window of its own where it fits nowhere (Johnson, "Fast algorithms for bin
-packing", 1974; for documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). That depends
-on documents and context alone; windows are then dealt out as any others.
+A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. A document
+that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first: each goes
+where the least room stays, and into a new window if it fits nowhere (Johnson, "Fast algorithms for bin
+packing", 1974; for documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result
+depends on documents and context alone; windows are then dealt out like any others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """What is packed: positions from `starts` (P,) on, `sizes` of them; `targets` of which count.
+    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count.
 
-    cut     how many conversations are longer than a window
-    empty   how many pieces have no target that counts, and are none of these
+    cut     number of conversations that are longer than a window
+    empty   number of pieces without a target that counts; they are not among the pieces
     """
 
     starts: Places
@@ -37,9 +37,9 @@ class Packable(NamedTuple):
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
-    """The documents of a stream, cut to `context` positions: text goes on, a conversation ends there.
+    """Return the documents of a stream in pieces of `context` positions; of a conversation only the first.
 
-    Where a piece has a bos in front, its first token is a target too.
+    If a piece has a bos in front, its first token is a target too.
     """
     begins = np.append(0, stream.ends[:-1]).astype(np.int64)
     lengths = np.maximum(stream.ends - begins - 1 + has_bos, 0)
@@ -56,7 +56,7 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
-    """How many are true of `sizes` from each of `starts` on, which ascend and do not overlap."""
+    """Return how many of `sizes` flags from each of `starts` on are true; starts ascend without overlap."""
     found = np.zeros(sizes.size, np.int64)
     some = sizes > 0
     borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
@@ -67,19 +67,19 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
 
 
 def windows_over(stream: Stream, context: int, packing: str, bos: int | None = None) -> WindowSource:
-    """The windows of a stream: of `packing` documents, or none, which lets text run on through windows."""
+    """Return the windows of a stream: `packing` fills them with documents; none: text runs through them."""
     if packing == NONE and stream.counted is None:
         return Windows(stream.ids, context, bos=bos)
     return PackedWindows(stream, context, packing == DOCUMENTS, bos)
 
 
 def best_fit(sizes: Places, room: int) -> Places:
-    """The window (P,) of each piece, all of at most `room`; windows are numbered as they are begun.
+    """Return the window (P,) of each piece, all of at most `room`; windows are numbered as they are opened.
 
-    Windows are found by the room that is left in them, of which a bit each says whether there is one.
+    Windows are found by the room left in them; one bit per amount of room says whether there is one.
     """
     order = np.argsort(-sizes, kind="stable")
-    windows: dict[int, list[int]] = {}  # by what is left in them
+    windows: dict[int, list[int]] = {}  # by the room left in them
     lefts = count = 0
     found = []
     for size in sizes[order].tolist():
@@ -100,10 +100,10 @@ def best_fit(sizes: Places, room: int) -> Places:
 
 
 class PackedWindows:
-    """Windows of T = `context` positions that hold whole documents of a stream; not `packs`: one each.
+    """Windows of T = `context` positions that hold whole documents of a stream; without `packs` one in each.
 
-    Behind the last document of a window ids are 0, and no target counts. `bos`: the first input of each text
-    and part of one; a conversation has its own.
+    After the last document of a window ids are 0, and no target counts. `bos`: the first input of each text
+    and of each part of one; a conversation has its own.
     """
 
     kind = "document with a token to learn: give other --data"
@@ -125,26 +125,26 @@ class PackedWindows:
 
     @property
     def filled(self) -> float:
-        """The share of all positions that documents take."""
+        """Share of all positions that documents take."""
         return float(self._sizes.sum() / max(1, len(self) * self.context))
 
     def about(self) -> str:
-        """How many documents are in how many windows, how full these are, and how many are cut."""
+        """Return how many documents are in how many windows, how full these are, and how many are cut."""
         kind = "documents and parts of long ones"
         if self._stream.counted is not None:
             kind = f"conversations ({self.pieces.cut:,} cut)"
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def known(self, index: int) -> int:
-        """How many of a window's targets windows before it have predicted: none, for they do not overlap."""
+        """Return the number of a window's targets that earlier windows have predicted: 0, as none overlap."""
         return 0
 
     def counted(self, indices: ArrayLike) -> int:
-        """How many targets of the windows `indices` count."""
+        """Return the number of targets of the windows `indices` that count."""
         return int(self._targets[np.asarray(indices, np.int64)].sum())
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Inputs and targets of the windows `indices` (b,), and where their documents begin.
+        """Return inputs and targets of the windows `indices` (b,), and where their documents begin.
 
         Raises IndexError for an index outside 0..len-1.
         """
@@ -162,7 +162,7 @@ class PackedWindows:
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position behind the last alone
+        begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position after the last is alone
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -171,7 +171,7 @@ class PackedWindows:
         return Batch(inputs, targets, begins)
 
     def notes(self) -> list[str]:
-        """What is left out, for the user."""
+        """Return notes on what is left out, for the user."""
         found, kind = [], "documents" if self._stream.counted is None else "conversations"
         if self.pieces.cut:
             found.append(

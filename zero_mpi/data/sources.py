@@ -1,4 +1,4 @@
-"""The sources that `--data` names: each with its paths, and with its share of the samples."""
+"""Sources that `--data` names: each with its paths and its share of the samples."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_file, is_folder
 
-LEAST_SHARE = 1e-3  # of all samples: a block of `sample_order` has some of each source
+LEAST_SHARE = 1e-3  # smallest share of all samples: a block of `sample_order` has some of each source
 _SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
 
 
 class DataSource(NamedTuple):
-    """What `--data` names: paths that are read as one, and their share of all samples."""
+    """Source in `--data`: paths that are read as one, and their share of all samples."""
 
     name: str
     paths: list[str]
@@ -32,10 +32,10 @@ class DataSource(NamedTuple):
 
 
 def sources_of(given: Sequence[str]) -> list[DataSource]:
-    """The sources of `--data`: `PATH=SHARE` each, or all paths as one.
+    """Return the sources of `--data`: one for each `PATH=SHARE`, or one for all paths.
 
-    A path that is there is one, whatever is in its name. Shares are of their sum. Raises UsageError for some
-    paths with a share and some without, for a path twice, and for a share below `LEAST_SHARE`.
+    An existing path is a path, whatever its name. Shares are relative to their sum. Raises UsageError for
+    some paths with a share and some without, for a repeated path, and for a share below `LEAST_SHARE`.
     """
     found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
     shares = {match["path"]: float(match["share"]) for match in found if match is not None}
@@ -60,7 +60,7 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """Names of which each stands once: the second of the same is NAME-2."""
+    """Return names, each of which stands once: the second of the same is NAME-2."""
     return [
         name if (before := list(names[:place]).count(name)) == 0 else f"{name}-{before + 1}"
         for place, name in enumerate(names)
@@ -68,18 +68,18 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, path) of every file of all sources, as `collect_files`."""
+    """Return (name, path) of every file of all sources, as `collect_files` does."""
     return [file for source in sources_of(data) for file in collect_files(source.paths)]
 
 
 def holds_token_files(data: Sequence[str]) -> bool:
-    """Whether all sources are token files, which need no tokenizer; UsageError if only a part of one is."""
-    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are looked at
+    """Return whether all sources are token files, which need no tokenizer; UsageError if only some are."""
+    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are checked
     return all(kinds)
 
 
 class MixedWindows:
-    """Windows of several sources, of one context, as one row of them, those of the first source first."""
+    """Windows of several sources with one context, in one numbering: those of the first source come first."""
 
     kind = "window"
 
@@ -91,7 +91,7 @@ class MixedWindows:
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> list[tuple[WindowSource, Places, Places]]:
-        """(part, rows of these indices that are of it, its own numbers of them), of parts that have any."""
+        """Return (part, rows of these indices in it, its own numbers of them) for parts that have any."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         rows = [np.flatnonzero(of == number) for number in range(len(self.parts))]
@@ -106,7 +106,7 @@ class MixedWindows:
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """The windows `indices` (b,); a row of running text is one document where others hold several."""
+        """Return the windows `indices` (b,); a row of running text is one document if others hold several."""
         cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
         if len(cut) == 1:
             return cut[0][1]
@@ -127,11 +127,11 @@ class MixedWindows:
         return [note for part in self.parts for note in part.notes()]
 
 
-UNFINISHED = ".tokenize"  # what a job keeps there until all parts are complete
+UNFINISHED = ".tokenize"  # folder of a job's files until all parts are complete
 
 
 def tokenizers_of(data: Sequence[str]) -> list[Path]:
-    """The tokenizers that lie in the folders of `--data`; raises UsageError for a folder not finished."""
+    """Return the tokenizers in the folders of `--data`; raises UsageError for an unfinished folder."""
     folders = [Path(path) for source in sources_of(data) for path in source.paths]
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):

@@ -1,4 +1,4 @@
-"""Which files a corpus is read from: those of --data, or of Python's own library."""
+"""Files that a corpus is read from: those of --data, or those of Python's own library."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
-_NAME = 40  # letters of a path that are shown where there is little room
+_NAME = 40  # letters shown of a path in short messages
 NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # of a folder that `zero-mpi tokenize` has made
-NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # of the package datasets
-# Distributions ship these or not as they like, and tests are poor prose; caches are no source.
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files of a folder that `zero-mpi tokenize` made
+NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
+# Distributions may or may not ship these, and tests are poor prose; caches are no source.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 def stdlib_root() -> Path:
-    """Where Python's own library lies (of the base installation, also inside a virtual environment)."""
+    """Return the folder of Python's own library: of the base installation, even in a virtual environment."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def named(paths: Sequence[str], most: int = _NAME) -> str:
-    """What `--data` names, for people: the first path, cut to `most` letters, and how many more."""
+    """Return what `--data` names, for people: the first path, cut to `most` letters, and how many more."""
     if not paths:
         return f"Python's own library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
@@ -38,21 +38,21 @@ def stdlib_files() -> list[Path]:
 
 
 def library_files() -> list[tuple[str, Path]]:
-    """Return (name, path) of the same files, as `collect_files` does."""
-    # _sysconfigdata* is written by the build and differs from machine to machine.
+    """Return (name, path) of the files of `stdlib_files`, as `collect_files` does."""
+    # _sysconfigdata* is written by the build and differs between machines.
     names = [name for name in _walk(stdlib_root(), _NOT_LIBRARY) if not name.startswith("_sysconfigdata")]
     return [(name, stdlib_root() / name) for name in names if name.endswith(".py")]
 
 
 def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str, Path]]:
-    """(name, path) of every file meant by `paths`: files as given, folders recursively in order of name.
+    """Return (name, path) of every file under `paths`: files as given, folders recursively in order of name.
 
-    The name is relative to the given folder, with forward slashes; of a file given by itself, its last part;
-    with `NANOGPT` before it where the path has that.
-    Hidden files and folders inside a folder are skipped; links are followed. A file reached twice is taken
-    once, or its text could be trained on and held out too. What the package datasets notes beside its files
-    is left out. Raises UsageError, which names the `flag` that the
-    paths are from, for a path that is not there.
+    The name is relative to the given folder, with forward slashes; for a file given by itself, its last part,
+    with `NANOGPT` before it if the path has that.
+    Hidden files and folders inside a folder are skipped; links are followed. A repeated file is taken
+    once, or its text could be trained on and held out too. Files that the package datasets adds beside its
+    data are left out. Raises UsageError, which names the `flag` that the
+    paths are from, for a missing path.
     """
     found: dict[str, tuple[str, Path]] = {}
     for given in paths:
@@ -75,7 +75,7 @@ def _files_of(given: Path, flag: str) -> list[tuple[str, Path]]:
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
-    """Names of the regular files under `root`, sorted; each folder once, because links may form a loop."""
+    """Return names of regular files under `root`, sorted; each folder once, because links may form a loop."""
     names: list[str] = []
     seen: set[str] = set()
     for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):

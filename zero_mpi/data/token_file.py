@@ -1,7 +1,7 @@
-"""A file of token ids of any format: where the ids lie, looked at once for a digest, then read by places.
+"""Token file of any format: finds where the ids lie, scans them once for a digest, then reads by position.
 
-A format (`token_formats`) reads the header and says where ids and documents are; nothing is read that is not
-ids. What is larger than `WHOLE` is looked at here and there, for a run on terabytes begins as soon as any
+A format (`token_formats`) reads the header and says where ids and documents are; only ids are read. A file
+larger than `WHOLE` is only sampled at first, so that a run on terabytes begins as soon as any
 other.
 """
 
@@ -22,15 +22,15 @@ from zero_mpi.errors import UsageError
 
 Ids = NDArray[np.integer[Any]]
 
-WHOLE = 1 << 30  # bytes of a file that is read from end to end for its digest, in half a second
-BLOCK = 1 << 20  # ids looked at together
+WHOLE = 1 << 30  # largest file that is read to its end for its digest, which takes half a second
+BLOCK = 1 << 20  # ids processed together
 
 
 class TokenLayout(NamedTuple):
-    """Where a file holds ids.
+    """Places of the ids in a file.
 
     runs    (first byte, number of ids) of each run of them, in their order
-    dtype   of an id, little-endian
+    dtype   dtype of an id, little-endian
     ends    (D,) int64: where each document ends, the last with the last id; None: the file does not tell
     """
 
@@ -40,15 +40,15 @@ class TokenLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of ids."""
+        """Number of ids."""
         return sum(count for _, count in self.runs)
 
 
 def look_at(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> tuple[TokenSpans, bytes]:
-    """(where the ids lie, a digest). The ids stay in the file; those outside the vocabulary are refused.
+    """Return (where the ids lie, a digest). The ids stay in the file; an id beyond the vocabulary is refused.
 
     The digest is the sha256 of a file of at most `WHOLE` bytes; of a larger one it is
-    `TokenSpans.sampled_digest`, and its other ids are looked at when they are read. Raises UsageError.
+    `TokenSpans.sampled_digest`, and its other ids are checked when they are read. Raises UsageError.
     """
     real, length = os.path.abspath(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size
     spans = TokenSpans([FileSpan(real, start, n, layout.dtype, length) for start, n in layout.runs], vocab)
@@ -58,7 +58,7 @@ def look_at(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> tuple[
 
 
 def look_through(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> bytes:
-    """The digest of the whole file, in one pass that reads: pages of a map would count as ours."""
+    """Return the digest of the full file, read in one pass: pages of a map would count as our memory."""
     total, at, seen = hashlib.sha256(), 0, 0
     file.seek(0)
     for start, count in layout.runs:
@@ -74,7 +74,7 @@ def look_through(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> b
 
 
 def blocks(file: FileIO, count: int, dtype: np.dtype[Any]) -> Iterator[Ids]:
-    """The next `count` ids of a file, `BLOCK` at a time, all in the same memory."""
+    """Yield the next `count` ids of a file, `BLOCK` at a time, all in the same memory."""
     room = np.empty(min(count, BLOCK), dtype)
     while count:
         ids = room[: min(count, BLOCK)]
@@ -93,7 +93,7 @@ def check_ids(path: Path, ids: Ids, first: int, vocab: int) -> None:
 
 
 def exactly(file: FileIO, count: int) -> bytes:
-    """The next `count` bytes; ValueError where there are less."""
+    """Return the next `count` bytes; ValueError if there are fewer."""
     data = file.read(count)
     if len(data or b"") != count:
         raise ValueError(f"expected {count} bytes more, found the end of the file")
@@ -101,7 +101,7 @@ def exactly(file: FileIO, count: int) -> bytes:
 
 
 def fill(file: FileIO, room: Ids) -> None:
-    """Read until `room` is full; the system may give it in parts. ValueError where the file ends before."""
+    """Read until `room` is full; the system may deliver parts. ValueError if the file ends before."""
     view, at = room.data.cast("B"), 0
     while at < len(view):
         got = file.readinto(view[at:])
@@ -111,7 +111,7 @@ def fill(file: FileIO, room: Ids) -> None:
 
 
 def check_length(file: FileIO, expected: int) -> None:
-    """Raise ValueError for a file of another length than its header says."""
+    """Raise ValueError for a file whose length differs from its header's."""
     found = os.fstat(file.fileno()).st_size
     if found != expected:
         raise ValueError(f"expected {expected} bytes, as its header says, found {found}")

@@ -1,4 +1,4 @@
-"""The formats of token files, and how a file is known to be of one. A new format is a row of `FORMATS`."""
+"""Formats of token files, and how to recognise each. A new format is a new row of `FORMATS`."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 
 
 def is_llm_c(path: Path) -> bool:
-    """Whether a file begins as llm.c's token files do."""
+    """Return whether a file begins as llm.c's token files do."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(4), "little") in {magic for magic, _ in LLM_C}
-    except OSError:  # said where it is read
+    except OSError:  # reported when the file is read
         return False
 
 
 def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Where llm.c's files have their ids; ValueError for what is none."""
+    """Return where llm.c's files have their ids; ValueError for any other file."""
     magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
     dtype = LLM_C.get((magic, version))
     if dtype is None or count < 0:
@@ -56,7 +56,7 @@ def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
-    """All of the file as uint16; ValueError for an odd number of bytes."""
+    """Return the full file as uint16; ValueError for an odd number of bytes."""
     length = os.fstat(file.fileno()).st_size
     if length % 2:
         raise ValueError(f"expected ids of two bytes each, found {length} bytes")
@@ -64,7 +64,7 @@ def nanogpt_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Where the ids are by the index beside the file; ValueError for one that does not fit it."""
+    """Return where the ids are, by the index beside the file; ValueError if it does not fit the file."""
     with open_file(path.with_suffix(".idx"), "an index of Megatron") as index:
         head = exactly(index, MEGATRON_HEAD)
         version, code = int.from_bytes(head[9:17], "little"), head[17]
@@ -78,7 +78,7 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
         check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
         count = sum(int(sizes.sum(dtype=np.int64)) for sizes in blocks(index, sequences, np.dtype("<i4")))
         check_length(file, count * dtype.itemsize)
-        if max(sequences, documents) > count + BLOCK:  # of a sparse file, which may tell of any number
+        if max(sequences, documents) > count + BLOCK:  # a sparse file may claim any number
             raise ValueError(
                 f"expected about as many sequences as ids in its index, {count}, found {sequences}"
             )
@@ -95,12 +95,12 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def megatron_dtype(vocab: int) -> np.dtype[Any]:
-    """The type of ids below `vocab` in a file of Megatron's; the narrowest that its readers know."""
+    """Return the dtype of ids below `vocab` in a Megatron file: the narrowest that its readers know."""
     return MEGATRON_TYPES[8 if vocab <= 1 << 16 else 4]
 
 
 def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
-    """The index of a file of documents of these sizes (D,), one behind the other, each a sequence."""
+    """Return the index of a file of documents of these sizes (D,), one after the other, each a sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
     count = len(sizes)
     ends = np.cumsum(sizes, dtype=np.int64)
@@ -123,7 +123,7 @@ _DTYPE = re.compile(r"[<>|=]?[a-zA-Z?][0-9]{0,9}")
 
 
 class Header(NamedTuple):
-    """What a file says of its array; `start`: the byte where the elements begin."""
+    """Header of an array file; `start`: the byte where the elements begin."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class Header(NamedTuple):
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
-    """Where a .npy has its ids; UsageError for another array, ValueError for what is none."""
+    """Return where a .npy has its ids; UsageError for another array, ValueError for any other file."""
     header = _header(file)
     dtype = TYPES.get(header.dtype)
     if dtype is None or len(header.shape) != 1:
@@ -143,7 +143,7 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 def _header(file: FileIO) -> Header:
-    """The header; ValueError for what is none."""
+    """Return the header; ValueError if there is none."""
     head = exactly(file, 8)
     width = LENGTHS.get((head[6], head[7]))
     if head[:6] != MAGIC or width is None:
@@ -159,7 +159,7 @@ def _header(file: FileIO) -> Header:
 
 
 def _dictionary(text: str) -> dict[str, str]:
-    """The three values of a header, as they are written there."""
+    """Return the three values of a header, as they are written there."""
     inner = text.strip()
     found: dict[str, str] = {}
     at, end = 1, len(inner) - 1
@@ -179,14 +179,14 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-# What the package datasets notes beside its files, and what lies beside those of `zero-mpi tokenize`.
+# Files that the package datasets and `zero-mpi tokenize` write beside their data.
 
 
 class TokenFormat(NamedTuple):
-    """A format of token files.
+    """Format of token files.
 
-    known   whether a file is of it, by its name (as `collect_files` gives it) and its path
-    layout  where it has its ids; ValueError or UsageError for a file that is not sound
+    known   tells whether a file has this format, by its name (as `collect_files` gives it) and its path
+    layout  returns where the file has its ids; ValueError or UsageError for an unsound file
     """
 
     name: str
@@ -212,12 +212,12 @@ FORMATS = (
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    """The format of a file; None for one that is no token file."""
+    """Return the format of a file; None if it is no token file."""
     return next((each for each in FORMATS if each.known(name, path)), None)
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Those of the files that are token files: all, but for what lies beside them, or none.
+    """Return the token files among the files: all, except those that describe them, or none.
 
     Raises UsageError if only some are.
     """
@@ -232,12 +232,12 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
 
 
 def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
-    """Whether files are token files, all of them; raises UsageError if only some are."""
+    """Return whether all files are token files; raises UsageError if only some are."""
     return bool(token_files(files))
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
-    """A token file as one document; its ids stay in the file. Raises UsageError."""
+    """Return a token file as one document; its ids stay in the file. Raises UsageError."""
     found = format_of(name, path)
     assert found is not None, "the caller asked whether it is one"
     try:
@@ -246,7 +246,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
             spans, digest = look_at(path, file, layout, vocab)
     except UsageError:
         raise
-    except JobError as error:  # found before the job has begun
+    except JobError as error:  # found before the job has started
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -258,7 +258,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
 
 
 def _is_beside(path: Path, tokens: set[Path]) -> bool:
-    """Whether a file only describes token files."""
+    """Return whether a file only describes token files."""
     if path.suffix == ".idx":
         return path.with_suffix(".bin") in tokens
     return path.name in _BESIDE

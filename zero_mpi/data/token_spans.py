@@ -1,8 +1,8 @@
-"""Ids that lie in files: where they are, and reads of them by their places.
+"""Token ids in files: their places, and reads by position.
 
-Nothing is mapped. A corpus may be larger than all memory; the system keeps the pages that
-ranks of a host read, once for all of them. A map would read as well, but where a file shrinks or its disk
-fails it ends the process by a signal, without a word; a read that fails can say so.
+Nothing is memory-mapped. A corpus may be larger than all memory; the system keeps the pages that
+ranks of a host read, once for all of them. A map would read as well, but if a file shrinks or its disk
+fails, a map ends the process by a signal without any message; a failed read can report the error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from zero_mpi.files.open import fill, open_file
 Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
 
-MOST_HELD = 1 << 24  # bytes of ids that each rank of a run holds, rather than to depend on a file
-OPEN_FILES = 128  # of one process; a corpus may have thousands
-SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # what a sampled digest reads: 16 MiB of a corpus of any size
+MOST_HELD = 1 << 24  # bytes of ids that each rank holds in memory, to be independent of a file
+OPEN_FILES = 128  # open files of one process; a corpus may have thousands
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # places and bytes of a sampled digest: 16 MiB of a corpus of any size
 CHANGED = "a file of --data must stay as it is while a run reads it"
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Ids of one file, one behind the other.
+    """Consecutive ids of one file.
 
     start    byte of the file where they begin
-    size     how many ids
-    length   bytes of the whole file, when it was looked at
+    size     number of ids
+    length   bytes of the full file, when it was first checked
     """
 
     path: str
@@ -51,7 +51,7 @@ class FileSpan:
         return FileSpan(self.path, start, stop - first, self.dtype, self.length)
 
     def read(self, first: int, room: NDArray[Any]) -> None:
-        """Fill `room` with ids from `first` on; raises JobError where the file is no longer as it was."""
+        """Fill `room` with ids from `first` on; raises JobError if the file has changed."""
         view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
             file = opened(self.path, self.length).file
@@ -65,7 +65,7 @@ class FileSpan:
 
 
 class OpenFile:
-    """A file that is closed when nobody has it any more."""
+    """File that is closed when its last user is gone."""
 
     def __init__(self, file: FileIO) -> None:
         self.file = file
@@ -76,7 +76,7 @@ class OpenFile:
 
 @lru_cache(maxsize=OPEN_FILES)
 def opened(path: str, length: int) -> OpenFile:
-    """A file of `length` bytes, open until many others are; raises JobError where it has another length."""
+    """Return a file of `length` bytes, open until many others are; raises JobError if its length differs."""
     try:
         file = open_file(path, "a token file")
     except FileError as error:
@@ -89,9 +89,9 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice of it is another one.
+    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice is another one.
 
-    Ids are looked at when they are read: one outside the vocabulary of `vocab` is a JobError.
+    Ids are checked when they are read: one outside the vocabulary of `vocab` is a JobError.
     """
 
     ndim = 1
@@ -109,12 +109,12 @@ class TokenSpans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that a run takes for them."""
+        """Bytes of memory that the ids take during a run."""
         return self.size * self.dtype.itemsize * (not self.stays)
 
     @property
     def stays(self) -> bool:
-        """Whether they are so many that they stay in the files."""
+        """Tell whether the ids are so many that they stay in the files."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class TokenSpans:
         return TokenSpans([span.part(at, at + count) for span, at, count in pieces], self.vocab)
 
     def read(self, starts: Places, sizes: Places) -> Ids:
-        """The ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
+        """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
         room, done = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
@@ -141,7 +141,7 @@ class TokenSpans:
         return room
 
     def held(self) -> Ids:
-        """All ids, read into memory."""
+        """Return all ids, read into memory."""
         return self.read(np.array([0]), np.array([self.size]))
 
     def _check(self, ids: NDArray[np.integer[Any]], span: FileSpan, first: int) -> None:
@@ -154,7 +154,7 @@ class TokenSpans:
             )
 
     def _pieces(self, start: int, size: int) -> Iterator[tuple[FileSpan, int, int]]:
-        """(span, first id in it, number of ids) of the spans that hold `size` ids from `start` on."""
+        """Yield (span, first id in it, number of ids) of the spans that hold `size` ids from `start` on."""
         number = int(np.searchsorted(self._ends, start, "right"))
         while size:
             span = self.spans[number]
@@ -164,7 +164,7 @@ class TokenSpans:
             start, size, number = start + count, size - count, number + 1
 
     def samples(self) -> Iterator[tuple[Ids, FileSpan, int]]:
-        """Ids of places spread evenly over all spans, each with its span and place there."""
+        """Yield ids at places spread evenly over all spans, each with its span and place there."""
         for span in self.spans:
             width = SAMPLE_BYTES // span.dtype.itemsize
             count = max(2, SAMPLES // len(self.spans))
@@ -175,7 +175,7 @@ class TokenSpans:
                 yield room, span, first
 
     def sampled_digest(self) -> bytes:
-        """sha256 of sizes, and of ids read here and there: tells one corpus from another in little time."""
+        """Return the sha256 of sizes, and of sampled ids: tells one corpus from another in little time."""
         total = hashlib.sha256()
         for ids, span, first in self.samples():
             total.update(f"{span.size} {span.dtype.str} {first} ".encode())
@@ -185,7 +185,7 @@ class TokenSpans:
 
 
 def joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """The spans that hold ids; those that lie behind each other in a file are one."""
+    """Return the spans that hold ids; spans that lie next to each other in a file are merged."""
     found = list[FileSpan]()
     for span in spans:
         last = found[-1] if found else None
@@ -201,13 +201,13 @@ def joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
 
 
 def up_to(counts: Places) -> Places:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    """Return 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
-    """The ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
+    """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
     found: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]

@@ -1,9 +1,9 @@
-"""Settings that must be made before numpy is imported and before MPI starts; respects what is set.
+"""Settings that must be made before numpy is imported and before MPI starts; existing settings are kept.
 
-A rank computes with one thread unless the user says otherwise: many ranks with a thread per core each are
-ten times slower, and exact mode pins the number because BLAS rounds differently with another. Where a node
-has more ranks than cores, the MPI library must hand a core over instead of spinning on it: a factor of 10 to
-100. `portable` has what `--bits portable` sets beside this.
+A rank computes with one thread unless the user sets another number: many ranks with a thread per core are
+ten times slower, and exact mode fixes the number because BLAS rounds differently with another. If a node
+has more ranks than cores, the MPI library must yield a core instead of spinning on it: a factor of 10 to
+100. `portable` has the settings that `--bits portable` adds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Mapping, MutableMapping
 from zero_mpi.environment.control_groups import group_limits
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-LOCAL_RANKS = (  # ranks on this node, as launchers tell it
+LOCAL_RANKS = (  # number of ranks on this node, from launchers
     "MPI_LOCALNRANKS",  # MPICH's hydra
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PALS_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "SLURM_NTASKS_PER_NODE",
 )
-LOCAL_RANK = (  # what launchers call a rank's number on its node
+LOCAL_RANK = (  # launchers' variables for a rank's number on its node
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "PMI_LOCAL_RANK",
@@ -37,7 +37,7 @@ CORES_FLAGS = OPEN_MPI, MPICH, SRUN = (
     "mpiexec -bind-to core:{n} (MPICH)",
     "srun --cpus-per-task {n}",
 )
-BINDING = {  # by the first variable that is set; inside an allocation Slurm's are always there
+BINDING = {  # the first variable that is set decides; inside an allocation Slurm's are always set
     "OMPI_COMM_WORLD_RANK": OPEN_MPI,
     "I_MPI_HYDRA_UUID": "I_MPI_PIN_DOMAIN={n} (Intel MPI)",
     "HYDI_CONTROL_FD": MPICH,
@@ -46,22 +46,22 @@ BINDING = {  # by the first variable that is set; inside an allocation Slurm's a
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline is many hand-overs
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline means many hand-overs
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
-as_started = dict(os.environ)  # as whoever started this process made it
+as_started = dict(os.environ)  # environment from whoever started this process
 threads_were_set = any(name in os.environ for name in THREADS)
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set, in `environ`. Thread counts are left alone once numpy has read them."""
+    """Set in `environ` what is not set. Thread counts are left alone once numpy has read them."""
     if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
         environ.update(dict.fromkeys(THREADS, "1"))
-    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # its UCX complains where it has no device
+    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # its UCX complains if it has no device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
     if not under_launcher(environ) and os.path.exists(f"{sys.prefix}/bin/orted"):
-        # the wheel of Open MPI 4.1 was built for another place, of which launchers tell their ranks
+        # the wheel of Open MPI 4.1 was built for another path, which launchers tell their ranks
         environ.setdefault("OPAL_PREFIX", sys.prefix)
     if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():
@@ -69,7 +69,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -79,13 +79,13 @@ def quota() -> float | None:
 
 
 def within_quota(count: int) -> int:
-    """Return `count` cores, or the whole cores of the quota where these are fewer; at least 1."""
+    """Return `count` cores, or the whole cores of the quota if these are fewer; at least 1."""
     limit = quota()
     return count if limit is None else max(1, min(count, int(limit)))
 
 
 def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables, as NAME=N, that ask for more threads than this process has cores."""
+    """Return the variables, as NAME=N, that ask for more threads than this process has cores."""
     asked = {name: environ.get(name, "") for name in THREADS}
     return [f"{name}={n}" for name, n in asked.items() if n.isdigit() and int(n) > cores()]
 
@@ -93,7 +93,7 @@ def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of cores that all ranks of this node may use together, at most the CPU quota.
 
-    A rank that is bound sees its own only; its launcher's process on the node, or Slurm, knows of all.
+    A bound rank sees only its own cores; its launcher's process on the node, or Slurm, knows of all.
     """
     told, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
     if told.isdigit():
@@ -105,27 +105,27 @@ def node_cores(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cores_per_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Cores for each rank of this node: those that it is bound to, or its share."""
+    """Return the cores for each rank of this node: those that it is bound to, or its share."""
     return max(1, min(cores(), node_cores(environ) // local_ranks(environ)))
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Ranks on this node as the launcher says, or 1."""
+    """Return the number of ranks on this node according to the launcher, or 1."""
     return next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), 1)
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """This process's number among the ranks of its node as the launcher says it; None: it does not."""
+    """Return this process's rank within its node according to the launcher; None if it does not say."""
     return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), None)
 
 
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher says, or 0."""
+    """Return this process's rank according to the launcher, or 0."""
     return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an MPI launcher started this process."""
+    """Return whether an MPI launcher started this process."""
     return any(name in environ for name in LAUNCHER)
 
 
@@ -136,7 +136,7 @@ def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:
-    """What Linux tells of the first processor under a name, such as "flags"; empty where it does not."""
+    """Return Linux's value for the first processor under a name, such as "flags"; empty if there is none."""
     try:
         with open(cpuinfo) as file:
             lines = file.read().splitlines()

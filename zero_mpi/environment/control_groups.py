@@ -1,7 +1,7 @@
 """Limits of control groups, which containers and batch systems set: memory and processor time.
 
-They do not show in the numbers that programs ask for: a process that passes the memory limit is killed, one
-that passes its share of processor time is stopped for the rest of each tenth of a second.
+The numbers that programs usually ask for do not show these limits: a process that exceeds the memory limit is
+killed, one that exceeds its share of processor time is stopped for the rest of each tenth of a second.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-NO_LIMIT = 1 << 60  # the older interface writes a number near 2^63 for none
+NO_LIMIT = 1 << 60  # the older interface writes a number near 2^63 for no limit
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
-    """(memory limit, what is left of it, cores) of our control groups and those above them: the tightest."""
+    """Return the tightest (memory limit, memory left, cores) of our control groups and those above them."""
     memory: list[tuple[int, int]] = []  # (left, limit)
     cores: list[float] = []
     for folder in folders(groups, own):
@@ -29,9 +29,9 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
 
 
 def folders(groups: Path, own: Path) -> Iterator[Path]:
-    """The folders of our control groups, from the innermost to the root of each hierarchy.
+    """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container its own group may be the root of what is mounted, and the path in `own` that of the host.
+    In a container its own group may be the root of the mount, while the path in `own` is the host's.
     """
     try:
         text = own.read_text()
@@ -52,7 +52,7 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
 
 
 def first_number(folder: Path, *names: str) -> int | None:
-    """The number in the first of the files that there is; None if it says that there is no limit."""
+    """Return the number in the first existing file; None if it says that there is no limit."""
     for name in names:
         try:
             text = (folder / name).read_text().strip()
@@ -63,7 +63,7 @@ def first_number(folder: Path, *names: str) -> int | None:
 
 
 def used(folder: Path) -> int:
-    """Bytes of a group that cannot be taken back from caches of files."""
+    """Return the bytes of a group that cannot be reclaimed from caches of files."""
     total = first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -73,7 +73,7 @@ def used(folder: Path) -> int:
 
 
 def processor_time(folder: Path) -> float | None:
-    """How many cores' time a group may use."""
+    """Return how many cores' time a group may use."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""`--bits portable`: one instruction set for everything that computes, and the same bits on other processors.
+"""`--bits portable`: one instruction set for all computation, and the same bits on other processors.
 
 Libraries choose their code by the processor: OpenBLAS its kernels and blocks, numba its target, NumPy its
-loops. All of them can be told, by variables that they read when they are loaded. So a process that begins
-without these begins again with them. What the C library computes (logarithms, cosines) differs between its
-versions; `ops.elementary` has functions in the place of it. The instruction set is x86-64-v3 (AVX2 and FMA),
-which processors of Intel have since 2013 and of AMD since 2015.
+loops. Variables that they read when they are loaded set this choice. So a process that starts
+without these variables restarts with them. The C library's results (logarithms, cosines) differ between its
+versions; `ops.elementary` has functions that replace it. The instruction set is x86-64-v3 (AVX2 and FMA),
+which Intel processors have had since 2013 and AMD processors since 2015.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from zero_mpi import environment
 
 VARIABLE = "ZERO_MPI_BITS"
 NATIVE, PORTABLE = CHOICES = ("native", "portable")
-LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # as people, OpenBLAS and LLVM call it
-MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # as Linux names them
+LEVEL, KERNELS, TARGET = "x86-64-v3", "Haswell", "haswell"  # the names that people, OpenBLAS and LLVM use
+MUST_HAVE = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm")  # Linux's names
 FEATURES = (
     "avx", "avx2", "bmi", "bmi2", "cmov", "cx16", "f16c", "fma", "fxsr", "lzcnt", "mmx", "movbe", "popcnt",
     "sse", "sse2", "sse3", "sse4.1", "sse4.2", "ssse3", "xsave",
 )  # fmt: skip
-BEYOND = "X86_V4 AVX512_ICL AVX512_SPR"  # what NumPy's loops may not use, in its words of today
+BEYOND = "X86_V4 AVX512_ICL AVX512_SPR"  # features that NumPy's loops may not use, as NumPy names them now
 BEYOND_BEFORE = "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"  # up to 2.3
 
-active = False  # whether this process computes so
+active = False  # whether this process is pinned
 
 
 def pins() -> dict[str, str]:
-    """The variables that hold the libraries to one instruction set."""
+    """Return the variables that hold the libraries to one instruction set."""
     return {
         "OPENBLAS_CORETYPE": KERNELS,
         "OPENBLAS_L2_SIZE": "512",
@@ -42,8 +42,8 @@ def pins() -> dict[str, str]:
 
 
 def numpy_version() -> tuple[int, ...]:
-    """The first two numbers of NumPy's version, without an import of it."""
-    from importlib.metadata import PackageNotFoundError, version  # slow, and seldom asked for
+    """Return the first two numbers of NumPy's version without importing NumPy."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import and rarely needed
 
     try:
         return tuple(int(part) for part in version("numpy").split(".")[:2])
@@ -52,7 +52,7 @@ def numpy_version() -> tuple[int, ...]:
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Pin this process if its environment asks for it, and NumPy is not there yet or was loaded so."""
+    """Pin this process if its environment asks for it, and NumPy is not loaded yet or was loaded pinned."""
     global active
     if environ.get(VARIABLE) != PORTABLE:
         return
@@ -62,12 +62,12 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def asked(environ: MutableMapping[str, str] = os.environ) -> str:
-    """What the environment says, native where it says nothing."""
+    """Return the setting of the environment; native if there is none."""
     return environ.get(VARIABLE) or NATIVE
 
 
 def claim(bits: str) -> None:
-    """Begin this program again, pinned, if that is wanted and it is not; to be called before MPI starts."""
+    """Restart this program pinned, if that is wanted and not done yet; to be called before MPI starts."""
     if bits == PORTABLE and asked() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
@@ -75,8 +75,8 @@ def claim(bits: str) -> None:
 
 
 def flag_of(arguments: Sequence[str]) -> str:
-    """What `--bits` says among the arguments of a command; native where nothing, or something wrong."""
-    import argparse  # slow, and signals are not heard before this module is there
+    """Return `--bits` of a command's arguments; native if it is missing or invalid."""
+    import argparse  # slow to import, and signals are not handled before this module is loaded
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--bits", default=NATIVE)
@@ -87,7 +87,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Why a processor has no such bits, for people; empty where it has. `flags`: as Linux tells them."""
+    """Return why a processor cannot give these bits, for people; empty if it can. `flags`: from Linux."""
     if machine not in ("x86_64", "AMD64"):
         return f"it is {LEVEL}, and this processor is {machine}, for which nothing was tried"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
@@ -95,9 +95,9 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Why this process does not compute so, for people; empty where it does.
+    """Return why this process does not give these bits, for people; empty if it does.
 
-    blas: the library of products and its kernels. target: what kernels are compiled for, empty if none are.
+    blas: the matmul library and its kernels. target: what kernels are compiled for, empty if none are.
     """
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"

@@ -1,1 +1,1 @@
-"""Files of others and of our own: opened, parsed and shown with care, written whole or not at all."""
+"""Files from others and our own: opened, parsed and shown with care, written whole or not at all."""

@@ -1,4 +1,4 @@
-"""Small files that are whole at every moment: written beside their place, brought to disk, then renamed.
+"""Small files that are complete at every moment: written beside their place, synced to disk, then renamed.
 
 Whatever kills the writer, fills the disk or cuts the power, the name stands for the old content or for the
 new one, never for half of it or for nothing. Checkpoints do the same with a folder (`checkpoint.folders`).
@@ -19,9 +19,9 @@ from zero_mpi.files.open import open_in_place, refusing
 
 
 def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> None:
-    """Give a file new content; OSError with its name if that cannot be, and then it is as it was.
+    """Replace a file's content; on failure raise OSError with its name and leave the file unchanged.
 
-    `beside` ends the name that the content has on its way, `.NAME.partial`: writers that may write at the
+    `beside` ends the name of the temporary file, `.NAME.partial`: writers that may write at the
     same time need different ones.
     """
     with replacing(path, beside) as partial:
@@ -30,7 +30,7 @@ def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> No
 
 @contextlib.contextmanager
 def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
-    """`write_whole` for content that is written in pieces, to the place that this gives."""
+    """Yield a place for content that is written in pieces, then put it in place like `write_whole`."""
     partial = partial_of(path, beside)
     try:
         yield partial
@@ -44,12 +44,12 @@ def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
 
 
 def partial_of(path: Path, beside: str = "partial") -> Path:
-    """What a file is called while it is written."""
+    """Return the name of a file while it is being written."""
     return path.with_name(f".{path.name}.{beside}")
 
 
 def write_output(path: Path, content: str, beside: str = "partial") -> None:
-    """`write_whole` to a place that the user has named: what is a device or pipe there stays one. OSError."""
+    """Write like `write_whole` to a place named by the user; a device or pipe there stays one. OSError."""
     if is_device(path):
         write_to_device(path, content.encode())
     else:
@@ -57,13 +57,13 @@ def write_output(path: Path, content: str, beside: str = "partial") -> None:
 
 
 def write_json(what: str, path: Path | str, found: object) -> None:
-    """The numbers of a command for programs, by `write_output`; FileError that names `what` (a flag)."""
+    """Write a command's numbers for programs, by `write_output`; FileError that names `what` (a flag)."""
     with refusing(what, path, "cannot be written"):
         write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
 
 def is_device(path: Path) -> bool:
-    """Whether a path is a device or pipe, or a link of the system's own folders to one, as /dev/stdout is."""
+    """Return whether a path is a device or pipe, or a system folder's link to one, such as /dev/stdout."""
     try:
         linked, found = os.lstat(path), os.stat(path)
     except OSError:
@@ -75,7 +75,7 @@ def is_device(path: Path) -> bool:
 
 
 def write_to_device(path: Path, content: bytes) -> None:
-    """Write to what is no file, and so has no content to keep. OSError, at times without a name."""
+    """Write to a device or pipe, which has no content to keep. Raises OSError, sometimes without a name."""
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     try:
         write_all(handle, content)
@@ -84,7 +84,7 @@ def write_to_device(path: Path, content: bytes) -> None:
 
 
 def write_to_disk(path: Path, content: bytes) -> None:
-    """Write a file from its beginning and bring it to disk. OSError, at times without a name."""
+    """Write a file from its beginning and sync it to disk. Raises OSError, sometimes without a name."""
     handle = open_in_place(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(handle, content)
@@ -94,14 +94,14 @@ def write_to_disk(path: Path, content: bytes) -> None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all of it: where the disk is about to be full the system takes a part and no error is seen."""
+    """Write all of it: a nearly full disk makes the system take a part only, without reporting an error."""
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]
 
 
 def append_whole(file: FileIO, line: bytes) -> None:
-    """Add a line, or nothing of it where it cannot be. OSError with the file's name."""
+    """Append a line completely or not at all. Raises OSError with the file's name."""
     before = file.seek(0, os.SEEK_END)
     with naming(file.name):
         try:

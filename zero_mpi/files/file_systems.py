@@ -1,13 +1,13 @@
-"""File systems: which one a folder is on, and what follows for ranks that write a file there together.
+"""File systems: the one that a folder is on, and the consequences for ranks that write a file there together.
 
-`KINDS` is the one place of what is known. Two things decide who may write. Caches: hosts may write one file
-at once only where the file system keeps their caches in step. An NFS client does not, and it may send a whole
-page where a few bytes of it are new: two hosts whose ranges meet in a page could undo each other's. Locks:
+`KINDS` is the single place of these facts. Two things decide who may write. Caches: hosts may write one file
+at once only if the file system keeps their caches coherent. An NFS client does not, and it may send a whole
+page when only a few bytes are new: two hosts whose ranges meet in a page could undo each other's. Locks:
 Lustre and GPFS lock ranges of a file for a host, so many hosts that write near each other take locks from
-one another, and more processes of a host do not write faster into them.
+one another, and more processes on a host do not write faster into them.
 
-What can be tried where it is needed is not looked up here: whether two names can be exchanged in one step
-(`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
+Properties that can be tested where they are needed are not listed here: whether two names can be exchanged in
+one step (`checkpoint.folders`), whether there are locks (`launch.folder_lock`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-OCTAL = re.compile(r"\\([0-7]{3})")  # a blank in the name of a mount's place, as the kernel writes it
-EVERY = 0  # rank of a host writes
+OCTAL = re.compile(r"\\([0-7]{3})")  # a blank in the name of a mount point, as the kernel writes it
+EVERY = 0  # every rank of a host writes
 
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What is known of one kind.
+    """Properties of one kind of file system.
 
-    hosts     several of them may write one file at once
-    known     otherwise `hosts` is what is safe, and who knows better may say so (--writers-per-node)
-    writers   ranks of a host that write: so many, or EVERY
-    lasting   what is there outlives the host
+    hosts     several hosts may write one file at once
+    known     if false, `hosts` is a safe guess, which --writers-per-node may override
+    writers   number of ranks of a host that write, or EVERY
+    lasting   files there outlive the host
     """
 
     kind: str
@@ -54,7 +54,7 @@ UNKNOWN = FileSystem("unknown", known=False)
 
 
 def file_system(path: Path) -> FileSystem:
-    """Return what is known of the file system that a path is on, or would be, by the kernel's name for it."""
+    """Return the properties of the file system that a path is (or would be) on, by the kernel's name."""
     place, best, kind = Path(os.path.realpath(path)), -1, UNKNOWN.kind
     lines = list[str]()
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""The keys of a GGUF file, each read as what it must be: any program may have written them.
+"""Keys of a GGUF file, each read with the type that it must have: any program may have written them.
 
-A key that is absent is None; one of another type or outside its range is an error of one line that names the
-file, the key, what was expected and what was found. Whoever acts on a key's value reads it here; who only
-shows or copies keys (`inspect`, `compare`, `export`) may take them as they are.
+An absent key is None; one of another type or outside its range is an error of one line that names the
+file, the key, what was expected and what was found. Code that acts on a key's value reads it here; code that
+only shows or copies keys (`inspect`, `compare`, `export`) may take them unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, shown
 
-MAX_WHOLE = (1 << 63) - 1  # what fits all whole numbers of a GGUF but half of UINT64
-MOST_SIZE = (1 << 31) - 1  # of a model: sizes are UINT32 there, and llama.cpp counts with INT32
+MAX_WHOLE = (1 << 63) - 1  # largest value of all whole-number types but UINT64
+MOST_SIZE = (1 << 31) - 1  # largest size in a model: sizes are UINT32 there, and llama.cpp counts with INT32
 ARCHITECTURE, TOKENIZER, TEMPLATE = (
     "general.architecture",
     "tokenizer.ggml.model",
@@ -29,33 +29,33 @@ THE_FILE = "the model file"
 
 
 class GGUFKeys:
-    """Reads the keys of a file with their types. `place` names the file, where nobody else will do so."""
+    """Reads the keys of a file with their types. `place` names the file, if callers do not add it."""
 
     def __init__(self, metadata: Mapping[str, Any], place: str = "") -> None:
         self.metadata, self.place = metadata, place
 
     def fault(self, key: str, expected: str) -> FileError:
-        """The error for a key that is not as expected."""
+        """Return the error for a key that is not as expected."""
         found = described(self.metadata.get(key))
         where = f"{self.place}: " if self.place else ""
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def text(self, key: str) -> str | None:
-        """The text of a key."""
+        """Return the text of a key."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.fault(key, "a text")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """The value of a key that is true or false."""
+        """Return the value of a key that is true or false."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.fault(key, "true or false")
         return value
 
     def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
-        """The whole number of a key, of any width, from `least` to `most`."""
+        """Return the whole number of a key, of any width, from `least` to `most`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -65,7 +65,7 @@ class GGUFKeys:
         return int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
-        """The finite number of a key, at least `least`."""
+        """Return the finite number of a key, at least `least`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class GGUFKeys:
         return float(value)
 
     def texts(self, key: str) -> list[str] | None:
-        """An array of texts. An empty array has no type of its own."""
+        """Return an array of texts. An empty array has no type of its own."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -86,7 +86,7 @@ class GGUFKeys:
         return list(items)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
-        """The array of a key that holds `count` whole numbers."""
+        """Return the array of a key that holds `count` whole numbers."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -96,7 +96,7 @@ class GGUFKeys:
         return [int(number) for number in value.tolist()]
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
-        """The array of a key that holds `count` finite float32 numbers."""
+        """Return the array of a key that holds `count` finite float32 numbers."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -106,7 +106,7 @@ class GGUFKeys:
         return np.asarray(value, np.float32)
 
     def octets(self, key: str) -> bytes | None:
-        """The array of a key that holds bytes."""
+        """Return the array of a key that holds bytes."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -114,32 +114,32 @@ class GGUFKeys:
             raise self.fault(key, "an array of bytes")
         return value.tobytes()
 
-    # What several parts of the package ask for.
+    # Keys that several parts of the package ask for.
 
     @property
     def architecture(self) -> str | None:
-        """The value of `general.architecture`."""
+        """Value of `general.architecture`."""
         return self.text(ARCHITECTURE)
 
     @property
     def tokenizer(self) -> str | None:
-        """The kind of tokenizer; None where there is none."""
+        """Kind of tokenizer; None if there is none."""
         kind = self.text(TOKENIZER)
         return None if kind == "none" else kind
 
     def token_id(self, name: str, vocabulary: int) -> int | None:
-        """`tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
+        """Return `tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.whole(key, 0, vocabulary - 1, f"an id below {vocabulary}")
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; true and false are none."""
+    """Return whether a value is a whole number; true and false are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def described(value: Any) -> str:
-    """A key's value in few words, for an error."""
+    """Return a key's value in few words, for an error."""
     if value is None:
         return "nothing"
     if isinstance(value, list | tuple | np.ndarray):

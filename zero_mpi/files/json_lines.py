@@ -1,4 +1,4 @@
-"""Files of JSON lines, a value in each: blank lines are passed over, a bad one is named by its number."""
+"""JSON lines files, with one value per line: blank lines are skipped, a bad line is named by its number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import MOST, TextStream
 
-BOM = b"\xef\xbb\xbf"  # of UTF-8, which some programs put first
-PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # where a text of one line is no JSON
+BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write first
+PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # place where a text of one line is no JSON
 T = TypeVar("T")
 
 
@@ -24,10 +24,10 @@ def each_line(
     lines: Iterable[bytes] | None = None,
     bad: Callable[[int, ValueError], object] | None = None,
 ) -> Iterator[T]:
-    """What `read` makes of the number of each line, from 1, and of its value; one line is held at a time.
+    """Yield the results of `read` for each line's number, from 1, and value; one line is held at a time.
 
-    A ValueError of `read` and all else that is wrong becomes a FileError, which names `flag`, file and line.
-    lines: of a file of another kind; bad: is told of a line in error in the place of a FileError
+    A ValueError of `read` and any other failure becomes a FileError, which names `flag`, file and line.
+    lines: lines of a file of another kind, used instead; bad: gets a line in error instead of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw
@@ -51,7 +51,7 @@ def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[b
 
 
 def _value(text: bytes) -> Any:
-    """The value of a line; ValueError that tells the column alone, for the line is the file's."""
+    """Return the value of a line; ValueError with the column alone, because the caller names the line."""
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:
@@ -60,7 +60,7 @@ def _value(text: bytes) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text that has bytes: JSON can say half of a pair of letters, which has none."""
+    """Return whether a value is a text that has bytes: JSON can hold half a letter pair, which has none."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Files that others may have put in their place, opened and read with care.
+"""Opens and reads files with care, because others may have put them in their place.
 
-Only a regular file is opened, for a pipe would wait for ever and a device never ends; no more is read than a
-bound. What is written in place, added to or cut is opened by `open_in_place` alone.
+Only a regular file is opened, because a pipe would wait for ever and a device never ends; reads are
+bounded. Files that are written in place, appended to or cut are opened by `open_in_place` alone.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import BinaryIO
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import shown
 
-MOST_JSON = 64 << 20  # bytes of a file that is read whole to be parsed
-READ_AT_ONCE = 1 << 20  # bytes read at once: room for all that may come would cost as much where little comes
-MOST_LINE = 1 << 20  # bytes of a line of a file of lines
-MOST_SKIPPED = 64 << 20  # bytes of longer lines that are passed over
+MOST_JSON = 64 << 20  # limit in bytes of a file that is read in full to be parsed
+READ_AT_ONCE = 1 << 20  # bytes per read: a buffer for the limit would cost as much for a small file
+MOST_LINE = 1 << 20  # limit in bytes of a line
+MOST_SKIPPED = 64 << 20  # limit in bytes of longer lines that are skipped
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether something lies at a path; FileError where the system refuses to say, as for the next two."""
+    """Return whether something lies at a path; FileError if the system refuses to say (also the next two)."""
     return _mode(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file lies at a path, or a link to one; raises FileError."""
+    """Return whether a regular file lies at a path, or a link to one; raises FileError."""
     return stat.S_ISREG(_mode(path) or 0)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder lies at a path, or a link to one; raises FileError."""
+    """Return whether a folder lies at a path, or a link to one; raises FileError."""
     return stat.S_ISDIR(_mode(path) or 0)
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:
-    """What the system says of what lies at a path; None if nothing does."""
+    """Return the mode of what lies at a path; None if nothing does."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -49,7 +49,7 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
 
 
 def reason(error: Exception) -> str:
-    """What the system says, without the path, which the caller shows in its own way."""
+    """Return the system's message without the path, which the caller shows in its own way."""
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -64,7 +64,7 @@ def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iter
 
 
 def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
-    """Raise FileError, naming `what` (a flag), unless a file can be written at a path, for all we know."""
+    """Raise FileError, naming `what` (a flag), unless a file can be written at a path, as far as known."""
     folder, why = os.path.dirname(path) or ".", ""
     if is_folder(path):
         why = "it is a folder, expected the name of a file"
@@ -81,8 +81,8 @@ def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot
 def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
     """Open a regular file, without a buffer, and nothing else; raises FileError.
 
-    It is looked at after it was opened, without waiting for a pipe's other end: what a look before has seen
-    may have been replaced.
+    The file is checked after it was opened, without waiting for a pipe's other end: a file that was checked
+    before may have been replaced since.
     """
     try:
         real = os.path.realpath(path)  # the file that a link names now
@@ -107,7 +107,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
     """Open a file to write it where it lies, as `os.open` and `open(opener=...)` do. Return its handle.
 
     Raises OSError with the name for a symbolic link, for a file of more than `links` hard links and for
-    anything else whose content may belong elsewhere. The file is cut (O_TRUNC) after that look.
+    anything else whose content may belong elsewhere. The file is cut (O_TRUNC) after that check.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -128,7 +128,7 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
 
 
 def fill(handle: int, room: memoryview, at: int) -> int:
-    """Fill room, of bytes, from a place of an open file on. Returns how many: fewer where the file ends."""
+    """Fill `room` with bytes from a place of an open file on. Returns the number: fewer if the file ends."""
     done = 0
     while done < len(room):
         got = os.preadv(handle, [room[done:]], at + done)
@@ -139,7 +139,7 @@ def fill(handle: int, room: memoryview, at: int) -> int:
 
 
 def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str = "a file") -> bytes:
-    """All bytes of a regular file of at most `most` bytes; raises FileError."""
+    """Return all bytes of a regular file of at most `most` bytes; raises FileError."""
     with open_file(path, expected) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
@@ -158,10 +158,10 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
 def read_lines(
     path: str | os.PathLike[str], holding: bytes, expected: str = "a file of lines"
 ) -> Iterator[bytes]:
-    """The lines of a regular file that hold a text, without their ends, in bounded memory; raises FileError.
+    """Yield the lines of a regular file that hold a text, without their ends, in bounded memory; FileError.
 
-    A line of MOST_LINE bytes is passed over, for a crash may have left a stretch of zeros; where these are
-    very long the file is none of lines. Millions of other lines, empty ones too, take no time.
+    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros; if such lines are
+    very long, the file has no lines. Millions of other lines, empty ones too, take no time.
     """
     with open_file(path, expected) as file:
         try:
@@ -176,7 +176,7 @@ def read_lines(
 
 def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
     rest, skipped = b"", 0
-    skips = False  # within a line that is too long
+    skips = False  # true within a line that is too long
     while block := file.read(READ_AT_ONCE):
         *lines, rest = (rest + block).split(b"\n")
         if skips and lines:

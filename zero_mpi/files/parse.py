@@ -1,4 +1,4 @@
-"""JSON and TOML of others: parsing ends in a value or in one kind of error, whatever is nested in it."""
+"""Parses JSON and TOML from others: the result is a value or one kind of error, however deep the nesting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from zero_mpi.files.foreign import show, shown
 
-MOST_NESTED = 100  # levels of a value; what walks through it by calling itself must not come to an end
-MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, one byte of text may do
+MOST_NESTED = 100  # limit on levels of a value, so that recursive code does not exhaust the stack
+MOST_VALUES = 1 << 21  # values of a JSON text; each takes about 100 bytes of memory, but one byte of text
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 LONG_KEY = re.compile(
     rf"""(?<![\w"'-]){PART}(?:\.[ \t]*+{PART}){{32}}""", re.ASCII
-)  # of TOML: takes the square of its parts
+)  # key of TOML: parsing takes the square of its parts
 
 
 def parse_json(
@@ -28,11 +28,11 @@ def parse_json(
     unique: bool = False,
     most_values: int = MOST_VALUES,
 ) -> Any:
-    """The JSON value of a text in UTF-8; ValueError of one line for anything else.
+    """Return the JSON value of a text in UTF-8; ValueError of one line for anything else.
 
-    That is also for nesting without end, numbers of thousands of digits, more than `most_values` values, and
-    numbers that are not finite, which JSON does not have; `null_for_infinite` takes these as null. `unique`:
-    also for a name that an object has twice, of which the last would count.
+    This includes endless nesting, numbers of thousands of digits, more than `most_values` values, and
+    numbers that are not finite, which JSON lacks; `null_for_infinite` reads these as null. `unique`:
+    also a name that an object has twice, of which the last would count.
     """
     lists, values = _signs(raw)
     if values > most_values:
@@ -49,7 +49,7 @@ def parse_json(
 
 @cache
 def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
-    """Return what reads JSON by the rules of `parse_json`; making one takes longer than a short line."""
+    """Return a decoder by the rules of `parse_json`; making one takes longer than parsing a short line."""
 
     def number(text: str) -> float | None:
         value = float(text)
@@ -68,7 +68,7 @@ def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Whether lists and tables are in one another more than so many levels deep."""
+    """Return whether lists and tables are nested more than so many levels deep."""
     inner = [value]
     for _ in range(levels + 1):
         if not inner:
@@ -84,7 +84,7 @@ def _is_nested(value: Any, levels: int) -> bool:
 
 
 def _signs(raw: bytes | str) -> tuple[int, int]:
-    """Return how many lists and objects, and values, a JSON text has at most: signs in texts count too."""
+    """Return upper bounds on lists and objects, and on values, in a JSON text: signs in texts count too."""
     if isinstance(raw, str):
         lists, commas = raw.count("[") + raw.count("{"), raw.count(",")
     else:
@@ -101,7 +101,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_toml(raw: bytes) -> dict[str, Any]:
-    """The table of a TOML text in UTF-8; ValueError of one line for anything else."""
+    """Return the table of a TOML text in UTF-8; ValueError of one line for anything else."""
 
     def parse() -> dict[str, Any]:
         text = raw.decode()
@@ -123,5 +123,5 @@ def _parsed(parse: Callable[[], Any], nests: bool = True) -> Any:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
-    except ValueError as error:  # of the format; of a number with thousands of digits
+    except ValueError as error:  # invalid format, or a number with thousands of digits
         raise ValueError(shown(str(error))) from None

@@ -1,6 +1,6 @@
-"""Files of text as streams of bytes, packed or not, and their lines that begin between two places.
+"""Text files as streams of bytes, packed or not, and their lines that begin between two places.
 
-A packed file can only be read from its beginning on, so each rank runs through it once, for all of its
+A packed file can only be read from its beginning, so each rank runs through it once, for all of its
 pieces, which come in the order of the file.
 """
 
@@ -20,8 +20,8 @@ from zero_mpi.files.open import open_file, reason
 
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
-MOST = 16 << 20  # bytes of a line
-MOST_UNPACKED = 1 << 30  # bytes of a packed text, which becomes one document and is held whole
+MOST = 16 << 20  # limit in bytes of a line
+MOST_UNPACKED = 1 << 30  # bytes of a packed text, which becomes one document and is held in full
 
 
 def _zstd(file: FileIO) -> Any:
@@ -36,14 +36,14 @@ PACKINGS: dict[str, Callable[[FileIO], Any]] = {
 
 
 def packing_of(name: str) -> str:
-    """Return the suffix of a name that says how the file is packed; empty where it is not."""
+    """Return the suffix of a name that says how the file is packed; empty if it is not."""
     return next((suffix for suffix in PACKINGS if name.lower().endswith(suffix)), "")
 
 
 class TextStream:
-    """The bytes of a file, unpacked, from the first on. `at`: how many were read or passed over.
+    """Bytes of a file, unpacked, from the first on. `at`: number of bytes read or skipped.
 
-    `beat` is called at each block, since a file may take long.
+    `beat` is called at each block, because a file may take long.
     Raises FileError for a file that cannot be read, or is not packed as its name says.
     """
 
@@ -66,7 +66,7 @@ class TextStream:
         self.close()
 
     def read(self, count: int) -> bytes:
-        """Return so many bytes, or what is left of the file; there need not be memory for more."""
+        """Return so many bytes, or the rest of the file; there need not be memory for more."""
         parts = list[bytes]()
         while count:
             with self._reading():
@@ -80,7 +80,7 @@ class TextStream:
         return b"".join(parts)
 
     def pass_over(self, count: int) -> None:
-        """Leave out so many bytes."""
+        """Skip so many bytes."""
         if not self._packing:
             self._file.seek(self.at + count)
             self.at += count
@@ -89,7 +89,7 @@ class TextStream:
             count -= len(data)
 
     def line(self) -> bytes:
-        """Return the next line with its end; of more than `MOST` bytes the beginning; empty at the end."""
+        """Return the next line with its end; only the first `MOST` bytes of a longer one; b"" at the end."""
         first = part = self._read_line()
         while len(part) > MOST and not part.endswith(b"\n"):
             part = self._read_line()
@@ -104,14 +104,14 @@ class TextStream:
         return part
 
     def each_line(self) -> Iterator[bytes]:
-        """All lines, as `line` gives them; then the file is closed."""
+        """Yield all lines, as `line` gives them; then close the file."""
         with self:
             while raw := self.line():
                 yield raw
 
     def lines(self, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (place, line) of the lines that begin in [first, stop), which must not lie behind."""
-        if first and self.stop != first:  # where the line before ends is not known
+        """Yield (place, line) of the lines that begin in [first, stop), not yet passed by the stream."""
+        if first and self.stop != first:  # the end of the line before is unknown
             self.pass_over(first - 1 - self.at)
             self.line()
         while (place := self.at) < stop and (raw := self.line()):

@@ -1,4 +1,4 @@
-"""The question: which model, on how many ranks and nodes, sharded how, with what batch."""
+"""Question to plan: which model, on how many ranks and nodes, sharded how, with what batch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from zero_mpi.sharding.module_arguments import check_reduction
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
-SAME = (  # called alike in a case and among the flags of a run
+SAME = (  # fields with the same name in a case and among the flags of a run
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
     "offload", "optimizer", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
-OF_LAYOUT = (  # what a layout depends on
+OF_LAYOUT = (  # fields that a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
     "precision_name", "reduce_dtype", "optimizer",
 )  # fmt: skip
 
 
 class SimulatedComm(SerialComm):
-    """As many ranks as wanted, of which this is the first; nothing travels."""
+    """Communicator of any number of ranks, of which this is the first; nothing travels."""
 
     def __init__(self, case: Case) -> None:
         self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
@@ -44,8 +44,8 @@ class SimulatedComm(SerialComm):
 class Case:
     """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
-    What is planned is rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
-    transport_wanted: what --transport says, or the very transport that a run has.
+    The plan is that of rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
+    transport_wanted: the value of --transport, or the actual transport of a run.
     """
 
     model: ModelConfig
@@ -73,48 +73,48 @@ class Case:
 
     @property
     def precision(self) -> Precision:
-        """The types of what is computed and of what travels."""
+        """Dtypes of computation and of transfers."""
         return precision_named(self.precision_name, self.reduce_dtype)
 
     def kept_bytes(self, unit: int) -> int:
-        """Of an element of what is gathered of a unit."""
+        """Return the bytes per gathered element of a unit."""
         return self.layout.units[unit].kept_bytes(self.precision.compute)
 
     @property
     def reduce_bytes(self) -> int:
-        """Of an element of a gradient on its way."""
+        """Bytes per element of a gradient in transfer."""
         return int(self.precision.reduce.itemsize)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether each rank has a GPU."""
+        """Return whether each rank has a GPU."""
         return self.device == "cuda"
 
     @property
     def offloaded(self) -> int:
-        """How many arrays of what is updated lie in the host's memory."""
+        """Number of the optimizer's arrays that lie in the host's memory."""
         return 0 if self.offload == NONE else len(AdamW.states) + (self.offload == STATE)
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy itself."""
+        """Strategy with that name."""
         return strategy_named(self.strategy_name)
 
     @property
     def transport(self) -> Transport:
-        """That of the run, or what a run would choose."""
+        """Transport of the run, or the one that a run would choose."""
         if isinstance(self.transport_wanted, Transport):
             return self.transport_wanted
         return kinds.expected(self.transport_wanted, on_gpu=self.on_gpu, ranks=self.ranks, nodes=self.nodes)
 
     @property
     def exact(self) -> bool:
-        """Whether reductions add in the order of ranks: with `fast` as well where no library adds."""
+        """Return whether reductions add in the order of ranks: with `fast` too where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
-        """Whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
+        """Return whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
         return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
@@ -124,43 +124,43 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """Whether every node has all slices: so it does where it replicates what it shares."""
+        """Return whether every node has all slices, as it does where it replicates what it shares."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def passes_sums(self) -> bool:
-        """Whether sums travel from node to node and grow on the way."""
+        """Return whether sums travel from node to node and grow on the way."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
     def owners(self) -> int:
-        """Over how many ranks the slices are dealt out."""
+        """Number of ranks that the slices are divided among."""
         return self.per_node if self.hybrid else self.ranks
 
     @property
     def shares_wholes(self) -> bool:
-        """Whether what ranks own slices of is one array for all owners."""
+        """Return whether the full parameters, of which ranks own slices, are one array for all owners."""
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
     def shares_gathers(self) -> bool:
-        """Whether a node gathers units into buffers of all its ranks."""
+        """Return whether a node gathers units into buffers of all its ranks."""
         return self.transport == kinds.NODES and not self.hybrid
 
     @property
     def rounds(self) -> Rounds:
-        """How the micro-batches of a step fall to rank 0."""
+        """Rounds by which the micro-batches of a step are dealt to rank 0."""
         return Rounds(-(-self.batch_size // self.micro_batch), 0, self.ranks)
 
     @property
     def tokens(self) -> int:
-        """Of a step, on all ranks."""
+        """Tokens of a step, on all ranks."""
         return self.batch_size * self.context
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a module is told beside its stages and its strategy, and lays out its units by."""
+        """Arguments of a module beside its stages and its strategy, by which it lays out its units."""
         names = ("prefetch", "bucket_mb", "frozen", "precision")
         whole = whole_matrices(self.optimizer, self.model)
         return {name: getattr(self, name) for name in names} | {"stored": self.model.stored, "whole": whole}
@@ -172,38 +172,38 @@ class Case:
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Per unit, who owns what of it."""
+        """Partition of each unit: the elements that each rank owns."""
         return [unit.partition(self.owners) for unit in self.layout.units]
 
     @property
     def slices(self) -> list[tuple[Unit, int]]:
-        """Each unit, and the elements of it that rank 0 owns."""
+        """Pairs of each unit and the number of its elements that rank 0 owns."""
         owned = [partition.counts[0] for partition in self.partitions]
         return list(zip(self.layout.units, owned, strict=True))
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
-        """Those of the slices whose units are not frozen."""
+        """Pairs of `slices` whose units are not frozen."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
     @property
     def chunks(self) -> int:
-        """Those of the whole gradient, over which its norm is summed."""
+        """Number of chunks of the full gradient, over which its norm is summed."""
         return sum(unit.length // unit.quantum for unit, _ in self.trained)
 
     def updated(self, unit: Unit, own: int) -> int:
-        """Elements of a unit that rank 0's optimizer works on."""
+        """Return the elements of a unit that rank 0's optimizer updates."""
         return own if self.strategy.shards_moments else unit.length
 
 
 @lru_cache(maxsize=64)
 def layout_of(case: Case) -> Layout:
-    """The layout that the runtime would work out; many cases share it."""
+    """Return the layout that the runtime would work out; many cases share it."""
     return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """The case of a configuration on so many ranks and nodes; raises UsageError for one that cannot be."""
+    """Return the case of a configuration on `ranks` and `nodes`; raises UsageError for an impossible one."""
     wanted, on_gpu = config.transport, config.device == "cuda"
     kinds.check_flag(wanted, on_gpu)
     if wanted == kinds.SHARED.flag and ranks == nodes > 1:
@@ -230,5 +230,5 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
 
 
 def check_sums(case: Case) -> None:
-    """Raise UsageError where sums cannot be made, as `train` does."""
+    """Raise UsageError where reductions are impossible, as `train` does."""
     check_reduction(SimulatedComm(case), case.precision)

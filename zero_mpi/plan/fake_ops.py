@@ -1,9 +1,9 @@
-"""The operations on fake arrays: results and temporaries of the compiled ones, and how much work they are.
+"""Operations on fake arrays: results and temporaries of the compiled operations, and their work.
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
-order, or on a GPU what `ops.gpu` takes; what differs is in `workspaces`. Results have the type of their
-inputs, statistics are float32. (Of the host's low types bfloat16 is counted as computed with; where float32
-copies do, for float16 or without a library of products, the copies are not counted.)
+order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. Results have the dtype of their
+inputs, statistics are float32. (On the host bfloat16 counts as computed in bfloat16; where float32
+copies are used, for float16 or without a matmul library, the copies are not counted.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_ARENA = 1 << 30  # bytes
 
 
 class FakeArray(np.ndarray[Any, Any]):
-    """An array that must not be read or written; `memory` is what its results are counted in."""
+    """Array that must not be read or written; `memory` counts its results."""
 
     memory: FakeMemory | None
 
@@ -45,7 +45,7 @@ class FakeArray(np.ndarray[Any, Any]):
 
 
 class FakeMemory:
-    """Counts what fake arrays would take, and what making them would cost; `plan.workspaces` has its kinds.
+    """Counts the memory of fake arrays, and the cost of making them; `plan.workspaces` has its kinds.
 
     held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
@@ -60,7 +60,7 @@ class FakeMemory:
         self._arena: Any = b""
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A fake array that is counted, as `arrays.recycled` would place it."""
+        """Return a fake array that is counted, as `arrays.recycled` would place it."""
         fake = self.outside(shape, dtype)
         block = size_class(fake.nbytes) if fake.nbytes >= RECYCLED_FROM else 0
         if not block:
@@ -75,14 +75,14 @@ class FakeMemory:
         return fake
 
     def _give(self, block: int, nbytes: int) -> None:
-        """The last view of a fake array is gone."""
+        """Give back a block: the last view of its fake array is gone."""
         if block:
             self._free[block] += 1
         else:
             self._small_now -= nbytes
 
     def outside(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """A fake array that is not counted: its memory belongs to somebody else; raises MemoryError."""
+        """Return a fake array that is not counted, since its memory belongs elsewhere; raises MemoryError."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         if nbytes > len(self._arena):  # all fake arrays may have the same addresses
             size = max(LEAST_ARENA, 1 << nbytes.bit_length())
@@ -103,19 +103,19 @@ class FakeMemory:
         self.moved += sum(array.nbytes for array in arrays)
 
     def spent(self) -> tuple[float, float]:
-        """(flop, moved) since the last call."""
+        """Return (flop, moved) since the last call."""
         spent, self.flop, self.moved = (self.flop, self.moved), 0.0, 0.0
         return spent
 
 
 class NoMemory(Host):
-    """A device whose arrays are fake and belong to somebody else: what a module keeps is counted apart."""
+    """Device whose arrays are fake and not counted: the memory that a module keeps is counted apart."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat fake array."""
+        """Return a flat fake array."""
         return self._memory.outside((size,), dtype)
 
     zeros = empty
@@ -123,7 +123,7 @@ class NoMemory(Host):
 
 @contextmanager
 def without_memory(memory: FakeMemory) -> Iterator[None]:
-    """Compute on fake arrays for a while, whatever the device in use is."""
+    """Compute on fake arrays for a while, whatever device is in use."""
     in_use = device.in_use()
     device.adopt(NoMemory(memory))
     try:
@@ -137,12 +137,12 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def fake(operation: Any) -> Callable[[Operation], Operation]:
-    """Let a function stand for an operation where its first array is a fake one."""
+    """Return a decorator: the function replaces an operation if the first array is a fake one."""
     return lambda function: operation.register(FakeArray, function)
 
 
 def lines(x: Array) -> int:
-    """Rows of x (..., C) as a matrix."""
+    """Return the number of rows of x (..., C) as a matrix."""
     return math.prod(x.shape[:-1])
 
 
@@ -150,20 +150,20 @@ def lines(x: Array) -> int:
 
 
 def elementwise(x: Array, *others: Array, reads: int) -> Array:
-    """One array of x's shape from `reads` such arrays."""
+    """Return one array of x's shape, made from `reads` such arrays."""
     y = x.memory.take(x.shape, x.dtype)
     x.memory.passes(*[y] * (reads + 1))
     return y
 
 
 def norm(x: Array, *parameters: Any, statistics: int) -> tuple[Array, ...]:
-    """A norm over rows, with so many numbers a row for its backward."""
+    """Return the results of a norm over rows, with `statistics` numbers per row for its backward."""
     y = elementwise(x, reads=1)
     return y, *(x.memory.take((*x.shape[:-1], 1)) for _ in range(statistics))
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
-    """A norm's backward; `others`: as many statistics as vectors, gradients of these, what is added to dx."""
+    """Return dx of a norm; `others`: as many statistics as vectors, their gradients, the addend of dx."""
     gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
@@ -171,7 +171,7 @@ def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors:
 
 
 def gate_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """The backward of a gated activation."""
+    """Return the gradients of a gated activation."""
     return elementwise(gate, reads=3), elementwise(gate, reads=0)
 
 
@@ -205,7 +205,7 @@ def _(dy: Array, w: Array, into: Array | None = None) -> Array:
 
 
 def column_sums(dy: Array, rows: int, width: int) -> None:
-    """The gradient of a vector, a sum over rows."""
+    """Count the gradient of a vector, a sum over rows."""
     dy.memory.passes(dy)
     dy.memory.column_sums(rows, width)
 
@@ -231,7 +231,7 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 @fake(ops.causal_attention)
 def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -> tuple[Array, Any]:
     y, kept = q.memory.attention(q, k, v, begins)
-    count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # the most, the exponentials, the shares
+    count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # maximum, exponentials, weights
     return y, (*kept, begins)
 
 
@@ -244,7 +244,7 @@ def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple
 
 
 def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array | None) -> None:
-    """The work of attention: blocks above the diagonal are not computed, nor what lies before a window."""
+    """Count the work of attention, without blocks above the diagonal or before a window."""
     memory, (batch, length, heads, _) = q.memory, q.shape
     size = batch * head_weights(length, k.shape[1])
     if begins is not None and memory.skips_unseen:
@@ -270,7 +270,7 @@ def _(
     memory.logits = max(memory.logits, int(logits.nbytes))
     for _ in range(1 + (dw is not None) + need_dx):
         memory.product(lines(x), *w.shape)
-    passes = 4 + (b is not None) + (db is not None)  # the most, the exponentials, the shares, the gradient
+    passes = 4 + (b is not None) + (db is not None)  # maximum, exponentials, weights, gradient
     memory.moved += passes * logits.itemsize * lines(x) * w.shape[0]
     return 0.0, dx
 
@@ -294,6 +294,6 @@ for _operation, _function in {
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
     ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
     ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
-    ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # into memory that is there
+    ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # written into existing memory
 }.items():
     _operation.register(FakeArray, _function)

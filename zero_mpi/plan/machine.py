@@ -1,7 +1,7 @@
-"""What a machine can do, as numbers: what a message takes in a node and between nodes, how fast a rank is.
+"""Speeds of a machine as numbers: what a message takes in a node and between nodes, how fast a rank is.
 
 They come from the JSON that `zero-mpi doctor` writes, from a file that describes a machine,
-from flags, or are assumed; a report says which.
+from flags, or are assumed; a report names the source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_mpi.files.parse import parse_json
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes alpha + beta n seconds."""
+    """Link over which a message of n bytes takes alpha + beta n seconds."""
 
     alpha: float
     beta: float
@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the network between nodes: so many nodes (None: all) reach each other over such links."""
+    """Level of the network between nodes: up to `nodes` nodes (None: all) are joined by such links."""
 
     name: str
     nodes: int | None
@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes a second of all who write, and of each."""
+    """Bytes per second of all writers together, and of each writer."""
 
     rate: float
     writer_rate: float
@@ -49,19 +49,19 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known or assumed of a machine."""
+    """Known or assumed speeds and sizes of a machine."""
 
-    node: Link  # between ranks of a node
-    between: Link  # of a node, which its ranks share
-    flops: float  # operations a second of a rank's matrix products, while all ranks compute
-    moves: float  # bytes a second of a rank in everything else
+    node: Link  # link between ranks of a node
+    between: Link  # link of a node, which its ranks share
+    flops: float  # operations per second of a rank's matrix products, while all ranks compute
+    moves: float  # bytes per second of a rank in all other operations
     memory: int | None = None  # bytes for a rank; None: not known
-    host_link: float = 4e10  # bytes a second from a GPU to its host, and as many back at the same time
-    levels: tuple[Level, ...] = ()  # from the inside out; none: `between` joins all nodes
+    host_link: float = 4e10  # bytes per second from a GPU to its host, and as many back at the same time
+    levels: tuple[Level, ...] = ()  # from the inside out; empty: `between` joins all nodes
     disk: Disk | None = None
 
     def joining(self, nodes: int) -> Machine:
-        """The machine with the links of the outermost level that so many nodes need between them."""
+        """Return the machine with the links of the outermost level that `nodes` nodes need between them."""
         needed = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
         return replace(self, between=next(needed).link) if self.levels else self
 
@@ -74,8 +74,8 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
 ASSUMED_GPU_FP32 = Machine(*GPU_LINKS, flops=4e13, moves=3e12)
-LOW = ASSUMED_BF16, ASSUMED_GPU  # of low precision
-DOCTOR = {  # name -> where the doctor has it
+LOW = ASSUMED_BF16, ASSUMED_GPU  # assumed machines for low precision
+DOCTOR = {  # name -> its place in the doctor's JSON
     "alpha_node": "links.node.alpha_seconds",
     "beta_node": "links.node.beta_seconds_per_byte",
     "alpha": "links.between.alpha_seconds",
@@ -85,20 +85,20 @@ DOCTOR = {  # name -> where the doctor has it
     "memory": "memory_bytes_per_rank",
 }
 MOST_DOCTOR = 16 << 20  # bytes of a doctor's JSON
-LARGEST = 1e30  # no rate is so large
+LARGEST = 1e30  # upper bound of any rate
 
 
 def billions(rate: float) -> str:
-    """So many a second, in 10^9."""
+    """Return a rate as text, in 10^9 per second."""
     return f"{rate / 1e9:.3g}"
 
 
 def bandwidth(beta: float) -> str:
-    """Bytes a second, from seconds a byte."""
+    """Return a bandwidth as text, from seconds per byte."""
     return f"{1e-9 / beta:.3g} GB/s" if beta else "no time a byte"
 
 
-RATES = {  # flag -> field of `Machine` and of a link there, what the flag is, how a report tells it
+RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, form in a report
     "flops": ("flops", "floating-point operations a second of a rank's products", billions, "GFLOP/s a rank"),
     "memory_bandwidth": ("moves", "bytes a second of a rank in everything else", billions, "GB/s a rank"),
     "host_bandwidth": ("host_link", "bytes a second to a GPU's host, each way", billions, "GB/s to the host"),
@@ -110,7 +110,7 @@ RATES = {  # flag -> field of `Machine` and of a link there, what the flag is, h
 
 
 def read_doctor(path: Path) -> dict[str, float]:
-    """The numbers of a doctor's JSON by the names of flags; those it did not measure are left out."""
+    """Return the numbers of a doctor's JSON by the names of flags, without those it did not measure."""
     place = shown(path)
     try:
         found: Any = parse_json(read_file(path, MOST_DOCTOR))
@@ -128,7 +128,7 @@ def read_doctor(path: Path) -> dict[str, float]:
 
 
 def number_at(place: str, found: Any, keys: str) -> float | None:
-    """The number at a path of keys, None where there is none; raises UsageError for anything else."""
+    """Return the number at a path of keys, None where there is none; raises UsageError for other values."""
     for key in keys.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     if found is None:
@@ -139,7 +139,7 @@ def number_at(place: str, found: Any, keys: str) -> float | None:
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
-    """What is assumed with what is known put in; raises UsageError for a number that cannot be."""
+    """Return the assumed machine with known numbers put in; raises UsageError for an impossible number."""
     for name, value in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
         if not 0 <= value < math.inf or (not of_link and value == 0):
@@ -152,7 +152,7 @@ def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine
 
 
 def assumed(on_gpu: bool, precision: str) -> Machine:
-    """What is taken for numbers that nobody gave; in bf16 a processor is taken to have units for it."""
+    """Return the values assumed for missing numbers; in bf16 a processor is assumed to have units for it."""
     if on_gpu:
         return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
     return ASSUMED_BF16 if precision == "bf16" else ASSUMED
@@ -172,16 +172,16 @@ SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0
 
 @dataclass(frozen=True)
 class MachineFile:
-    """What a file says; numbers: by the names of flags, for a rank."""
+    """Contents of a machine file; numbers: by the names of flags, for a rank."""
 
-    ranks: int  # of a node
+    ranks: int  # ranks of a node
     numbers: dict[str, float]
     levels: tuple[Level, ...]
     disk: Disk | None
 
 
 def read_machine(path: Path) -> MachineFile:
-    """What a file says of a machine; raises UsageError that names the file and the key."""
+    """Read a file that describes a machine; raises UsageError that names the file and the key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, "", found, (*TABLES, "network"))
@@ -206,7 +206,7 @@ def read_machine(path: Path) -> MachineFile:
 
 
 def read_levels(place: str, found: Any) -> Iterator[Level]:
-    """The levels of the network from the inside out, each of which joins more nodes than the one before."""
+    """Yield the levels of the network from the inside out; each joins more nodes than the one before."""
     if not isinstance(found, list) or not found:
         raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
     tables = []
@@ -229,7 +229,7 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
 
 
 def refuse_unknown(place: str, where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise UsageError for a key that is none."""
+    """Raise UsageError for an unknown key."""
     for key in table:
         if key not in known:
             meant = nearest(key, known) or f"; expected {', '.join(known)}"
@@ -237,7 +237,7 @@ def refuse_unknown(place: str, where: str, table: Mapping[str, Any], known: Sequ
 
 
 def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
-    """The values of a table in the order of `keys`, which are all that it has; raises UsageError."""
+    """Return the values of a table in the order of `keys`, its only keys; raises UsageError."""
     if not isinstance(table, dict):
         raise UsageError(f"{place}: expected a table with {', '.join(keys)}, found {came(table)}")
     refuse_unknown(place, "", table, tuple(keys))
@@ -245,7 +245,7 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
 
 
 def value_of(place: str, value: Any, kind: type) -> Any:
-    """A value of a type, a number within bounds; raises UsageError."""
+    """Return a value of a type, a number within bounds; raises UsageError."""
     kinds = (int, float) if kind is float else kind
     fits = isinstance(value, kinds) and not isinstance(value, bool)
     if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
@@ -254,7 +254,7 @@ def value_of(place: str, value: Any, kind: type) -> Any:
 
 
 def came(value: Any) -> str:
-    """What is in a file, for an error."""
+    """Return a value of a file as text for an error."""
     if isinstance(value, dict | list):
         return "a table" if isinstance(value, dict) else "a list"
     return "nothing" if value is None else quoted(value)

@@ -1,4 +1,4 @@
-"""Everything about one case, worked out."""
+"""Plan of a case: everything about it, worked out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """What a case will take.
+    """Memory, traffic and time that a case will take.
 
-    `fits` is None where no limit of memory is known and `save` where no disk is.
+    `fits` is None where no limit of memory is known, and `save` where no disk is known.
     """
 
     case: Case
@@ -35,7 +35,7 @@ class Plan:
     save: float | None  # seconds of a checkpoint
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers by name: bytes and seconds; of traffic, what ranks give away in a step."""
+        """Return the numbers by name: bytes and seconds; for traffic, the bytes that ranks send in a step."""
         given = self.traffic
         sums = {
             "rank_0": given.sent[0],
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(case: Case, machine: Machine) -> Plan:
-    """The plan of a case."""
+    """Return the plan of a case."""
     time = step_time(case, machine)
     return Plan(
         case,
@@ -74,12 +74,12 @@ def make_plan(case: Case, machine: Machine) -> Plan:
 
 MOST_RANKS = 16384
 LEAST_EFFICIENCY = 0.5
-STAYS = 0.98  # of a rank's memory, by twice the ranks: it no longer falls
+STAYS = 0.98  # if twice the ranks need this share of a rank's memory, it no longer falls
 
 
 @dataclass(frozen=True)
 class Point:
-    """Some number of ranks. efficiency: tokens a second a rank, over those of one rank alone."""
+    """Plan for one number of ranks. efficiency: tokens per second per rank, relative to a single rank."""
 
     ranks: int
     nodes: int
@@ -92,7 +92,7 @@ class Point:
 
 
 def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]:
-    """A point for each power of two up to `most`."""
+    """Return a point for each power of two up to `most`."""
     points: list[Point] = []
     for ranks in (1 << power for power in range(most.bit_length())):
         here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
@@ -105,7 +105,7 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
 
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
-    """What ends the scaling, each from how many ranks on up to the end, the first of them first."""
+    """Return what limits the scaling, each from some number of ranks up to the end, the first one first."""
 
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
@@ -122,14 +122,14 @@ def limits(case: Case, points: Sequence[Point]) -> list[str]:
 
 
 BLOCK = re.compile(r"blk\.([0-9]+)\.(.*)")
-MOST = 256  # of blocks, of sequences, or times the least width; a plan of more blocks takes seconds
+MOST = 256  # limit of blocks, sequences, or multiples of the least width; a plan of more blocks takes seconds
 
 
 @dataclass(frozen=True)
 class Largest:
-    """What fits: sequences in a micro-batch; the depth; the width; elements of the deepest and widest model.
+    """Largest sizes that fit: sequences in a micro-batch; depth; width; elements of the largest models.
 
-    0 where not even the least does; `MOST` of something means that more may fit.
+    0 where not even the least fits; `MOST` means that more may fit.
     """
 
     micro_batch: int
@@ -140,12 +140,12 @@ class Largest:
 
 
 def largest(case: Case, limit: int) -> Largest:
-    """What fits into `limit` bytes of a rank, one size changed at a time."""
+    """Return the sizes that fit into `limit` bytes of a rank, one size changed at a time."""
 
     def total(changed: Case) -> int:
         try:
             return plan_memory(changed).total
-        except MemoryError:  # this machine does not even have the addresses of a unit's buffers
+        except MemoryError:  # this machine lacks even the address space of a unit's buffers
             return sys.maxsize
 
     def rows(count: int) -> Case:  # as many micro-batches as before
@@ -160,7 +160,7 @@ def largest(case: Case, limit: int) -> Largest:
     def parameters(changed: Callable[[int], Case], count: int) -> int:
         return elements(changed(count).model) if count else 0
 
-    # In how many equal steps it is so wide, each of whole heads and the key/value heads of these.
+    # Number of equal steps of the width, each of full heads and the key/value heads that belong to them.
     heads = case.model.head_count
     steps = gcd(heads, getattr(case.model, "head_count_kv", heads), case.model.embedding_length)
     sequences = most(lambda count: total(rows(count)), limit)
@@ -171,7 +171,7 @@ def largest(case: Case, limit: int) -> Largest:
 
 
 def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
-    """A model of another size whose base stays in blocks as that of `like` does, of block n as there."""
+    """Return a model of another size whose base is stored in blocks as that of `like`, block by block."""
     if like.lora is None or not like.stored:
         return model
     kinds, found = like.stored, []
@@ -184,12 +184,12 @@ def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
 
 
 def most(size: Callable[[int], int], limit: int) -> int:
-    """The largest whole number up to MOST whose size is within the limit; 0 if not even 1 is.
+    """Return the largest integer up to MOST whose size is within the limit; 0 if not even 1 is.
 
     Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
-    and halves what is left. A size is worth a simulation, so few are asked for.
+    and bisects the rest. A size costs a simulation, so few are computed.
     """
-    low, high, stride = 0, MOST + 1, 1  # low fits; high does not, or is more than is wanted
+    low, high, stride = 0, MOST + 1, 1  # low fits; high does not, or exceeds the limit MOST
     first, second = size(2), size(4)
     slope = max(1, second - first) / 2
     probe = min(max(1, 4 + int((limit - second) / slope)), MOST)  # where the line meets the limit
@@ -205,7 +205,7 @@ def most(size: Callable[[int], int], limit: int) -> int:
 
 
 def widened(model: ModelConfig, count: int, steps: int) -> ModelConfig:
-    """The model `count` steps wide, that has `steps` now; its feed-forward keeps its ratio to the width."""
+    """Return the model `count` steps wide instead of `steps`; feed-forward keeps its ratio to the width."""
     names = ("embedding_length", "head_count", "head_count_kv")
     changed: dict[str, Any] = {
         name: getattr(model, name) // steps * count for name in names if hasattr(model, name)

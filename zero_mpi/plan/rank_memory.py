@@ -1,9 +1,9 @@
-"""Bytes that the largest rank holds, by what they are for; every size comes from the runtime's own layout.
+"""Bytes that the largest rank holds, by their purpose; every size comes from the runtime's own layout.
 
-Rank 0 is the largest: it owns the longest slice of every unit. They lie on its device; what a rank with a GPU
-keeps in the host's memory is told apart. Beside what is listed a process has its interpreter and libraries
-(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and whatever the MPI
-library takes.
+Rank 0 is the largest: it owns the longest slice of every unit. They lie on its device; host memory of a rank
+with a GPU is listed apart. Beside the listed bytes a process has its interpreter and libraries
+(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and memory of the MPI
+library.
 """
 
 from __future__ import annotations
@@ -36,60 +36,60 @@ from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT
 from zero_mpi.sharding.unit import BYTES, Unit
 
-ROUNDS = 2  # from the second on every round finds the buffers that it needs
+ROUNDS = 2  # from the second round on, every round finds the buffers that it needs
 NUMBER = 8  # bytes of a float64 or an int64
 
 
 def called(title: str) -> Any:
-    """Bytes that are called so where a plan is shown."""
+    """Return a field for bytes that a plan shows under `title`."""
     return field(metadata={"title": title})
 
 
 def titles(kind: Any) -> dict[str, str]:
-    """What the fields of a class of such bytes are called."""
+    """Return the titles of the fields of a class, by name."""
     return {each.name: each.metadata["title"] for each in fields(kind)}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0. What a node shares in one copy counts by this rank's part of it."""
+    """Bytes on rank 0. Memory that a node shares in one copy counts by this rank's part of it."""
 
-    # Kept between rounds and steps: slices, or wholes where replicated.
+    # Kept between rounds and steps: slices, or full parameters where replicated.
     parameters: int = called("parameters")
-    masters: int = called("parameters in fp32")  # where `parameters` are rounded copies of them
+    masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded copies
     gradients: int = called("gradients")
-    moments: int = called("moments")  # and a moving average
-    rooms: int = called("rooms for moments")  # on the GPU, which they pass through
-    gathered: int = called("gathered units")  # whole for a while
-    unpacked: int = called("unpacked blocks")  # what is made for layers of gathered blocks
-    gradient_buffers: int = called("gradient buffers")  # of a micro-batch, before they are reduced
-    activations: int = called("activations")  # what layers keep and make, but for the logits
+    moments: int = called("moments")  # optimizer states and a moving average
+    rooms: int = called("rooms for moments")  # buffers on the GPU through which they pass
+    gathered: int = called("gathered units")  # full parameters, for a while
+    unpacked: int = called("unpacked blocks")  # unpacked for layers from gathered blocks
+    gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
+    activations: int = called("activations")  # arrays that layers keep and make, without the logits
     logits: int = called("logits")
-    transport: int = called("arriving slices")  # in a reduction
-    tables: int = called("tables")  # where chunks lie, which ones decay, their sums of squares
-    workspace: int = called("workspace of products")  # of the GPU's library
+    transport: int = called("arriving slices")  # slices that arrive in a reduction
+    tables: int = called("tables")  # places of chunks, which ones decay, their sums of squares
+    workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # while a checkpoint is written
-    # Not of a rank: what those of a node need together. Not on the device: pinned memory, and the snapshot.
+    # Not of one rank: memory that a node's ranks need together. Not on the device: pinned memory, snapshot.
     node_shared: int = called("(a node in /dev/shm)")
     host: int = called("(in the host's memory)")
 
     @property
     def total(self) -> int:
-        """Of the rank, on its device."""
+        """Bytes of the rank, on its device."""
         return int(sum(count for name, count in asdict(self).items() if name not in ELSEWHERE))
 
     @property
     def state(self) -> int:
-        """What lasts from step to step."""
+        """Bytes that last from step to step."""
         return self.parameters + self.masters + self.gradients + self.moments
 
 
 TITLES = titles(Memory)
-ELSEWHERE = ("node_shared", "host")  # what is of no rank, or not on its device
+ELSEWHERE = ("node_shared", "host")  # fields that do not belong to one rank, or lie off its device
 
 
 def plan_memory(case: Case) -> Memory:
-    """The memory of a case."""
+    """Return the memory of a case."""
     seen, kept, host = simulate(case, ROUNDS), Counter[str](), case.transport.pinned(case.ranks)
     for unit, own in case.slices:
         kept.update(bytes_of(case, unit, own))
@@ -116,7 +116,7 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """What is kept of a unit between rounds and steps, wherever it lies; of what ranks share, slices."""
+    """Return the bytes that are kept of a unit between rounds and steps; of shared memory, the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit) * (own if unit.whole else updated)
@@ -137,19 +137,19 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 
 
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
-    """What goes into a checkpoint of `own` elements of a unit: parameters, moments, averages."""
+    """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
     trained, averages = unit.trainable, case.ema is not None
     return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + state_count(unit) * trained)
 
 
 def keeps_slices(case: Case) -> bool:
-    """Whether a rank counts its slices of parameters alone."""
+    """Return whether a rank counts only its slices of parameters."""
     shared = case.shares_wholes and case.strategy.shards_moments
     return shared or case.strategy.shards_parameters
 
 
 def reductions(case: Case) -> Reductions:
-    """What the transport of a case is asked to reduce."""
+    """Return the reductions that the transport of a case makes."""
     rounds, slices = case.rounds, tuple(own for _, own in case.trained)
     return Reductions(
         ranks=case.ranks,
@@ -166,7 +166,7 @@ def reductions(case: Case) -> Reductions:
 
 
 def node_shared(case: Case) -> int:
-    """Bytes of a node's shared windows: wholes or gathered units once, gradients of each rank, counters."""
+    """Return a node's bytes in shared windows: parameters, or gathers, once; gradients per rank; counters."""
     if not case.transport.shares_memory:
         return 0
     layout, wholes = case.layout, list[int]()
@@ -180,9 +180,9 @@ def node_shared(case: Case) -> int:
 # operations, and the compiler while one rank fills the folder of compiled code for the first time.
 PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
-STEP = 1 << 24  # what is asked for is a multiple of so many bytes
-BYTES_OF_TOKEN = 3  # of text, where a token is not a byte
-READING = 2  # times the tokens, beside them, while rank 0 reads them
+STEP = 1 << 24  # a request is a multiple of this number of bytes
+BYTES_OF_TOKEN = 3  # bytes of text per token, where a token is not a byte
+READING = 2  # extra memory while rank 0 reads the text, in multiples of the tokens
 
 
 @dataclass(frozen=True)
@@ -191,23 +191,23 @@ class Resident:
 
     programs: int = called("programs and libraries")  # interpreters, and the compiler
     mpi: int = called("MPI's own segments")
-    text: int = called("tokens of the text")  # on all ranks
-    arrays: int = called("arrays, as planned")  # on the host, of all ranks
-    sample: int = called("sample in the end")  # the whole model on rank 0
+    text: int = called("tokens of the text")  # copies on all ranks
+    arrays: int = called("arrays, as planned")  # host memory of all ranks
+    sample: int = called("sample in the end")  # full model on rank 0
 
     @property
     def total(self) -> int:
-        """When most of it is there."""
+        """Bytes in use at the peak."""
         return int(sum(asdict(self).values()))
 
     @property
     def ask(self) -> int:
-        """What to ask for."""
+        """Bytes to request."""
         return -(-self.total // STEP) * STEP
 
 
 def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
-    """Of a node; `text`: bytes of all tokens; `sample`: whether rank 0 shows one."""
+    """Return the bytes of a node; `text`: bytes of all tokens; `sample`: whether rank 0 shows one."""
     ranks = case.per_node
     return Resident(
         programs=programs(ranks),
@@ -219,14 +219,14 @@ def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
 
 
 def programs(ranks: int) -> int:
-    """Bytes of interpreters and libraries of so many ranks of a node, and of the compiler."""
+    """Return the bytes of interpreters and libraries of `ranks` ranks of a node, and of the compiler."""
     if ops.backend() == "numpy":
         return ranks * PLAIN_RANK + PLAIN_FILES
     return ranks * RANK + FILES + COMPILER
 
 
 def private(case: Case, memory: Memory) -> int:
-    """Bytes of the host that the plan counts for a rank, but for those that it shares with its node."""
+    """Return the planned host bytes of a rank, without the bytes that it shares with its node."""
     if case.on_gpu:
         return memory.host
     shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.transport.shares_memory
@@ -236,9 +236,9 @@ def private(case: Case, memory: Memory) -> int:
 
 
 def text_bytes(config: Config, model: ModelConfig) -> int:
-    """Of the tokens that each rank holds, by the sizes of the data's files, which are not read.
+    """Return the bytes of tokens that each rank holds, by the data's file sizes; the data are not read.
 
-    Those of token files, and of text that is kept once it is encoded, stay on disk.
+    Token files, and text that is kept once it is encoded, stay on disk.
     """
     lists = [files_of(config.data) if config.data else library_files()]
     lists += [files_of(config.val_data)] if config.val_data else []
@@ -246,7 +246,7 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
 
 def held_bytes(files: Sequence[tuple[str, Path]], vocabulary: int) -> int:
-    """Of the ids that are read of such files and held."""
+    """Return the bytes of the ids that are read from such files and held in memory."""
     tokens = token_files(files)
     found = sum(path.stat().st_size for _, path in tokens or files)
     width = 2 if vocabulary <= 1 << 16 else 4
@@ -256,5 +256,5 @@ def held_bytes(files: Sequence[tuple[str, Path]], vocabulary: int) -> int:
 
 
 def text_of(corpus: Corpus) -> int:
-    """The same of a corpus that has been read."""
+    """Return the bytes of tokens of a corpus that has been read."""
     return sum(part.stream.nbytes for part in (*corpus.parts, *corpus.held_out))

@@ -15,9 +15,9 @@ from zero_mpi.plan.plan import MOST, Largest, Plan, Point
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
 from zero_mpi.sharding.host_masters import STATE
 
-TITLE, COLUMN = 34, 16  # widths
+TITLE, COLUMN = 34, 16  # widths of columns
 Column = TypeVar("Column")
-Rows = Iterable[tuple[str, Callable[[Column], str]]]  # a title, and what stands in a column
+Rows = Iterable[tuple[str, Callable[[Column], str]]]  # title, and the function that fills a column
 TRAFFIC: Rows[Plan] = (
     ("transport", lambda plan: plan.case.transport.name),
     ("a rank, in its node", lambda plan: size(plan.traffic.inside.max())),
@@ -43,22 +43,22 @@ LARGEST: Rows[Largest] = (
 
 
 def row(title: str, values: Iterable[str]) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return f"  {title:{TITLE}}" + "".join(f"{value:>{COLUMN}}" for value in values)
 
 
 def rows(found: Sequence[Column], titles: Rows[Column]) -> Iterator[str]:
-    """The lines of a table, with a column for each of `found`."""
+    """Yield the lines of a table, with a column for each of `found`."""
     return (row(title, map(text, found)) for title, text in titles)
 
 
 def head(title: str, plans: Sequence[Plan]) -> str:
-    """The first line of a table."""
+    """Return the first line of a table."""
     return f"{title:{TITLE + 2}}" + "".join(f"{plan.case.strategy_name:>{COLUMN}}" for plan in plans)
 
 
 def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Iterator[str]:
-    """All of it."""
+    """Yield all lines of a report."""
     yield from introduction(plans[0].case, machine, known)
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time of a step", plans), *rows(plans, TIME))
@@ -70,7 +70,7 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
-    """What is planned, and by which rates."""
+    """Yield what is planned, and the rates that are used."""
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
         f"node(s); {case.tokens:,} tokens a step in {case.rounds.micro_batches} micro-batch(es) of "
@@ -92,19 +92,19 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
 
 
 def level_line(level: Level) -> str:
-    """A level of the network."""
+    """Return a line about a level of the network."""
     nodes = "all nodes" if level.nodes is None else f"up to {level.nodes} node(s)"
     return f"{shown(level.name)}, {nodes}: {seconds(level.link.alpha)}, {bandwidth(level.link.beta)}"
 
 
 def base(case: Case) -> str:
-    """What is kept of a base in blocks, and by whom."""
+    """Return which parts of a base in blocks are kept, and by which ranks."""
     by = "over" if keeps_slices(case) else "on each of"
     return f"{size(case.model.stored_bytes)} in the file's blocks {by} {case.owners} rank(s)"
 
 
 def kinds_of(case: Case) -> str:
-    """Device and types, where they are not the CPU and float32."""
+    """Return device and dtypes, where they are not the CPU and float32."""
     about = [f"; {case.device}, a GPU a rank"] * case.on_gpu
     if case.precision.is_low:
         about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
@@ -114,7 +114,7 @@ def kinds_of(case: Case) -> str:
 
 
 def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Bytes of the largest rank."""
+    """Yield lines with the bytes of the largest rank."""
     yield head("memory of the largest rank", plans)
     for name in (*(name for name in TITLES if name not in ELSEWHERE), "total", *ELSEWHERE):
         sizes = [getattr(plan.memory, name) for plan in plans]
@@ -123,27 +123,27 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
-    """Bytes of a step."""
+    """Yield lines with the bytes of a step."""
     yield head("bytes that ranks give in a step", plans)
     yield from rows(plans, TRAFFIC)
 
 
 def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
-    """What to ask a batch system for, and why so much."""
+    """Yield the memory to request from a batch system, and its parts."""
     for name, title in titles(Resident).items():
         sizes = [getattr(node, name) for node in found]
-        if any(sizes) or name != "sample":  # which is asked for
+        if any(sizes) or name != "sample":  # only if one is requested
             yield row(title, map(size, sizes))
     yield row("ask for, a node", [gibibytes(node.ask) for node in found])
 
 
 def counted(count: int) -> str:
-    """A largest number, or that none fits, or that the search went no further."""
+    """Return a largest number as text, or that none fits, or that the search went no further."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 
 
 def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> Iterator[str]:
-    """A strategy's points, and what stops it."""
+    """Yield a strategy's points, and the limits of its scaling."""
     name = case.strategy_name
     yield f"{name}: {case.rounds.micro_batches} micro-batches a step at any number of ranks"
     titles = ["memory a rank", "step", "waits", "tokens/s", "efficiency"]

@@ -1,9 +1,9 @@
-"""A step without memory or ranks: the runtime's own module over the real layers, with everything noted.
+"""Simulated step without memory or ranks: the runtime's own module over the real layers, all noted.
 
 `ShardedModule` runs as it is. Its transport only notes what is started and waited for, and the device that
-it computes on makes arrays that have shapes and nothing else. The script of a step is the list of what
-happens on a rank in its order: stretches of computing, starts, waits. No number of ranks changes it, so many
-cases share one.
+it computes on makes arrays that have shapes and nothing else. The script of a step lists what
+happens on a rank in order: segments of computing, starts, waits. It is the same for any number of ranks, so
+many cases share one.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "
 GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
-KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # by device
-STEPS = 2  # the first finds no buffers, and no transfers of the one before
+KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # memory by device
+STEPS = 2  # the first step finds no buffers, and no transfers of a step before it
 
 
 class StepEvent(NamedTuple):
-    """What happens next on a rank: the kind, which transfer of which unit, how much computing."""
+    """Next event on a rank: its kind, the transfer and its unit, the computing before it."""
 
     kind: str
     unit: int = -1
-    what: str = ""  # of a wait: the kind of the transfer
+    what: str = ""  # kind of the transfer, for a wait
     flop: float = 0.0
     moved: float = 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """steps: the events of each step; sizes in bytes of what pools held in the end.
+    """Result. steps: the events of each step; sizes in bytes of what pools held in the end.
 
-    recycled: as `arrays.recycled_stats` tells it, logits included; small: arrays outside that pool.
+    recycled: as `arrays.recycled_stats` reports it, logits included; small: arrays outside that pool.
     """
 
     steps: tuple[tuple[StepEvent, ...], ...]
@@ -62,19 +62,19 @@ class Simulation:
 
     @property
     def activations(self) -> int:
-        """Bytes of what layers make and keep, but for the logits."""
+        """Bytes that layers make and keep, without the logits."""
         return self.recycled + self.small - self.logits
 
 
 class StepScript:
-    """Collects events; what was computed since the last one goes before the next."""
+    """Collects events; computing since the last event is put before the next one."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
         self.events: list[StepEvent] = []
 
     def note(self, kind: str, unit: int = -1, what: str = "") -> None:
-        """Something happens after what was computed."""
+        """Note an event, after the computing before it."""
         flop, moved = self.memory.spent()
         if flop or moved:
             self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
@@ -82,7 +82,7 @@ class StepScript:
 
 
 class SimulatedTransfer(Handle):
-    """A transfer of a unit; to wait for it is an event."""
+    """Transfer of a unit; waiting for it is an event."""
 
     def __init__(self, script: StepScript, kind: str, unit: int) -> None:
         self.script, self.kind, self.unit = script, kind, unit
@@ -93,7 +93,7 @@ class SimulatedTransfer(Handle):
 
 
 class ScriptedComm(SimulatedComm):
-    """The transport of a case: a collective is an event, and what it gives a module has no memory."""
+    """Transport of a case: a collective is an event, and the arrays that it returns have no memory."""
 
     def __init__(self, case: Case, script: StepScript, size: int) -> None:
         super().__init__(case)
@@ -101,13 +101,13 @@ class ScriptedComm(SimulatedComm):
         self.numbers = {unit.name: number for number, unit in enumerate(case.layout.units)}
 
     def shard_group(self) -> ScriptedComm:
-        """The ranks of the first node, where each node has all slices."""
+        """Return the ranks of the first node, where each node has all slices."""
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        """As the transport's own: wholes where the owners see one array."""
+        """Return memory as the transport does: full parameters where the owners see one array."""
         empty, shared = device.in_use().empty, self.case.shares_wholes
         return ModuleMemory([empty(w.length) if shared and w.length else None for w in wholes], BufferPool())
 
@@ -126,7 +126,7 @@ class ScriptedComm(SimulatedComm):
 
 
 class Simulator:
-    """A module as it is, over a transport and a device without memory, and the steps that it takes."""
+    """Real module over a transport and a device without memory, and the steps that it makes."""
 
     def __init__(self, case: Case, memory: Compiled | None = None) -> None:
         self.case, self.memory = case, memory or KERNELS[case.device]()
@@ -138,7 +138,7 @@ class Simulator:
             self.module.unfilled.clear()
 
     def step(self) -> tuple[StepEvent, ...]:
-        """A step as `train` does it: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
+        """Make a step as `train` does: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         tokens = self.case.micro_batch, self.case.context
         with without_memory(self.memory):
@@ -159,8 +159,8 @@ class Simulator:
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:
-    """The simulation of a case; more than `most_rounds` rounds are simulated as so many."""
-    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # all that makes a difference
+    """Return the simulation of a case; more than `most_rounds` rounds are simulated as that many."""
+    ranks = min(case.nodes, 2) * min(case.per_node, 2)  # only these numbers make a difference
     return _simulate(
         replace(
             case,

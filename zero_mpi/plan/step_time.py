@@ -1,12 +1,12 @@
-"""How long a step and a checkpoint take: computing, transfers that cannot be hidden, and latency.
+"""Time of a step and of a checkpoint: computing, transfers that cannot be hidden, and latency.
 
-The events of a simulated step are played against a clock. Computing moves it. A transfer begins when its link
-is free, behind those that were started before it, and is complete some time later, whatever the rank does
+The events of a simulated step are played against a clock. Computing advances it. A transfer begins when its
+link is free, behind those that were started before it, and completes some time later, whatever the rank does
 meanwhile; a wait moves the clock to that time: that is exposed communication. Inside one node a transfer is
-copying by the ranks' own cores, so nothing is hidden there, unless GPUs compute. All ranks are taken to be as
+a copy by the ranks' own cores, so nothing is hidden there, unless GPUs compute. All ranks are taken to be as
 fast as rank 0.
 
-What a collective costs follows the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of
+The cost of a collective follows the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", 2005. A gather is a ring, or for short ones a tree; the exact
 reduction over messages sends each slice straight to its owner, so a node's link carries the slices of all its
 ranks. Sums that travel from node to node are a pipeline, in which every link carries a unit once, and twice
@@ -44,12 +44,12 @@ from zero_mpi.sharding.unit import BYTES
 
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient and both moments, and writes three of them
 SHORT = 512 << 10  # bytes; up to here MPICH gathers in a tree
-LEFT_IN_MEMORY = 30.0  # seconds: what Linux has as dirty_expire_centisecs, unless it is told otherwise
-MEETINGS = 3  # of ranks, for each array of a unit that is saved: its values, a barrier, and digests
+LEFT_IN_MEMORY = 30.0  # seconds: default of dirty_expire_centisecs in Linux
+MEETINGS = 3  # synchronizations of ranks per saved array of a unit: its values, a barrier, and digests
 
 
 class Cost(NamedTuple):
-    """Seconds of a transfer: on the busiest link, where transfers queue, and beside it on all others."""
+    """Seconds of a transfer: on the busiest link, where transfers queue, and on all other links."""
 
     busy: float
     after: float = 0.0
@@ -61,34 +61,34 @@ class StepTime:
 
     seconds: float
     computation: float
-    communication: float  # of all transfers, one after the other
-    exposed: float  # what the rank stands and waits for them
+    communication: float  # seconds of all transfers, one after the other
+    exposed: float  # seconds in which the rank waits for them
     flop: float
 
 
 def plus(a: StepTime, b: StepTime, times: float = 1.0) -> StepTime:
-    """a + times b."""
+    """Return a + times b."""
     return StepTime(*(x + times * y for x, y in zip(astuple(a), astuple(b), strict=True)))
 
 
 class Player:
-    """Plays events; `time` is what they have taken."""
+    """Plays events; `time` is the time that they have taken."""
 
     def __init__(self, case: Case, machine: Machine) -> None:
         self.case, self.machine = case, machine
         self.overlaps = case.nodes > 1 or case.on_gpu
         self.now = self.computed = self.communicated = self.exposed = self.flop = 0.0
         self._link_free = 0.0
-        self._complete: dict[tuple[str, int], float] = {}  # transfer -> when it is
+        self._complete: dict[tuple[str, int], float] = {}  # transfer -> time when it is complete
         self._costs: dict[tuple[str, int], Cost] = {}
 
     @property
     def time(self) -> StepTime:
-        """So far."""
+        """Time so far."""
         return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
 
     def play(self, events: Iterable[StepEvent]) -> None:
-        """One event after the other."""
+        """Play one event after the other."""
         for event in events:
             if event.kind == COMPUTE:
                 self.compute(event.flop, event.moved)
@@ -100,14 +100,14 @@ class Player:
                 self.finish(event.kind)
 
     def compute(self, flop: float, moved: float) -> None:
-        """Products, and passes over arrays."""
+        """Advance the clock by products, and passes over arrays."""
         seconds = flop / self.machine.flops + moved / self.machine.moves
         self.flop += flop
         self.now += seconds
         self.computed += seconds
 
     def start(self, kind: str, unit: int) -> None:
-        """Begin a transfer behind those that are under way."""
+        """Begin a transfer behind the transfers that are under way."""
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)
@@ -119,13 +119,13 @@ class Player:
             self.wait(self._complete.pop(key))
 
     def wait(self, until: float) -> None:
-        """Stand until then."""
+        """Wait until a moment of the clock."""
         late = max(0.0, until - self.now)
         self.exposed += late
         self.now += late
 
     def finish(self, kind: str) -> None:
-        """What a step ends with: the total of the losses, the norm of the gradient, the update."""
+        """Play the end of a step: the total of the losses, the norm of the gradient, the update."""
         case = self.case
         if kind == UPDATE:
             self.update(sum(case.updated(unit, own) for unit, own in case.trained))
@@ -141,7 +141,7 @@ class Player:
         self.wait(self.now + seconds)
 
     def update(self, elements: int) -> None:
-        """AdamW, which also rounds in low precision; what is offloaded comes and goes meanwhile."""
+        """Play AdamW, which also rounds in low precision; offloaded states come and go meanwhile."""
         kinds, begun = self.case.precision, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
         seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
@@ -150,7 +150,7 @@ class Player:
 
 
 def step_time(case: Case, machine: Machine) -> StepTime:
-    """The time of a step that another one came before."""
+    """Return the time of a step that follows another step."""
     machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
     if rounds <= MOST_ROUNDS:
@@ -163,7 +163,7 @@ def step_time(case: Case, machine: Machine) -> StepTime:
 
 
 def played(case: Case, machine: Machine) -> StepTime:
-    """The time of the second step of the simulation."""
+    """Return the time of the second step of the simulation."""
     player = Player(case, machine)
     first, second = simulate(case).steps
     player.play(first)
@@ -173,17 +173,17 @@ def played(case: Case, machine: Machine) -> StepTime:
 
 
 def tokens_per_second(case: Case, time: StepTime) -> float:
-    """Of all ranks together."""
+    """Return the tokens per second of all ranks together."""
     return case.tokens / time.seconds if time.seconds else float("inf")
 
 
 def slowest(case: Case, machine: Machine) -> Link:
-    """The link that all ranks wait for."""
+    """Return the link that all ranks wait for."""
     return machine.between if case.nodes > 1 else machine.node
 
 
 def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
-    """To bring a unit together on all its owners. Where memory is shared there is nothing to bring."""
+    """Return the seconds to gather a unit on all its owners; with shared memory nothing travels."""
     if case.shares_wholes or case.ranks == 1:
         return 0.0
     partition = case.partitions[unit]
@@ -197,11 +197,11 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 
 
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
-    """To pass parts on in a ring until every member has the whole, or a short one in a tree; bytes.
+    """Return the seconds to pass parts on in a ring until every member has all, or short ones in a tree.
 
-    `part`: the longest. In a ring it passes one link after the other; no member of a tree gets more than all.
-    Of several `rings` over the same links each has its share of the bytes, and while a message of one is on
-    its way the links carry the others'.
+    `part`: the longest, in bytes. In a ring it passes all links; no member of a tree gets more than all.
+    Of several `rings` over the same links each has its share of the bytes, and while a message of one is in
+    transfer the links carry the others' messages.
     """
     steps, short = members - 1, whole < SHORT * rings
     moved = (min(steps * part, whole) if short else steps * part) * link.beta
@@ -210,7 +210,7 @@ def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1
 
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """To sum a unit's gradient into slices, where every slice comes to its owner straight."""
+    """Return the seconds to sum a unit's gradient into slices, each sent straight to its owner."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
@@ -221,7 +221,7 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
 
 
 def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """To send every slice of a unit to its owner."""
+    """Return the seconds to send every slice of a unit to its owner."""
     partition, mates = case.partitions[unit], case.per_node
     own, itemsize = partition.counts[0], case.reduce_bytes
     inside = itemsize * own * (mates - 1) * machine.node.beta
@@ -231,7 +231,7 @@ def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
 
 
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
-    """To pass the sum of a unit from node to node in pieces; where all nodes want it, back as well.
+    """Return the cost of passing a unit's sum from node to node in pieces; back too, if all nodes want it.
 
     A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
     the slice of its owner, which has `own` elements. The last piece has to pass all links, which meanwhile
@@ -242,14 +242,14 @@ def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     links = hops * (link.alpha + piece * link.beta)
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
     way = nbytes * link.beta
-    back = way if case.nodes > 2 else 0.0  # two nodes send each a way of its own
+    back = way if case.nodes > 2 else 0.0  # two nodes send in opposite directions
     if case.hybrid:
         return Cost(way + added + back, 2 * links)
-    return Cost(way + added + back / case.nodes, links)  # sums that come back to their owners
+    return Cost(way + added + back / case.nodes, links)  # sums that return to their owners
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
-    """To sum a vector on all ranks, in place: a reduction into slices and a gather of them."""
+    """Return the seconds to sum a vector on all ranks in place: a reduction into slices and their gather."""
     if case.ranks == 1:
         return 0.0
     link, depth = slowest(case, machine), (case.ranks - 1).bit_length()
@@ -260,7 +260,7 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
 
 
 def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
-    """One transfer of a unit: a gather, or its reduction."""
+    """Return the cost of one transfer of a unit: a gather, or its reduction."""
     if kind in (GATHER, GATHER_SUMS):
         itemsize = BYTES if kind == GATHER_SUMS else case.kept_bytes(unit)
         return Cost(gather_seconds(case, machine, unit, itemsize))
@@ -273,13 +273,13 @@ def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
 
 
 def saved_bytes(case: Case) -> int:
-    """Of a checkpoint's tensors: weights (of adapters alone, where these are trained), averages, moments."""
+    """Return the bytes of a checkpoint's tensors: weights (trained adapters alone), averages, moments."""
     sizes = ((unit, sum(p.size for p in unit.params.values())) for unit in case.layout.units)
     return sum(rank_memory.saved_bytes(case, unit, elements) for unit, elements in sizes)
 
 
 def writers(case: Case) -> int:
-    """How many ranks write, on a file system that serves many nodes."""
+    """Return how many ranks write, on a file system that serves many nodes."""
     if case.checkpoint_io == "gather":
         return 1
     nodes = [rank // case.per_node for rank in range(case.ranks)]
@@ -287,11 +287,11 @@ def writers(case: Case) -> int:
 
 
 def save_seconds(case: Case, machine: Machine) -> float | None:
-    """To write a checkpoint: its bytes over what the disk takes; None where nothing is known of the disk.
+    """Return the seconds to write a checkpoint: its bytes by the disk's rate; None for an unknown disk.
 
-    Where rank 0 writes for several nodes, what the others hold comes over its node's link while it writes.
-    What is written lies in memory at first: the disk begins when the system brings old pages to it, or when
-    the last is there and the file is synced.
+    Where rank 0 writes for several nodes, the others' data come over its node's link while it writes.
+    Written data lie in memory at first: the disk begins when the system flushes old pages, or when
+    the last page is there and the file is synced.
     """
     if machine.disk is None:
         return None
@@ -299,7 +299,7 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine = machine.joining(case.nodes)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    # What comes to rank 0's node: nothing where writers are on all nodes, or where it has all slices.
+    # Bytes that come to rank 0's node: none where writers are on all nodes, or where it has all slices.
     is_there = case.hybrid or case.checkpoint_io != "gather"
     brought = 0.0 if is_there else saved_bytes(case) * (1 - case.per_node / case.ranks) * machine.between.beta
     moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)

@@ -1,4 +1,4 @@
-"""Bytes that ranks give to each other in a step, in a node and between nodes, by formulas.
+"""Bytes that ranks send to each other in a step, in a node and between nodes, by formulas.
 
 P ranks, R rounds of micro-batches in a step. L_u is the length of unit u with its gaps and s_u the slice of
 the rank in question, both in elements of 4 bytes (of blocks of a file, in words of as many).
@@ -16,8 +16,8 @@ float64 vectors: the losses of the micro-batches and the sums of squares of the 
 nodes other formulas hold (`comm.nodes`).
 
 All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
-gathered, and a slice that it computed goes to its owner when it is reduced. Which way they take is the
-library's affair: in a ring a slice passes each link once. All are vectors over ranks.
+gathered, and a slice that it computed goes to its owner when it is reduced. The library chooses the
+route: in a ring a slice passes each link once. All are vectors over ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
 
 class Route:
-    """Each slice straight to every rank, or to its owner.
+    """Route of each slice straight to every rank, or to its owner.
 
     Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
     all_give      ranks with only zeros give these as well
-    passes_sums   what goes between nodes in a reduction are sums, float32 always, and not gradients
+    passes_sums   reductions between nodes send sums, float32 always, and not gradients
     """
 
     passes_sums = False
@@ -52,15 +52,15 @@ class Route:
         self.nodes = -(-ranks // per_node)
         self.rank = np.arange(ranks)
         self.node, self.local = self.rank // per_node, self.rank % per_node
-        self.mates = np.bincount(self.node)[self.node] - 1  # others on the same node
+        self.mates = np.bincount(self.node)[self.node] - 1  # number of other ranks on the same node
 
     def gathered(self, partition: Partition) -> Given:
-        """Of one gather."""
+        """Return the elements that each rank sends in one gather."""
         own = np.array(partition.counts, np.int64)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """Of one reduction, to which so many ranks give something; `first` of its step."""
+        """Return what ranks send in a reduction with `contributors` active ranks, `first` of its step."""
         own = np.array(partition.counts, np.int64)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
@@ -68,7 +68,7 @@ class Route:
 
 
 class Lanes(Route):
-    """Ranks of one position on their nodes carry what goes between nodes, their own slices (comm.nodes)."""
+    """Route in which ranks of one position on their nodes carry their slices between nodes (comm.nodes)."""
 
     passes_sums = True
 
@@ -77,9 +77,9 @@ class Lanes(Route):
         return 0 * own, own * (self.nodes - 1)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """A sum goes from node to node up to the last that gives, and from there to its owner.
+        """Return what each rank sends: a sum goes from node to node up to the last active, then to its owner.
 
-        Where it goes on from an earlier round, it comes from its owner to the first node first.
+        A sum that continues one of an earlier round goes from its owner to the first node first.
         """
         own = np.array(partition.counts, np.int64)
         carried = np.bincount(self.local, own).astype(np.int64)[self.local]
@@ -90,7 +90,7 @@ class Lanes(Route):
 
 
 class ByNode(Route):
-    """Every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid)."""
+    """Route where every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid)."""
 
     passes_sums = True
 
@@ -103,7 +103,7 @@ class ByNode(Route):
         return own * (0 if self.shared else self.per_node - 1), 0 * own
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """A sum goes forward from node to node up to the last that gives, and back to all."""
+        """Return what each rank sends: a sum goes from node to node up to the last active one, and to all."""
         own = np.array(partition.counts, np.int64)[self.local]
         last = (contributors - 1) // self.per_node
         neighbours = (self.node > 0).astype(np.int64) + (self.node < self.nodes - 1)
@@ -112,7 +112,7 @@ class ByNode(Route):
 
 
 def routes_of(case: Case) -> tuple[Route, Route]:
-    """Of gathers and of reductions; over NODES what is kept whole is gathered straight."""
+    """Return the routes of gathers and of reductions; over NODES, full parameters are gathered straight."""
     if case.hybrid:
         by_node = ByNode(case.ranks, case.per_node, case.shares_wholes)
         return by_node, by_node
@@ -128,7 +128,7 @@ FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes given away in a step, for each rank: (ranks,) each."""
+    """Bytes sent in a step, for each rank: (ranks,) each."""
 
     parameters_inside: Array
     parameters_between: Array
@@ -138,22 +138,22 @@ class Traffic:
 
     @property
     def sent(self) -> Array:
-        """By each rank: `sent_bytes` of metrics.jsonl on rank 0."""
+        """Bytes sent by each rank: `sent_bytes` of metrics.jsonl on rank 0."""
         return self.inside + self.between + self.vectors
 
     @property
     def inside(self) -> Array:
-        """To ranks of the same node."""
+        """Bytes sent to ranks of the same node."""
         return self.parameters_inside + self.gradients_inside
 
     @property
     def between(self) -> Array:
-        """To ranks of other nodes."""
+        """Bytes sent to ranks of other nodes."""
         return self.parameters_between + self.gradients_between
 
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
-    """The traffic of a step; `flags` numbers travel with the losses."""
+    """Return the traffic of a step; `flags` numbers travel with the losses."""
     gathering, reducing = routes_of(case)
     between = BYTES if reducing.passes_sums else case.reduce_bytes
     reduced = np.array([[case.reduce_bytes], [between]])
@@ -165,7 +165,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_wholes:
-                gradients += BYTES * gathered * (1 + unit.whole)  # directions of Muon follow them
+                gradients += BYTES * gathered * (1 + unit.whole)  # Muon's directions are sent after them
                 # each rank updates all of it, from sums: float32 always
             gradients += reduced * reductions(case, reducing, partition)
     losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)  # over all ranks
@@ -175,14 +175,14 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
 
 
 def reductions(case: Case, route: Route, partition: Partition) -> Array:
-    """Elements (inside, between) of all reductions of a unit in a step: (2, ranks)."""
+    """Return the elements (inside, between) of all reductions of a unit in a step: (2, ranks)."""
     rounds = case.rounds
     kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
     return sum(count * np.stack(route.reduced(partition, *kind)) for kind, count in kinds.items())
 
 
 def gathers_of(case: Case, unit: int) -> int:
-    """How often a unit's parameters are gathered in a step; shared memory need not."""
+    """Return how often a unit's parameters are gathered in a step; shared memory needs no gathers."""
     if case.shares_wholes or not case.strategy.shards_moments:
         return 0
     if not case.strategy.shards_parameters:

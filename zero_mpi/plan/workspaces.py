@@ -1,7 +1,7 @@
-"""What operations take beside their results: the compiled ones of the CPU, and those of a GPU.
+"""Temporary memory of operations: of the compiled operations of the CPU, and of those of a GPU.
 
-Each is a memory, of which its methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
-order, and let go of it in the same way. Sizes are those of `ops.sizes`, for neither package can be imported
+Each class is a memory, whose methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
+order, and release it in the same way. Sizes are those of `ops.sizes`, for neither package can be imported
 where a plan is made.
 """
 
@@ -21,13 +21,13 @@ Gradients = tuple[Array, Array, Array]
 
 
 class Compiled(FakeMemory):
-    """The CPU's."""
+    """Memory of the CPU's compiled operations."""
 
     workspace = 0  # bytes
     skips_unseen = True  # whether attention leaves out keys that a block of rows does not see
 
     def attention(self, q: Array, k: Array, v: Array, begins: Array | None) -> tuple[Array, tuple[Any, ...]]:
-        """y, and what backward takes; begins: the first key that each row sees, or None for all."""
+        """Return y and the inputs of backward; begins: the first key that each row sees, or None for all."""
         batch, length, heads, _ = q.shape
         tile = low_tile(q, k)
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
@@ -42,7 +42,7 @@ class Compiled(FakeMemory):
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[Gradients, bool]:
-        """dq, dk and dv; whether the weights are computed again."""
+        """Return dq, dk and dv, and whether the weights are computed again."""
         again, tile = kept[0] is None, low_tile(q, k)
         size = tile or sizes.BLOCK * k.shape[1]
         rooms = [self.take((size,))]
@@ -57,27 +57,27 @@ class Compiled(FakeMemory):
         return gradients, again
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:
-        """Whether attention's scores go through memory."""
+        """Return whether attention's scores go through memory."""
         return True
 
     def logits_and_dx(self, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
-        """A chunk of logits, and dx."""
+        """Return a chunk of logits, and dx."""
         rows = x.size // x.shape[-1]
         logits = self.take((chunk_rows(rows, w.shape[0]), w.shape[0]))
         return logits, self.take(x.shape, x.dtype) if need_dx else None
 
     def norm_sums(self, x: Array, count: int) -> None:
-        """For the gradients of a norm's `count` vectors."""
+        """Take memory for the gradients of a norm's `count` vectors."""
 
     def column_sums(self, rows: int, width: int) -> None:
-        """For a sum over rows."""
+        """Take memory for a sum over rows."""
 
     def sorted_tokens(self, tokens: Array, width: int) -> None:
-        """For the gradient of an embedding."""
+        """Take memory for the gradient of an embedding."""
 
 
 class OnGPU(Compiled):
-    """A GPU's. Attention in a low type is taken to be cuDNN's unless ZERO_MPI_GPU_ATTENTION is own."""
+    """Memory of a GPU. Attention in a low type counts as cuDNN's, unless ZERO_MPI_GPU_ATTENTION is own."""
 
     workspace = sizes.WORKSPACE
     skips_unseen = False
@@ -107,7 +107,7 @@ class OnGPU(Compiled):
         return gradients, True
 
     def scores(self, q: Array, k: Array) -> list[Array]:
-        """A block's scores, float32, and in a low type its weights."""
+        """Return a block's scores, float32, and in a low type its weights."""
         (batch, length, heads, _), total = q.shape, k.shape[1]
         most = min(length, sizes.score_rows(batch * heads, total))
         size = batch * heads * most * sizes.scores_across(total)
@@ -142,10 +142,10 @@ class OnGPU(Compiled):
 
 
 def low_tile(q: Array, k: Array) -> int:
-    """Elements of scores that a CPU computes at a time in bfloat16; 0 in float32."""
+    """Return the elements of scores that a CPU computes at a time in bfloat16; 0 in float32."""
     return sizes.low_tile(q.shape[0], k.shape[2], q.shape[1], k.shape[1]) if q.itemsize == 2 else 0
 
 
 def by_cudnn(q: Array, begins: Array | None) -> bool:
-    """Whether attention is not by own kernels, as it is wherever rows do not see all keys before them."""
+    """Return whether cuDNN computes attention: in a low type, where rows see all keys before them."""
     return q.itemsize == 2 and begins is None and os.environ.get("ZERO_MPI_GPU_ATTENTION") != "own"

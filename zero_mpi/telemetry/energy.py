@@ -1,7 +1,7 @@
-"""Energy that a host has used, where it tells: counters of Intel's and AMD's processors, or of Cray's nodes.
+"""Energy that a host has used, by its counters: of Intel's and AMD's processors, or of Cray's nodes.
 
-Linux shows the processors' (RAPL) below /sys/class/powercap, mostly to root alone: one counter a socket,
-which has its cores in it, and on some machines one for its memory. A Cray's counter is the whole node's.
+Linux shows the processors' counters (RAPL) below /sys/class/powercap, mostly to root alone: one per socket,
+which includes its cores, and on some machines one for its memory. A Cray's counter covers the full node.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 POWERCAP = Path("/sys/class/powercap")
 CRAY = Path("/sys/cray/pm_counters/energy")
 UNREADABLE = OSError, ValueError, IndexError
-COUNTED = ("package", "dram")  # beginnings of the names of zones that are no part of each other
+COUNTED = ("package", "dram")  # prefixes of the names of zones that do not overlap
 
 
 @dataclass
 class Counter:
-    """A file with a count that begins again at 0 after `most`; 0: it never does."""
+    """File with a count that begins again at 0 after `most`; 0: it never does."""
 
     path: Path
-    joules: float  # of one
+    joules: float  # joules per count
     most: int = 0
     last: int = 0
 
     def used(self) -> float:
-        """Joules since the last call; OSError or ValueError where it cannot be read."""
+        """Return the joules used since the last call; OSError or ValueError if the file cannot be read."""
         now = int(self.path.read_text().split()[0])
         since, self.last = now - self.last, now
         return (since + self.most if since < 0 else since) * self.joules
 
 
 class Energy:
-    """Joules of this host, if it tells."""
+    """Measures the joules of this host, if it has counters."""
 
     def __init__(self) -> None:
         self._joules, self._counters = 0.0, list[Counter]()
@@ -46,26 +46,26 @@ class Energy:
         self._joules = 0.0
 
     def look(self) -> None:
-        """Count what was used since the last look: to be called often, for processors' counters go round."""
+        """Count the energy used since the last look; call often, since processors' counters wrap around."""
         try:
             self._joules += sum(counter.used() for counter in self._counters)
         except UNREADABLE:
             self._counters = []
 
     def take(self) -> float | None:
-        """Joules since the last call or the beginning; None: the host does not tell, or not this user."""
+        """Return joules since the last call or the beginning; None: no counter that this user may read."""
         joules, self._joules = self._joules, 0.0
         return joules if self._counters else None
 
 
 def cray() -> Iterator[Counter]:
-    """The counter of a Cray's node, in joules."""
+    """Yield the counter of a Cray's node, in joules."""
     if CRAY.exists():
         yield Counter(CRAY, 1.0)
 
 
 def rapl() -> Iterator[Counter]:
-    """Those of sockets and their memory, in millionths of a joule."""
+    """Yield the counters of sockets and their memory, in millionths of a joule."""
     for zone in sorted(POWERCAP.glob("intel-rapl:*")):
         if (zone / "name").read_text().startswith(COUNTED):
             yield Counter(zone / "energy_uj", 1e-6, int((zone / "max_energy_range_uj").read_text()))

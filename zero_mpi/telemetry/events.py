@@ -1,8 +1,8 @@
-"""`OUT/events.jsonl`: what happened to a run and when, over all its jobs; one JSON object a line.
+"""`OUT/events.jsonl`: what happened to a run and when, over all its jobs; one JSON object per line.
 
-Steps are in `metrics.jsonl`; here is what they do not show: starts, resumes, checkpoints, warnings, ends. The
-file is only ever added to, also by a resume that goes back. Rank 0 writes it; of a failure, whichever rank
-ends the job. What goes wrong here is said once and is not worth a run.
+Steps are in `metrics.jsonl`; this file has what they do not show: starts, resumes, checkpoints, warnings and
+ends. It is only appended to, also by a resume that goes back. Rank 0 writes it; a failure is written by the
+rank that ends the job. An error of the file is reported once and does not end a run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zero_mpi.telemetry import log
 NAME = "events.jsonl"
 STARTED, RESUMED, LOST, SAVED, SAMPLE, WARNING = "started", "resumed", "lost", "saved", "sample", "warning"
 STOPPED, FAILED, DONE, EARLY_STOP = "stopped", "failed", "done", "early-stop"
-RESTARTED, GAVE_UP = "restarted", "gave-up"  # by `supervise`, between two jobs
+RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between two jobs
 
 
 class Events:
-    """The file as one rank sees it. `at` tells it the step, `reason` why the run was stopped."""
+    """File of events as one rank sees it. `at` sets the step, `reason` why the run was stopped."""
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self._lost = out / NAME, rank, 0, lost
@@ -35,9 +35,9 @@ class Events:
         self.reason = ""
 
     def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
-        """The job starts: first what became of the one before, by its status.json, then what this one is.
+        """Note the start of the job: first the end of the job before, by its status.json, then this job.
 
-        From now on warnings are written down as they are said.
+        From now on warnings are written down as they are logged.
         """
         self._step = step
         if before.get("state") == "running":
@@ -50,16 +50,16 @@ class Events:
             log.logger.addHandler(self._listener)
 
     def at(self, step: int) -> None:
-        """Take note that so many steps are done."""
+        """Note the number of steps done."""
         self._step = step
 
     def note(self, event: str, **more: Any) -> None:
-        """Write down, on rank 0, what happened."""
+        """Write down an event, on rank 0."""
         if self._rank == 0:
             self._append(event, more)
 
     def end(self, event: str, reason: str = "") -> None:
-        """The last word, of any rank: the first one stays. A job that ends well must have begun."""
+        """Write the last event, on any rank: the first one stays. A job that ends well must have begun."""
         log.logger.removeHandler(self._listener)
         if self._ended or not (self._begun or event == FAILED):
             return
@@ -80,21 +80,21 @@ class Events:
 
 
 class Listener(logging.Handler):
-    """Hands warnings on to the file."""
+    """Forwards warnings to the file."""
 
     def __init__(self, events: Events) -> None:
         super().__init__(logging.WARNING)
         self._events = events
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write down a warning that was said, and the facts that came with it."""
+        """Write down a logged warning, and the facts that came with it."""
         self._events.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line in one write; what a crash cut off before stays a line of its own. Raises OSError.
+    """Add a line in one write; a line that a crash cut off stays a line of its own. Raises OSError.
 
-    A pipe that nobody reads would take some lines, then wait for ever.
+    A pipe without a reader would take some lines, then wait for ever.
     """
     handle = open_in_place(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
@@ -106,5 +106,5 @@ def append_line(path: Path, text: str) -> None:
 
 
 def utc() -> str:
-    """The time in whole seconds."""
+    """Return the time in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

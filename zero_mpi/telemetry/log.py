@@ -1,8 +1,8 @@
-"""What a run says in words: lines of the standard library's logger "zero_mpi", by level.
+"""Log of a run: lines of the standard library's logger "zero_mpi", by level.
 
-Whoever uses the package as a library hears nothing unless they set that logger up, as with any other. A
-command installs one handler: rank 0 speaks at the level of `--log-level`, to stdout or beside the progress
-bar; the other ranks speak on stderr, of warnings only, with `[rank/size]` in front. At level debug all lines
+Users of the package as a library see nothing unless they set that logger up, as with any other. A
+command installs one handler: rank 0 logs at the level of `--log-level`, to stdout or beside the progress
+bar; the other ranks log only warnings, to stderr, with `[rank/size]` in front. At level debug all lines
 have it.
 """
 
@@ -25,23 +25,23 @@ debug, info, warning = logger.debug, logger.info, logger.warning
 
 
 class Caution(str):
-    """A note that is to be said as a warning."""
+    """Note that is logged as a warning."""
 
 
 def tell(note: str) -> None:
-    """Say a note, as a warning if it is a `Caution`."""
+    """Log a note, as a warning if it is a `Caution`."""
     (warning if isinstance(note, Caution) else info)("%s", note)
 
 
 def info_text(title: str, text: str) -> None:
-    """Say a text of many lines, such as a sample, below its title."""
+    """Log a text of many lines, such as a sample, below its title."""
     info("%s\n%s", one_line(title), text, extra={"is_text": True})
 
 
 class Lines(logging.Handler):
-    """Writes each record as one line; `write` may be replaced for a while, by what draws a bar.
+    """Writes each record as one line; a progress bar may replace `write` for a while.
 
-    Errors of the stream are raised: a log on a full disk ends a run with the cause, and not in silence.
+    Errors of the stream are raised: a log on a full disk ends a run with the cause, not silently.
     """
 
     def __init__(self, rank: int, size: int, level: str) -> None:
@@ -57,23 +57,23 @@ class Lines(logging.Handler):
         stream.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record: one line, whatever texts of files are in it, unless it is a text (`info_text`)."""
+        """Write a record: one line, even if texts of files are in it, unless it is a text (`info_text`)."""
         form = readable if getattr(record, "is_text", False) else one_line
         self.write(form(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}"))
 
 
 def install(rank: int, size: int, level: str = INFO) -> Lines:
-    """Let this process speak from now on: what a command does, and an import never."""
+    """Install the handler of this process: commands do so, an import never does."""
     remove()
     handler = Lines(rank, size, level)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if level == DEBUG else logging.INFO)
-    logger.propagate = False  # handlers of the root logger would say everything twice
+    logger.propagate = False  # handlers of the root logger would print everything twice
     return handler
 
 
 def remove() -> None:
-    """Take back what `install` did."""
+    """Undo `install`."""
     for handler in installed():
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
@@ -81,12 +81,12 @@ def remove() -> None:
 
 
 def installed() -> list[Lines]:
-    """The handler of a command, if there is one."""
+    """Return the handler of a command, if there is one."""
     return [handler for handler in logger.handlers if isinstance(handler, Lines)]
 
 
 def says(level: str) -> bool:
-    """Whether lines of that level are shown by a command's handler."""
+    """Return whether a command's handler shows lines of that level."""
     return any(handler.level <= getattr(logging, level.upper()) for handler in installed())
 
 
@@ -97,13 +97,13 @@ def write_through(write: Callable[[str], object] | None) -> None:
 
 
 class Phases:
-    """Times the phases of a start: each call names what has just been done, at level debug."""
+    """Times the phases of a start: each call names the phase that is done, at level debug."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.perf_counter()
 
     def __call__(self, done: str) -> None:
-        """Note that the phase `done` is over."""
+        """Log that the phase `done` is over."""
         now = time.perf_counter()
         debug("%-24s %6.3f s, %6.3f s since the start", done, now - self._last, now - self._begun)
         self._last = now

@@ -1,8 +1,8 @@
-"""What a run records: a line of `metrics.jsonl` a step, its progress, what trackers are told; from rank 0.
+"""Records of a run, from rank 0: a line of `metrics.jsonl` per step, its progress, the trackers.
 
 The chain over both records and checkpoints (`telemetry.proof`) is written along with them. Floats are written
 in full precision, so two exact runs have the same text. A record that cannot be written leaves no part of it,
-and none comes after it: `problem` says why, for all ranks to end by.
+and none comes after it: `problem` says why, so that all ranks end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
 from zero_mpi.telemetry.trackers.tracker import Tracker
 
 METRICS = "metrics.jsonl"
-TAIL = 1 << 18  # bytes that hold the last records, also of thousands of ranks
-MARK = b'"step"'  # in every record, and looked for first: a million other lines take no time
+TAIL = 1 << 18  # bytes that hold the last records, even of thousands of ranks
+MARK = b'"step"'  # part of every record, searched first: a million other lines take no time
 
 
 class Records:
-    """Writes the records of a run; on other ranks than 0 nothing is done.
+    """Writes the records of a run; does nothing on ranks other than 0.
 
-    `trackers`: makes those that are told of each step as well. `beginning`: of the chain over the records,
-    where there is to be one. Raises JobError where one of them cannot begin, on rank 0 only.
+    `trackers`: function that makes the trackers. `beginning`: start of the chain over the records,
+    if there is one. Raises JobError if one of them cannot begin, on rank 0 only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Records:
         self._display = Display(done, steps)
 
     def logs(self, step: int) -> bool:
-        """Whether a step gets a line in the log for its number; the same on all ranks."""
+        """Return whether a step gets a line in the log for its number; the same on all ranks."""
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -81,17 +81,17 @@ class Records:
         self._display.step(record, self.logs(record["step"]) or "val_loss" in record)
 
     def saved(self, step: int, name: str, state: str) -> None:
-        """The checkpoint of a step is complete: its id, and the digest of its tensors."""
+        """Note a complete checkpoint of a step: its id, and the digest of its tensors."""
         if self._chain is not None:
             self._attempt(partial(self._chain.saved, step, name, state))
 
     @property
     def head(self) -> str:
-        """The digest that stands for all that was recorded; empty where there is none."""
+        """Digest that stands for all that was recorded; empty where there is none."""
         return "" if self._chain is None else self._chain.head
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """write(), unless something failed before; why it fails is kept."""
+        """Call write(), unless something failed before; keep the reason if it fails."""
         try:
             if not self.problem:
                 with naming(self._file.name):
@@ -100,7 +100,7 @@ class Records:
             self.problem = explain(error)
 
     def close(self) -> None:
-        """End the files and the bar; why a file cannot be ended is kept."""
+        """Close the files and the bar; keep the reason if a file cannot be closed."""
         if self._active:
             self._attempt(self._file.close)
             if self._chain is not None:
@@ -111,17 +111,17 @@ class Records:
 
 
 def finite_or_none(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as JSON can have it: what is not finite is null."""
+    """Return a record as JSON can have it: values that are not finite become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def last_step(path: Path) -> int:
-    """The step of the last whole record; 0 if there is none."""
+    """Return the step of the last complete record; 0 if there is none."""
     return int(last_record(path).get("step", 0))
 
 
 def last_record(path: Path) -> dict[str, Any]:
-    """The last whole record; empty if there is none."""
+    """Return the last complete record; empty if there is none."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -132,7 +132,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """A record of a step; empty for a line that is none, such as one cut off by a crash."""
+    """Return a record of a step; empty for any other line, such as one cut off by a crash."""
     if MARK not in line:
         return {}
     try:
@@ -144,7 +144,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def check(out: Path) -> None:
-    """Raise UsageError where a link, or no file, is in the place of one that a job adds to."""
+    """Raise UsageError where a link, or no regular file, is in the place of one that a job appends to."""
     for name in (METRICS, PROOF, events.NAME):
         if os.path.lexists(out / name):
             with refusing("", out / name, "cannot be written"):
@@ -152,7 +152,7 @@ def check(out: Path) -> None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step`: a resumed run writes them again. What is no record goes as well."""
+    """Drop the records after `step`, which a resumed run writes again, and lines that are no records."""
     lines = read_lines(path, MARK, "a file of records") if os.path.lexists(path) else ()
     kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
     write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))

@@ -1,6 +1,6 @@
-"""How far a run is, for whoever looks: a bar where a person watches, a line now and then in a log.
+"""Progress of a run: a bar where a person watches, a line now and then in a log.
 
-Both say the same in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
+Both show the same in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
 Launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
 """
 
@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from zero_mpi.telemetry import log
 
-LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # in the names of processes that pass a rank's output on
-WIDTH = 79  # of a bar, where the terminal's is not to be seen
+LAUNCHERS = ("mpi", "hydra", "prte", "srun")  # parts of the names of processes that forward a rank's output
+WIDTH = 79  # width of a bar, where the terminal's is unknown
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 class Display:
-    """Shows the steps of a run that begins after `done` of `steps`."""
+    """Shows the steps of a run that begins after `done` of `steps` steps."""
 
     def __init__(self, done: int, steps: int) -> None:
         self._done, self._steps, self._memory = done, steps, 0
@@ -71,7 +71,7 @@ class Display:
         return [*facts, self._time(record["step"])]
 
     def _time(self, number: int) -> str:
-        """Left, as the steps of this job took so far; of the last one, what they took."""
+        """Return the time left, by the steps of this job so far; at the last step, the time in all."""
         took = time.perf_counter() - self._begun
         if number >= self._steps:
             return f"{interval(took)} in all"
@@ -79,7 +79,7 @@ class Display:
 
 
 def short(count: float) -> str:
-    """A number for people, with three digits."""
+    """Return a number for people, with three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
@@ -88,12 +88,12 @@ def short(count: float) -> str:
 
 
 def mebibytes(count: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes for people."""
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 def interval(seconds: float) -> str:
-    """A time for people."""
+    """Return a time for people."""
     if not math.isfinite(seconds):
         return "?"
     if seconds >= 100 * 3600:
@@ -102,7 +102,7 @@ def interval(seconds: float) -> str:
 
 
 def watched() -> bool:
-    """Whether stderr, or that of a process that started this one, is a terminal."""
+    """Return whether stderr, or that of a process that started this one, is a terminal."""
     if sys.stderr.isatty():
         return True
     pid = os.getppid()
@@ -118,5 +118,5 @@ def watched() -> bool:
 
 
 def parent(pid: int) -> int:
-    """The parent of process `pid`."""
+    """Return the parent of process `pid`."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,8 +1,8 @@
-"""`OUT/proof.jsonl`: what a run claims, as a chain of lines that nobody changes unseen.
+"""`OUT/proof.jsonl`: the claims of a run, as a chain of lines that nobody can change unnoticed.
 
     {"step": 0, "run": {...}, "chain": HEX}      what the bits of the steps from here on depend on
     {"step": 1, "record": {...}, "chain": HEX}   the part of a record of metrics.jsonl that is bits, not time
-    {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which stands for all that is in it
+    {"step": 1, "saved": {...}, "chain": HEX}    the id of a checkpoint, which stands for its full content
 
 HEX is the sha256 over the head of the chain and the line without HEX. The HEX of a run or a record is the
 next head, so the last head stands for all that was computed. The line of a checkpoint is bound to its
@@ -30,16 +30,16 @@ from zero_mpi.files.parse import parse_json
 PROOF = "proof.jsonl"
 RUN, RECORD, CHECKPOINT, SAVED = "run", "record", "checkpoint", "saved"
 KINDS = (RUN, RECORD, CHECKPOINT, SAVED)
-CHAIN = "chain"  # the origin of a job that goes on, by other settings, from the state that the chain leads to
-FIRST = "0" * 64  # what stands before the first line
-ID, ORIGIN = "id", "from"  # of a checkpoint; of the one that a run goes on from
-MOST_STEPS = 1 << 52  # a larger number is no step
+CHAIN = "chain"  # origin of a job that resumes, with other settings, from the state that the chain leads to
+FIRST = "0" * 64  # head before the first line
+ID, ORIGIN = "id", "from"  # id of a checkpoint; id of the one that a run resumes from
+MOST_STEPS = 1 << 52  # upper bound of a step
 # What of a record any job of the same run has to get; all else is of machines, ranks and time.
 BITS = ("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before")
 
 
 class Broken(ValueError):
-    """A line is not the next one of a chain: its number, and why."""
+    """Line that is not the next one of a chain: its number, and why."""
 
     def __init__(self, number: int, why: str, *, torn: bool = False) -> None:
         super().__init__(f"line {number}: {why}")
@@ -47,7 +47,7 @@ class Broken(ValueError):
 
 
 class Line(NamedTuple):
-    """A line of a chain, SAVED read as CHECKPOINT. head: of the chain after it; end: its end in bytes."""
+    """Line of a chain, SAVED read as CHECKPOINT. head: of the chain after it; end: its end in bytes."""
 
     number: int
     step: int
@@ -58,9 +58,9 @@ class Line(NamedTuple):
 
 
 class JobStart(NamedTuple):
-    """What a job starts from: the step, what its bits depend on, and the id of the checkpoint, if from one.
+    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one.
 
-    own: whether that is a checkpoint of this run folder.
+    own: whether that checkpoint is in this run folder.
     """
 
     step: int
@@ -71,7 +71,7 @@ class JobStart(NamedTuple):
 
 
 def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a record is bits."""
+    """Return the part of a record that is bits."""
     return {name: record[name] for name in BITS if name in record}
 
 
@@ -79,7 +79,7 @@ def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_proof(path: Path) -> Generator[Line, None, None]:
-    """The lines of a chain, one held at a time; raises Broken at the first that is not the next one."""
+    """Yield the lines of a chain, one held at a time; raise Broken at the first that is not the next."""
     head, end = FIRST, 0
     for number, raw in enumerate(raw_lines(path), 1):
         line = opened(number, raw, head, end)
@@ -88,7 +88,7 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a regular file with their ends; of one that is too long come pieces. FileError."""
+    """Yield the lines of a regular file with their ends, a line that is too long in pieces. FileError."""
     try:
         with BufferedReader(open_file(path, "a file of lines")) as file:
             while raw := file.readline(MOST_LINE):
@@ -98,7 +98,7 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def opened(number: int, raw: bytes, before: str, start: int) -> Line:
-    """The line that comes after the head `before`; raises Broken for anything else."""
+    """Return the line that comes after the head `before`; raises Broken for anything else."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
@@ -118,7 +118,7 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
 
 
 def digest_after(before: str, body: bytes) -> str:
-    """The digest of a line that follows one of the digest `before`."""
+    """Return the digest of a line that follows one with the digest `before`."""
     return hashlib.sha256(before.encode() + b"\n" + body).hexdigest()
 
 
@@ -127,11 +127,11 @@ def digest_after(before: str, body: bytes) -> str:
 
 @dataclass
 class Kept:
-    """What stays of a chain at a resume.
+    """Part of a chain that stays at a resume.
 
     at     the last step
     tip    step and id of the last checkpoint
-    late   the checkpoints whose lines come after a line that goes
+    late   the checkpoints whose lines come after a dropped line
     """
 
     head: str = FIRST
@@ -143,7 +143,7 @@ class Kept:
 
 
 def kept_until(path: Path, step: int) -> Kept:
-    """The sound lines of a file up to a step; none where the run begins at its first one. FileError."""
+    """Return the sound lines of a file up to a step; none if the run begins at its first step. FileError."""
     kept, over = Kept(), False
     if step == 0 or not exists(path):
         return kept
@@ -153,18 +153,18 @@ def kept_until(path: Path, step: int) -> Kept:
                 kept.tip = line.step, line.value.get(ID)
                 if over:
                     kept.late.append((line.step, line.value))
-            over |= line.step > step - (line.kind == RUN)  # a job that began at this step has made none
+            over |= line.step > step - (line.kind == RUN)  # a job that began at this step made no step
             if not over:
                 kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
                 if line.kind == RUN:
                     kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
-        pass  # what a kill cut off, or what somebody has changed: from here on nothing is held by it
+        pass  # cut off by a kill, or changed by somebody: the chain is valid up to here
     return kept
 
 
 class Proof:
-    """Writes the file, for rank 0; OSError where it cannot. head: the digest of all that was computed."""
+    """Writes the file, for rank 0; OSError if it cannot. head: the digest of all that was computed."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_until(path, beginning.step)
@@ -176,7 +176,7 @@ class Proof:
         self._begin(kept, beginning)
 
     def _begin(self, kept: Kept, now: JobStart) -> None:
-        """Go on where the lines that stay end; say so, unless the run simply goes on from its checkpoint."""
+        """Continue after the lines that stay; log it, unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
         if kept.at == now.step and now.own and kept.tip[0] < now.step:  # a kill came before the line
@@ -188,11 +188,11 @@ class Proof:
             self._append(now.step, RUN, {ORIGIN: CHAIN, **run})
 
     def record(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add what of a step's record is bits."""
+        """Add the part of a step's record that is bits."""
         self._append(step, RECORD, bits_of(record))
 
     def saved(self, step: int, name: str, state: str) -> None:
-        """Add that the checkpoint of a step is complete: its id, and the digest of its tensors."""
+        """Add a complete checkpoint of a step: its id, and the digest of its tensors."""
         self._append(step, SAVED, {ID: name, "state": state})
 
     def _append(self, step: int, kind: str, value: Mapping[str, Any]) -> None:
@@ -202,6 +202,6 @@ class Proof:
         self.head = self.head if kind == SAVED else digest
 
     def close(self) -> None:
-        """Add no more lines."""
+        """Close the file."""
         with naming(self._file.name):
             self._file.close()

@@ -1,8 +1,8 @@
-"""What a rank does when, as spans of time, while a time line is recorded.
+"""Activity of a rank as spans of time, while a time line is recorded.
 
-`active` is the recorder while one is on, else None: what may be recorded looks at it and does no more. A span
-is a tuple in a list that only grows; names are put together and times are made of stamps after the last
-step. What computes is stamped by the clock of the device (`device.stopwatch`), since the host only launches
+`active` is the recorder while one is on, else None: code to be recorded checks it and does no more. A span
+is a tuple in a list that only grows; names are composed and times computed from stamps after the last
+step. Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches
 work on a GPU; waits and transfers by the host's. `trace.timeline` starts a recorder on all ranks and writes.
 """
 
@@ -19,13 +19,13 @@ MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are
 # The tracks of a rank. A span's label names what it is about: the scope of a stage, a unit, a folder.
 STEPS = "steps"  # steps; in them micro-batches and evaluations
 COMPUTE = "compute"  # forward and backward of a stage, the loss
-OPTIMIZER = "optimizer"  # the norm, the update
-BETWEEN = "between stages"  # what the main thread does for transfers: starts, waits, pushes, sums, releases
-WAITS = "waits"  # for transfers and for other ranks
+OPTIMIZER = "optimizer"  # the norm and the update
+BETWEEN = "between stages"  # main thread's work for transfers: starts, waits, pushes, sums, releases
+WAITS = "waits"  # waits for transfers and for other ranks
 STALLS = "stalls"  # a GPU waits for a transfer of its memory
 DATA = "data"  # reading micro-batches
 CHECKPOINT = "checkpoint"
-BACKGROUND = "checkpoint behind training"  # of another thread
+BACKGROUND = "checkpoint behind training"  # work of another thread
 BACKGROUND_WAITS = "waits behind training"
 TRACKS = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, WAITS, STALLS, DATA, CHECKPOINT, BACKGROUND, BACKGROUND_WAITS)
 OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # stamped by the device's clock
@@ -33,13 +33,13 @@ OF_DEVICE = (STEPS, COMPUTE, OPTIMIZER, BETWEEN, STALLS)  # stamped by the devic
 Span = tuple[str, str, str, Any, Any, int, int | None]  # track, name, label, stamps, step, micro-batch
 Open = list[Any]  # track, name, label, stamp of the beginning
 OpenTransfer = list[Any]  # kind, label, bytes, begun, ended (None: not yet), step, micro-batch
-ENDED = 4  # the place of the end in a transfer
+ENDED = 4  # index of the end in a transfer
 
 
 class SpanRecorder:
-    """The spans and transfers of this rank.
+    """Recorder of the spans and transfers of this rank.
 
-    watch               the device's clock: marks behind all that it was asked for so far, times later
+    watch               the device's clock: marks after the work that it was given so far, times later
     step, micro_batch   under way now: they are noted with each span
     ends_in             the step in which recording ended because there were too many spans, or None
     open                spans of `during` that have begun and not ended
@@ -67,26 +67,26 @@ class SpanRecorder:
         self._lap = now
 
     def begin_step(self, number: int) -> None:
-        """A step begins, and the one before it ends."""
+        """Note that a step begins, and that the step before it ends."""
         now = self._stamp()
         if self._in_step:
             self.end_steps(now)
         self.step, self._begun, self._in_step = number, now, True
 
     def end_steps(self, now: Any = None) -> None:
-        """The last step ends; where none was named, all of it is one."""
-        if self.ends_in is None:  # else it is not whole
+        """Note that the last step ends; where none was named, the full recording is one step."""
+        if self.ends_in is None:  # otherwise the step is incomplete
             ended = self._stamp() if now is None else now
             self.spans.append((STEPS, "step", str(self.step), self._begun, ended, self.step, None))
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:
-        """Say which micro-batch, or none, the next spans are about."""
+        """Set the micro-batch, or none, that the next spans belong to."""
         self.micro_batch = number
         self._stay_bounded()
 
     def _stay_bounded(self) -> None:
-        """Record no more where it is too much: memory is bounded, within what one micro-batch adds."""
+        """Stop recording at the limit, so memory is bounded, within what one micro-batch adds."""
         if len(self.spans) + len(self.transfers) > MAX_SPANS and self.ends_in is None:
             self.ends_in = self.step
             stop()
@@ -94,7 +94,7 @@ class SpanRecorder:
     # ---------------------------------------------------------------------------------- of any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
-        """Note that a span begins; `end` takes what is returned."""
+        """Note that a span begins; pass the result to `end`."""
         found = [track, name, label, self._stamp_of(track)]
         self.open.append(found)
         return found
@@ -109,7 +109,7 @@ class SpanRecorder:
         self.spans.append((track, kind, label, begun, ended, self.step, self.micro_batch))
 
     def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
-        """Note a transfer that begins; `end` tells when it is complete, as often as it has parts."""
+        """Note a transfer that begins; `end` notes its completion, once per part."""
         found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
         self.transfers.append(found)
         return found
@@ -130,19 +130,19 @@ def start(watch: Any) -> SpanRecorder:
 
 
 def stop() -> None:
-    """Stop to record this rank's spans."""
+    """Stop recording this rank's spans."""
     global active
     active = None
 
 
 def end(transfer: OpenTransfer | None) -> None:
-    """A transfer, or the last part of it so far, is complete."""
+    """Note that a transfer, or its last part so far, is complete."""
     if transfer is not None:
         transfer[ENDED] = time.perf_counter()
 
 
 def during(track: str, name: str, label: str = "") -> AbstractContextManager[None]:
-    """To be entered around what is a span; for what happens a few times in a step."""
+    """Return a context that records a span; for what happens a few times per step."""
     recorder = active
     return NOTHING if recorder is None else _during(recorder, track, name, label)
 
@@ -157,7 +157,7 @@ def _during(recorder: SpanRecorder, track: str, name: str, label: str) -> Iterat
 
 
 def computing(name: str, label: str) -> AbstractContextManager[None]:
-    """To be entered around what a stage computes; before it is what was done for transfers."""
+    """Return a context that records the computing of a stage; time before it belongs to transfers."""
     recorder = active
     return NOTHING if recorder is None else _computing(recorder, name, label)
 
@@ -172,12 +172,12 @@ def _computing(recorder: SpanRecorder, name: str, label: str) -> Iterator[None]:
 
 
 def restart() -> None:
-    """The next lap begins now, where something records."""
+    """Begin the next lap now, if a recorder is on."""
     if active is not None:
         active.restart()
 
 
 def lap(track: str, name: str) -> None:
-    """A lap ends now, where something records."""
+    """End a lap now, if a recorder is on."""
     if active is not None:
         active.lap(track, name)

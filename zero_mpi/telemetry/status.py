@@ -1,8 +1,8 @@
-"""`OUT/status.json`: whether a run goes on, is done, or why it ended; for scripts and for people.
+"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and for people.
 
-A launcher's exit status is no proof: 0 was seen where a host was lost. So "done" is written by rank 0 after
-all ranks have come to the end. While a run goes on a thread renews the file every few seconds, so a job that
-was killed shows by its age. Whichever rank ends a job for a failure says why. The file is replaced by a
+A launcher's exit status is no proof: 0 was seen where a host was lost. So rank 0 writes "done" after
+all ranks have come to the end. During a run a thread renews the file every few seconds, so a job that
+was killed shows by its age. The rank that ends a job for a failure writes why. The file is replaced by a
 rename, so nobody reads half of it, and no step waits for it.
 """
 
@@ -26,18 +26,18 @@ from zero_mpi.files.parse import parse_json
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
-MOST_BYTES = 1 << 20  # bytes of the file
+MOST_BYTES = 1 << 20  # most bytes of the file
 RENEWAL_SECONDS = 5.0  # seconds between renewals
-DISK_BLOCK = 4096  # bytes that a file has at least of a disk, however few are in it
-RENEWAL_WAIT = 2.0  # seconds that the last word waits for a renewal under way: the disk may hang
+DISK_BLOCK = 4096  # bytes that a file takes at least on a disk
+RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal under way: the disk may hang
 
 
 class Status:
-    """The file of a job as one rank sees it. Never raises: what goes wrong here is not worth a run.
+    """Status file of a job as one rank sees it. Never raises: an error of the file must not end a run.
 
     Fields: state, reason (why it failed), step and steps, ranks; host and pid of rank 0; started and updated,
     in UTC; version of the package. `steps` may be set later, and `slow`: ranks that are behind. `lost` says
-    why the folder is not this job's any more; nothing is written then.
+    why the folder no longer belongs to this job; nothing is written then.
     """
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
@@ -50,11 +50,11 @@ class Status:
         }
         self.slow = ""
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._before = ""  # what the run before this one has left
+        self._before = ""  # content left by the job before this one
         self._lost = lost
 
     def begin(self) -> None:
-        """Rank 0 says that the job runs, and goes on saying so."""
+        """Write, on rank 0, that the job runs, and renew that from now on."""
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
                 self._before = read_file(self._path, MOST_BYTES).decode(errors="replace")
@@ -62,11 +62,11 @@ class Status:
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
     def before(self) -> dict[str, Any]:
-        """What the run before this one has left in the file; empty if nothing."""
+        """Return what the job before this one has left in the file; empty if nothing."""
         return as_object(self._before)
 
     def at(self, step: int) -> None:
-        """Take note that so many steps are done."""
+        """Note the number of steps done."""
         self._step = step
 
     def _renew(self) -> None:
@@ -77,11 +77,11 @@ class Status:
                 self._write(RUNNING)
 
     def end(self, state: str, reason: str = "") -> None:
-        """The last word, of any rank; a failure that comes after it, on the way out, changes nothing."""
+        """Write the last state, on any rank; a later failure, on the way out, changes nothing."""
         self._over.set()
         locked = self._lock.acquire(timeout=RENEWAL_WAIT)
         said = self._read()
-        if said.get("state") == RUNNING and self._rank != 0:  # the job's place and time are rank 0's
+        if said.get("state") == RUNNING and self._rank != 0:  # rank 0 knows the job's place and time
             self._about = {key: said.get(key) for key in self._about}
         # Only rank 0 knows whether this job has written that.
         is_ours = self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
@@ -92,7 +92,7 @@ class Status:
             self._lock.release()
 
     def refused(self, reason: str) -> None:
-        """The run was not begun: the last word of the one before it holds, if there was one."""
+        """Note that the run was not begun: the last state of the one before it stays, if there was one."""
         before, self._before = self._before, ""
         self.end(FAILED, reason)
         if before:
@@ -118,9 +118,9 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Write over a file where no new one has room: in one call, into the block that it has. OSError.
+    """Overwrite a file where no new one has room: in one call, into the block that it has. OSError.
 
-    It is not cut first, so if this fails or never comes, what was there is there; it may end in blanks.
+    It is not truncated first, so if the write fails, the old text is still there; it may end in blanks.
     """
     handle = open_in_place(path, os.O_WRONLY)
     try:
@@ -132,7 +132,7 @@ def overwrite(path: Path, text: bytes) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """What a status.json says; empty for whatever is none."""
+    """Return the content of a status.json; empty for anything else."""
     try:
         return as_object(read_file(path, MOST_BYTES).decode())
     except ValueError:  # FileError is one
@@ -140,7 +140,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def as_object(text: str) -> dict[str, Any]:
-    """The JSON object in a text, without what is no plain value; empty for anything else."""
+    """Return the JSON object in a text, with plain values only; empty for anything else."""
     try:
         said = parse_json(text, null_for_infinite=True)
     except ValueError:
@@ -151,5 +151,5 @@ def as_object(text: str) -> dict[str, Any]:
 
 
 def utc_now() -> str:
-    """The time, as ISO 8601."""
+    """Return the time, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

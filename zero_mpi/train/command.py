@@ -29,7 +29,7 @@ from zero_mpi.train.trainer import Trainer
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do the whole run on this rank. Returns the exit status, 75 where the run was told to stop."""
+    """Do the full run on this rank. Return the exit status, 75 where the run was asked to stop."""
     check_not_alone(world)
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))
@@ -59,7 +59,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
-    """What ends the job where it stands still, and what tells the world how it fares. Collective."""
+    """Start the watchdog of a job and the writer of its status, and return both. Collective."""
     out = Path(config.out)
     folder = take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
@@ -74,7 +74,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     signals.listen()
     if not environment.local_rank():
         dev_shm.sweep()

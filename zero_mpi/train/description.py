@@ -1,4 +1,4 @@
-"""What a run is, in words and numbers: what its checkpoints say of it, and what its ranks must have alike."""
+"""Description of a run: what its checkpoints store about it, and what its ranks must have in common."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PART = "rope_dimension_count"  # 0 is left out: checkpoints are as they were bef
 def describe(
     config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
 ) -> Description:
-    """What the checkpoints of this run say beside their tensors, but for `of_text` and the machine."""
+    """Return what checkpoints store beside their tensors, without the parts of `of_text` and the machine."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
@@ -62,7 +62,7 @@ def describe(
 def of_text(
     description: Description, config: Config, text: str, packing: str, keys: Mapping[str, object]
 ) -> Description:
-    """A description with what the data decide; `keys` are further ones of the model file."""
+    """Return a description completed by what the data decide; `keys` are further keys of the model file."""
     day = {} if config.template_date in (None, DAY) else {"template_date": config.template_date}
     return replace(
         description,
@@ -79,7 +79,7 @@ def what_was_read(
     model: ModelConfig,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """What this rank has from files that every rank opens itself: the same for all, or they train apart."""
+    """Return what this rank read from files that every rank opens itself; all ranks must agree on it."""
     return {
         f"the checkpoint of --resume {config.resume}": start and start.files.state.metadata.get(ID),
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
@@ -90,19 +90,19 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """The model's sizes by name, but for a part of heads that is none; of its adapters the flags tell."""
+    """Return the model's sizes by name, without absent parts of heads; flags describe the adapters."""
     found = dataclasses.asdict(model).items()
     return {name: value for name, value in found if name != "lora" and (value or name != PART)}
 
 
 def as_json(value: Any) -> Any:
-    """A size as JSON gives it back."""
+    """Return a size as JSON gives it back."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
 
 
-GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # of settings, all of which move bits
+GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # groups of settings, all of which affect bits
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
 OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
 NAMES = tuple(
@@ -110,21 +110,21 @@ NAMES = tuple(
     for name, field in FIELDS.items()
     if name not in PATHS and (field.metadata["group"] in GROUPS or name in OTHERS)
 )
-READ = ("packing", "control_tokens")  # of these a description has what they came to with the data
+READ = ("packing", "control_tokens")  # the description stores the values that these take with the data
 SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The settings that move bits, but for paths."""
+    """Return the settings that affect bits, except for paths."""
     return {name: getattr(config, name) for name in NAMES}
 
 
 def identity(
     config: Config, description: Description, weights: Mapping[str, WeightSource | None]
 ) -> dict[str, Any]:
-    """What the bits of a run depend on, as JSON has it.
+    """Return what the bits of a run depend on, as JSON values.
 
-    weights: the files that it begins from, by their settings; raises FileError for one that cannot be read.
+    weights: the files of the initial weights, by setting; raises FileError for a file that cannot be read.
     """
     facts = {key: value for key, value in description.settings.items() if key not in NAMES or key in READ}
     begun = {name: None if file is None else weights_digest(file) for name, file in weights.items()}

@@ -1,8 +1,8 @@
-"""`--dry-run`: what the very run of these flags would take and do, on these ranks and hosts; then it stops.
+"""`--dry-run`: prints what a run with these flags would take and do on these ranks and hosts, then stops.
 
-What a run looks at before its first step is looked at by the same function, `resolve`: flags, model, text,
-checkpoints. So what would be refused is refused here, with the same line and status. The rest is a plan, for
-these nodes and their room in shared memory: memory and traffic are those of `zero-mpi plan`. Nothing is
+The checks before the first step are those of a run, by the same function, `resolve`: flags, model, text,
+checkpoints. So a dry run refuses what a run refuses, with the same line and status. The rest is a plan for
+these nodes and their free shared memory: memory and traffic are those of `zero-mpi plan`. Nothing is
 written, and nothing in OUT changes.
 """
 
@@ -38,7 +38,7 @@ from zero_mpi.train.resolve import RunSpec, resolve
 
 
 def show(world: World, config: Config) -> int:
-    """Print what the run would be. Returns the exit status. Collective; raises UsageError as a run does."""
+    """Print what the run would be. Return the exit status. Collective; raises UsageError as a run does."""
     world.on_root(lambda: check_out(Path(config.out)))
     spec = resolve(world, config)
     case, why = find_case(world, spec)
@@ -66,9 +66,9 @@ def check_out(out: Path) -> None:
 
 
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
-    """A warning if not all checkpoints that stay fit on the disk, and the one that is being written.
+    """Return a warning if the checkpoints that are kept and the one being written do not fit on the disk.
 
-    Those that are there have their room. UsageError if there is none for one. Of quotas it knows nothing.
+    Existing checkpoints have their space already. Raises UsageError if not even one fits. Ignores quotas.
     """
     each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
@@ -81,12 +81,12 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if exists(place))
 
 
 def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
-    """The plan's question for these ranks, and why its transport is not what was wished for. Collective."""
+    """Return the case to plan for these ranks, and why the transport is not the requested one. Collective."""
     nodes, problem = find_nodes(world)
     if problem and spec.config.strategy == "hybrid-shard":
         raise UsageError(f"--strategy hybrid-shard: {problem}; use full-shard")
@@ -103,7 +103,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
 
 def find_nodes(world: World) -> tuple[int, str]:
-    """How many nodes there are, and why they cannot share the work as nodes do. Collective."""
+    """Return the number of nodes, and why they cannot share the work as nodes do. Collective."""
     if world.size == 1:
         return 1, ""
     from zero_mpi.comm.topology import find_topology, node_communicator
@@ -115,7 +115,7 @@ def find_nodes(world: World) -> tuple[int, str]:
 
 
 def no_room(world: World, needed: int) -> str:
-    """Why some node has no room for what its ranks would share, or an empty text. Collective."""
+    """Return why some node has no room for the memory that its ranks would share, or "". Collective."""
     from zero_mpi.comm.shared.window import MARGIN, room_problem
 
     problem = room_problem(needed + MARGIN) if world.node.rank == 0 else ""
@@ -126,9 +126,9 @@ def no_room(world: World, needed: int) -> str:
 
 
 def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
-    """The lines of a dry run, on rank 0; raises UsageError for a checkpoint without its counts.
+    """Yield the lines of a dry run, on rank 0; raises UsageError for a checkpoint without its counts.
 
-    why: the reason for another transport than was wished for; alone: no launcher has started this process.
+    why: the reason for another transport than the requested one; alone: no launcher has started this process.
     """
     assert spec.corpus is not None, "rank 0 has the text"
     config = spec.config
@@ -159,7 +159,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
-    """What carries the collectives, and who chose it."""
+    """Return which transport carries the collectives, and who chose it."""
     kind = case.transport
     text = kind.text
     if kind.on_gpu:
@@ -173,7 +173,7 @@ def transport(wanted: str, case: Case, why: str) -> str:
 
 
 def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
-    """What is read, and how often."""
+    """Yield which data are read, and how often."""
     config, corpus, loader = spec.config, spec.corpus, spec.loader
     assert corpus is not None, "rank 0 has the text"
     assert loader is not None, "and what reads it"
@@ -191,7 +191,7 @@ def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
-    """Where the run begins, and what it leaves."""
+    """Yield where the run begins, and which files it leaves."""
     config, checkpoint = spec.config, spec.checkpoint
     if checkpoint is None:
         begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"

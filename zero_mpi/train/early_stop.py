@@ -1,7 +1,7 @@
-"""The end of a run that gets no better: `--patience` evaluations without a new best held-out loss.
+"""Early stopping: ends a run after `--patience` evaluations without a new best held-out loss.
 
-The loss is that of all ranks, so they end together without a word. The account goes into the checkpoints, and
-a run that goes on from one decides as one that was never stopped. OUT/best names the best checkpoint.
+The loss is that of all ranks, so they end together without a message. Checkpoints store the count, so
+a resumed run decides as one that was never stopped. OUT/best names the best checkpoint.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zero_mpi.train.setup import Session
 
 
 class EarlyStop(Observer):
-    """Keeps the account of evaluations, and says when there is no use in going on.
+    """Counts evaluations without improvement, and decides when to stop.
 
-    best   so far, those of the jobs before included
+    best   the best evaluation so far, earlier jobs of the run included
     """
 
     def __init__(self, best: Best, patience: int | None) -> None:
@@ -34,20 +34,20 @@ class EarlyStop(Observer):
     def ends(self, step: StepMade) -> None:
         loss = step.record.get("val_loss")
         if self._patience is not None and loss is not None:
-            # After a step without a finite loss nothing is saved, and what is not saved is not the best.
+            # A step without a finite loss is not saved, and a step that is not saved cannot be the best.
             self.best = self.best.after(step.number, loss if math.isfinite(step.loss) else math.nan)
         self._step = step.number
 
     def is_best(self) -> bool:
-        """Whether the step just made is the best so far, and is to be saved for that; all ranks agree."""
+        """Return whether the step just made is the best so far and must be saved for it; all ranks agree."""
         return self.best.is_of(self._step)
 
     def is_over(self) -> bool:
-        """Whether the run ends here; all ranks agree."""
+        """Return whether the run ends here; all ranks agree."""
         return self.best.is_used_up(self._patience)
 
     def tell(self, step: int, out: Path, told: Events) -> None:
-        """Say at the end of a run what the best was, and whether it ended for want of a better one."""
+        """Report at the end of a run which step was best, and whether lack of improvement ended the run."""
         if self.best == Best():
             return
         ended = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
@@ -58,7 +58,7 @@ class EarlyStop(Observer):
             told.note(events.EARLY_STOP, evaluations=self.best.since, **about)
 
     def described(self, out: Path) -> str:
-        """The best loss and where its checkpoint is, for people."""
+        """Return the best loss and the place of its checkpoint, for people."""
         if not self.best.step:
             return "no validation loss was finite"
         link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats a token"
@@ -67,15 +67,15 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    """Why a run ends before its last step."""
+    """Return why a run ends before its last step."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
     return f"after {times} without a new best"
 
 
 def begin(session: Session) -> None:
-    """Let OUT/best name the best checkpoint of the run that now goes on, or nothing. For one rank.
+    """Let OUT/best name the best checkpoint of the run that now resumes, or nothing. Only for one rank.
 
-    Raises UsageError where something that is no link stands in its place, JobError where it cannot be made.
+    Raises UsageError if something other than a link is in its place, JobError if the link cannot be made.
     """
     link = session.out / folders.BEST
     if not link.is_symlink() and link.exists() and session.config.patience is not None:
@@ -86,7 +86,7 @@ def begin(session: Session) -> None:
 
 
 def is_there(out: Path, best: Best) -> bool:
-    """Whether the best checkpoint is in a run folder, and no other one of the same step."""
+    """Return whether the best checkpoint is in a run folder, and no other checkpoint of the same step."""
     try:
         state = GGUFFile.open(folders.step_folder(out, best.step) / folders.OPTIMIZER)
         return best.step > 0 and read_best(keys_of(state)) == replace(best, since=0)

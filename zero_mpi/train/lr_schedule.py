@@ -1,4 +1,4 @@
-"""The learning rate at each step."""
+"""Learning rate at each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Schedule = Callable[[int], float]
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The schedule of the flags; their number of steps must be known."""
+    """Return the schedule of the flags; their number of steps must be known."""
     return make_schedule(
         config.schedule,
         lr=config.lr,
@@ -25,7 +25,7 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def described(config: Config, epochs: Iterable[float]) -> str:
-    """How often the steps go through all sources, and by which rates, for people."""
+    """Return how often the steps go through all sources, and at which learning rates, for people."""
     times = min(epochs)
     read = f"{times:.1f} times through the data" if times >= 1 else f"{times:.3%} of the data"
     rate, last = f"rate {config.lr:g} after {config.warmup} of warm-up", schedule_of(config)(config.steps)
@@ -35,7 +35,7 @@ def described(config: Config, epochs: Iterable[float]) -> str:
 def make_schedule(
     name: str, *, lr: float, min_lr: float, warmup: int, steps: int, decay_steps: int = 0
 ) -> Schedule:
-    """step (from 0) -> learning rate: linear warm-up to `lr`, then by `name` down to `min_lr` at the end.
+    """Return a map step (from 0) -> learning rate: linear warm-up to `lr`, then `name` down to `min_lr`.
 
     Names: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warm-up, stable,
     decay: Hu et al., "MiniCPM", 2024), which stays at `lr` until the last `decay_steps` and falls linearly

@@ -1,10 +1,10 @@
-"""Whether there is memory for a run, asked before anything large is made.
+"""Checks that there is memory for a run, before anything large is allocated.
 
-What is planned for the ranks of each node is compared with what the system says they can have: by a control
-group, by limits of a process, by the memory that is free. A run that passes one of them is killed without a
-word, minutes later. What is compared with the first two is what is still to come; interpreters and libraries
-are there already. Room in /dev/shm is looked at where it is taken (`comm.shared.window`), for without it a
-run goes by messages.
+The memory planned for the ranks of each node is compared with what the system allows them: by a control
+group, by limits of a process, by free memory. A run that exceeds one of them is killed without a
+message, minutes later. The first two are compared with what is still to be allocated: interpreters and
+libraries are there already. Space in /dev/shm is checked where it is taken (`comm.shared.window`): without it
+a run uses messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ASK = "ask for more (Slurm: --mem, containers: --memory)"
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """A host: its name, its ranks, what they can have together and each, what each has now."""
+    """Memory of a host: its name, its ranks, the limit of all and of each, and what each uses now."""
 
     name: str
     ranks: int
@@ -42,7 +42,7 @@ class NodeRoom:
 
 
 def nodes_of(world: World) -> list[NodeRoom]:
-    """All nodes, on all ranks. Collective."""
+    """Return the memory of all nodes, on all ranks. Collective."""
     room = None
     if world.node.rank == 0:
         room = NodeRoom(platform.node(), world.node.size, look(), status("VmSize"), status("VmData"))
@@ -50,22 +50,22 @@ def nodes_of(world: World) -> list[NodeRoom]:
 
 
 def status(name: str) -> int:
-    """Bytes that the system notes of this process."""
+    """Return the bytes that the system reports for this process under `name`."""
     line = re.search(rf"^{name}:\s+([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(line[1]) << 10 if line else 0
 
 
 def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, ranks: int) -> str:
-    """Why some node has no room for the run, or an empty text."""
+    """Return why some node has no room for the run, or an empty text."""
     if device.in_use().name != "cpu":
-        return ""  # what the plan counts lies on the GPU, which says itself when it is full
-    least = STATE * elements(model) // len(nodes)  # of a node, however the model is dealt out
+        return ""  # the planned memory lies on the GPU, which reports itself when it is full
+    least = STATE * elements(model) // len(nodes)  # bytes of a node, however the model is sharded
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments alone", least)
     case = case_of(config, model, ranks, len(nodes))
     check_sums(case)
-    memory, text = plan_memory(case), text_bytes(config, model)  # once: nodes may be thousands
+    memory, text = plan_memory(case), text_bytes(config, model)  # computed once: nodes may be thousands
     for node in nodes:
         problem = node_problem(node, model, private(case, memory), text, memory.node_shared)
         if problem:
@@ -74,16 +74,16 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
 
 
 def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """The plan's question, on as many ranks of each node as of the fullest."""
+    """Return the case to plan, with as many ranks on each node as the fullest node has."""
     whole = nodes if ranks % nodes == 0 else 1
     case = make_case(replace(config, device="cpu"), model, ranks, whole)
     return replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
 
 
 def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
-    """Why this node has no room, or an empty text.
+    """Return why this node has no room, or an empty text.
 
-    arrays and text: bytes that each rank takes; shared: those that its node takes beside them
+    arrays and text: bytes that each rank takes; shared: bytes that its node takes beside them
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:
@@ -103,7 +103,7 @@ def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, sha
 
 
 def refusal(node: NodeRoom, model: ModelConfig, what: str, needed: int) -> str:
-    """One line: what is planned, what is allowed, the remedy."""
+    """Return one line: what is planned, what is allowed, and the remedy."""
     limits = node.limits
     by_group = limits.group_room is not None and limits.group_room <= limits.available
     by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"

@@ -1,9 +1,9 @@
-"""How much of what the machine can do a run makes use of: its share of the peak, MFU in the literature.
+"""Model FLOPs utilization (MFU): the share of the machine's peak that a run reaches.
 
 The peak is measured and not taken from a data sheet: what all ranks reach together in plain matrix products,
 all at once, at the start of a run. The work of a step is the products of forward and backward as the plan
 counts them; what is computed a second time to save memory does not count (Chowdhery et al., "PaLM", 2022,
-appendix B). Nothing of the run's own is touched, so no bit of it changes.
+appendix B). The measurement touches no state of the run, so it changes no bit.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import Simulator
 from zero_mpi.plan.workspaces import Compiled
 
-SECONDS = 0.04  # of products that are timed, after one that starts threads or compiles
-LONG = 2e-3  # seconds of a product that is large enough: so short only where many cores or a GPU share it
-EDGES = (512, 1024, 2048, 4096)  # of the matrices
+SECONDS = 0.04  # seconds of timed products, after one that starts threads or compiles
+LONG = 2e-3  # seconds of a large enough product: so short only where many cores or a GPU share it
+EDGES = (512, 1024, 2048, 4096)  # edges of the matrices
 BLOCK = 64  # rows of random numbers, which are repeated: making all of them would take longer than a product
 
 
 def measure(world: World, dtype: Any) -> float:
-    """Floating-point operations a second of all ranks together, in products of `dtype`. Collective.
+    """Return floating-point operations per second of all ranks together, in products of `dtype`. Collective.
 
-    On the host products of a low type are float32's where nothing multiplies it.
+    On the host, products of a low type are float32 products where no library multiplies that type.
     """
     kind = np.dtype(np.float32) if ops.products(dtype)[1] else dtype
-    world.comm.barrier()  # all begin together: ranks share cores, caches and power
+    world.comm.barrier()  # all ranks begin together: they share cores, caches and power
     return math.fsum(world.comm.allgather_object(rate(kind)))
 
 
 def rate(dtype: Any) -> float:
-    """Operations a second of this rank, in matrices as large as keep it busy."""
+    """Return operations per second of this rank, in matrices large enough to keep it busy."""
     for edge in EDGES:
         a, b, out = (matrix(edge, dtype) for _ in range(3))
         products(1, a, b, out)
@@ -50,7 +50,7 @@ def rate(dtype: Any) -> float:
 
 
 def products(count: int, a: Array, b: Array, out: Array) -> float:
-    """Seconds that so many products take, by the operation that layers use."""
+    """Return the seconds that `count` products take, by the operation that layers use."""
     begun = time.perf_counter()
     for _ in range(count):
         ops.linear_backward_x(a, b, out)
@@ -59,7 +59,7 @@ def products(count: int, a: Array, b: Array, out: Array) -> float:
 
 
 def matrix(edge: int, dtype: Any) -> Array:
-    """Random numbers: processors go faster where all are alike."""
+    """Return random numbers: on equal numbers processors would be faster."""
     where = device.in_use()
     array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
     block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)
@@ -73,12 +73,12 @@ class Once(Compiled):
     def attention_backward(
         self, dy: Array, q: Array, k: Array, v: Array, kept: Any
     ) -> tuple[tuple[Array, Array, Array], bool]:
-        """Attention's backward, without computing the weights again."""
+        """Compute attention's backward without computing the weights again."""
         return super().attention_backward(dy, q, k, v, kept)[0], False
 
 
 def step_flop(case: Case) -> float:
-    """Operations of the products of a step on all ranks together."""
+    """Return the operations of the products of a step on all ranks together."""
     lone = Case(
         case.model,
         batch_size=case.micro_batch,

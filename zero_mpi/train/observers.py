@@ -1,6 +1,6 @@
-"""What else happens at a step, beside training: each an observer, called in the order of a list.
+"""Observers: what happens at a step beside training, called in the order of a list.
 
-A step begins and ends for all ranks alike, so an observer may start collectives. What it has to tell goes
+A step begins and ends for all ranks alike, so an observer may start collectives. Its figures go
 into the record of the step, a line of metrics.jsonl.
 """
 
@@ -22,21 +22,21 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
 from zero_mpi.train.summary import Outcome
 
-MOST = 20  # steps in a row
+MOST = 20  # steps in a row without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
 
 
 class Divergence:
-    """What the steps of a job were like."""
+    """Counts the steps of a job that were not finite."""
 
     def __init__(self) -> None:
-        self._steps = self._bad = 0  # steps that were seen, and how many of the last were not finite
+        self._steps = self._bad = 0  # number of steps seen, and of the last ones that were not finite
         self._loss = 0.0
 
     def saw(self, step: int, loss: float, skipped: bool, searching: bool) -> None:
-        """A step was made; JobError on all ranks if it was one too many that was not finite.
+        """Count a step; raise JobError on all ranks if too many steps in a row were not finite.
 
-        skipped: its gradient was not finite; searching: for float16 a lower factor of the loss is tried next.
+        skipped: its gradient was not finite; searching: float16 tries a lower loss scale next.
         """
         self._steps, self._loss = self._steps + 1, loss
         if not math.isfinite(loss) or (skipped and not searching):
@@ -50,14 +50,14 @@ class Divergence:
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Whether the weights may be sound; if not it is said, for they are not to push out good ones."""
+        """Return whether the weights may be sound; if not, say so, since they must not replace good ones."""
         if math.isfinite(self._loss):
             return True
         log.warning("no checkpoint of step %d is made, for its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the run has come to its last step with nothing to show for it."""
+        """Raise JobError on all ranks if the run has come to its last step without a usable result."""
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
@@ -65,7 +65,7 @@ class Divergence:
 
 
 def not_finite(step: int) -> str:
-    """Why a run that has made all its steps is not done."""
+    """Return why a run that has made all its steps is not done."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 
@@ -78,9 +78,9 @@ def check_recorded(out: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class StepMade:
-    """An optimizer step that was made, the same on all ranks but for what observers put into `record`.
+    """Result of an optimizer step, the same on all ranks except for what observers add to `record`.
 
-    number    steps of the run so far, this one included
+    number    steps of the run so far, including this one
     loss      nats per token, of all micro-batches
     seconds   from the first micro-batch to the update, on this rank
     """
@@ -93,17 +93,17 @@ class StepMade:
 
 
 class Observer:
-    """Sees each step begin and end, and does nothing by itself."""
+    """Follows the beginning and end of each step; the base class does nothing."""
 
     def begins(self, number: int) -> None:
-        """Step `number` (from 1) is about to begin. Collective if the observer says so."""
+        """Handle the beginning of step `number` (from 1). Collective if the observer says so."""
 
     def ends(self, step: StepMade) -> None:
-        """A step was made. Collective if the observer says so."""
+        """Handle the end of a step. Collective if the observer says so."""
 
 
 class SignsOfLife(Observer):
-    """Tells the watchdog and status.json which step the run is at."""
+    """Reports the current step to the watchdog and status.json."""
 
     def __init__(self, watchdog: Watchdog, outcome: Outcome) -> None:
         self._watchdog, self._outcome = watchdog, outcome
@@ -116,7 +116,7 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Records what a step took: seconds, waits, bytes sent. Remembers the longest one."""
+    """Records the costs of a step: seconds, waits, bytes sent. Remembers the longest step."""
 
     def __init__(self, meter: Meter, positions_per_step: int) -> None:
         self.longest = 0.0  # seconds
@@ -135,7 +135,7 @@ class Costs(Observer):
 
 
 class SkippedSteps(Observer):
-    """Records how many updates were left out, and warns at the first where that is no search for a scale."""
+    """Records how many updates were skipped, and warns at the first outside the search for a loss scale."""
 
     def __init__(self, scale: LossScale, count: Callable[[], int]) -> None:
         self._scale, self._count, self._before = scale, count, count()
@@ -151,19 +151,19 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """The loss of an evaluation in nats per token, and that of each source where there are several."""
+    """Loss of an evaluation in nats per token, and of each source where there are several."""
 
     mean: float
     by_source: dict[str, float]
 
 
 class Evaluation(Observer):
-    """Records the held-out loss every `every` steps and after the last one. Collective.
+    """Records the held-out loss every `every` steps and after the last step. Collective.
 
-    every      steps; 0: after the last one alone
-    evaluate   the loss; None where nothing is held out
-    first      before the first step too, which goes into that step's record: where training goes on from a
-               model that others have made, it is what there is to gain on
+    every      steps; 0: only after the last step
+    evaluate   function that returns the loss; None where nothing is held out
+    first      evaluate before the first step too, into that step's record: where training starts from a
+               pretrained model, this is the loss to improve on
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Evaluation(Observer):
 
 
 class Utilization(Observer):
-    """Records the share of the processor's peak that a step makes use of, where it is known."""
+    """Records the share of the processor's peak that a step reaches, where the peak is known."""
 
     def __init__(self, share: Callable[[float], float | None]) -> None:
         self._share = share
@@ -223,7 +223,7 @@ class RecordWriter(Observer):
 
 
 class EndOfDivergence(Observer):
-    """Ends a run whose loss or gradients are not finite any more; raises JobError on all ranks."""
+    """Ends a run whose loss or gradients are no longer finite; raises JobError on all ranks."""
 
     def __init__(self, divergence: Divergence, scale: LossScale) -> None:
         self._divergence, self._scale = divergence, scale

@@ -1,8 +1,8 @@
-"""What a run is to be: its flags, the files that they name and the machine are looked at, once.
+"""Resolves a run: checks its flags, the files that they name and the machine, once.
 
-Nothing large is made here but the text, and nothing is written: a run is made of the answer by `setup.build`,
-and `--dry-run` says what it would be. What only one rank need look at (folders, text) rank 0 looks at; a
-fault is raised on all ranks alike.
+Only the text is large here, and nothing is written: `setup.build` makes a run of the result,
+and `--dry-run` describes it. Rank 0 alone reads what one rank can read for all (folders, text); an
+error is raised on all ranks alike.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ from zero_mpi.train.transport import check_wish
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run is to be, the same on all ranks but for the text, which rank 0 has.
+    """Specification of a run, the same on all ranks except for the text, which rank 0 has.
 
-    config       the flags, with the sizes of the model of `--init`
-    threads      that this rank computes on
-    init         where the first weights come from, if not from random numbers
-    adapter      where those of adapters come from
-    tokenizer    of the text; None: the data are ids
-    checkpoint   to go on from
-    description  what the run's checkpoints say beside their tensors
+    config       flags, with the sizes of the model of `--init`
+    threads      number of threads that this rank computes on
+    init         source of the initial weights, if they are not random
+    adapter      source of the initial adapter weights
+    tokenizer    tokenizer of the text; None: the data are ids
+    checkpoint   checkpoint to resume from
+    description  what the run's checkpoints store beside their tensors
     unsaid       settings that are left to the data
-    loader       of the steps, where the text is
-    notes        what rank 0 says at the start
-    no_room      why there is no memory for it, which a dry run says at its end; rank 0 knows
+    loader       loader of the steps, on the rank that has the text
+    notes        lines that rank 0 prints at the start
+    no_room      why there is no memory for the run, which a dry run prints at its end; on rank 0
     """
 
     config: Config
@@ -118,23 +118,23 @@ class RunSpec:
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
-        """The files that the run begins from, by their settings."""
+        """Files of the initial weights, by setting."""
         return {"init": self.init, "lora_init": self.adapter}
 
     @property
     def out(self) -> Path:
-        """The directory of this run."""
+        """Directory of this run."""
         return Path(self.config.out)
 
 
 def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
-    """What the run of a configuration is to be. Collective; raises UsageError on all ranks alike.
+    """Return the specification of a configuration's run. Collective; raises UsageError on all ranks alike.
 
-    Not `cached`: text is encoded, whatever was kept of an earlier time.
+    Unless `cached`, text is encoded again even if an earlier result was kept.
 
-    There is one agreement on all that each rank reads for itself. The others are there because what follows
-    needs their answers: flags that differ lead ranks apart, a checkpoint is read by all ranks together, text
-    is too large for a second reader, and the operations are compiled by one rank of a node for the others.
+    One agreement covers all that each rank reads for itself. The others exist because the next steps
+    need their results: different flags lead ranks apart, all ranks read a checkpoint together, text
+    is too large for a second reader, and one rank of a node compiles the operations for the others.
     """
     phase, notes = log.Phases(), list[str]()
     check_settings(world, config)
@@ -164,9 +164,9 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
 
 
 def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[RunSpec, Facts]:
-    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+    """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: of the rank on its node, where the launcher does not tell it.
+    `number`: index of the rank on its node, where the launcher does not tell it.
     """
     config = as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
@@ -194,7 +194,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
 
 
 def check_rates(config: Config, model: ModelConfig) -> None:
-    """Raise UsageError for a pattern of `--lr-scale` that names nothing which is trained."""
+    """Raise UsageError for a pattern of `--lr-scale` that matches no trained parameter."""
     trained = [name for name in model.params() if is_trainable(name, config.frozen)]
     try:
         check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
@@ -203,9 +203,9 @@ def check_rates(config: Config, model: ModelConfig) -> None:
 
 
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
-    """The run with its text on rank 0, and on all ranks with what identifies it, and its steps. Collective.
+    """Return the run with its text on rank 0, and the text's identity and the steps on all. Collective.
 
-    Before the text is read it is asked whether there is room for the run, and again where it makes windows
+    Memory for the run is checked before the text is read, and again if the text makes windows
     longer.
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
@@ -239,7 +239,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
-    """The flags with what data decide that no flag says, and what reads the data; UsageError for too few."""
+    """Return the flags completed by the data, and the loaders of the data; UsageError for too few tokens."""
 
     def unless_said(config: Config, **settings: Any) -> Config:
         return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
@@ -260,18 +260,18 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
 
 
 def packing_of(config: Config, stream: Stream) -> str:
-    """How documents come into windows, where no flag says it: conversations whole, text as it comes."""
+    """Return how documents fill windows if no flag decides: conversations whole, text as it comes."""
     return config.packing or (NONE if stream.counted is None else DOCUMENTS)
 
 
 def set_threads(config: Config) -> int:
-    """Set the threads of this rank and return their number; exact mode has one unless told otherwise."""
+    """Set the threads of this rank and return their number; exact mode uses one by default."""
     wanted = threads_within(thread_count(config.threads))
     return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
-    """The data of the flags."""
+    """Return the data of the flags."""
     return load_corpus(
         config.data,
         val_fraction=config.val_fraction,
@@ -292,7 +292,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
-    """What reads the micro-batches of steps, and those of evaluations; raises UsageError for too few."""
+    """Return the loaders of the micro-batches of steps and of evaluations; raises UsageError for too few."""
     parts = [windows_of(config, part) for part in corpus.parts]
     order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
@@ -310,7 +310,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """The windows of a source; raises UsageError for one of several that has none."""
+    """Return the windows of a source; raises UsageError for one of several that has none."""
     found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
@@ -318,10 +318,10 @@ def windows_of(config: Config, part: Part) -> WindowSource:
 
 
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
-    """Compile or load the operations and see that they have the same bits on all ranks. Collective.
+    """Compile or load the operations and check that they give the same bits on all ranks. Collective.
 
-    Returns what rank 0 computes with, for one description of all: where bits agree, names may differ. Raises
-    UsageError on all ranks where bits differ in exact mode.
+    Returns what rank 0 computes with, as one description for all: with equal bits, names may differ. Raises
+    UsageError on all ranks if bits differ in exact mode.
     """
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:
@@ -337,5 +337,5 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
 
 
 def announce(text: str) -> None:
-    """Say at once what takes a while."""
+    """Announce at once a step of the start that takes a while."""
     log.info("%s", text)

@@ -1,8 +1,8 @@
-"""Which checkpoint a run goes on from, and whether it may.
+"""Chooses the checkpoint that a run resumes from, and checks that it may.
 
 `--resume auto` takes the newest checkpoint whose files are sound, and says which it passed over and why. A
 checkpoint of another run (model, corpus, what is marked `fixed` among the flags) is never passed over but
-refused: going on from an older one, or from the start, is not what its owner wants.
+refused: its owner wants neither an older checkpoint nor a start from the beginning.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.same_bits import changes
 
 CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
-JUMP = 1.2  # times the rate that was planned
-# Settings that older checkpoints lack, as they were.
+JUMP = 1.2  # ratio to the planned rate
+# Values of settings that older checkpoints lack.
 SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER, "optimizer": ADAMW}
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to go on from, its indices read."""
+    """Checkpoint to resume from, its indices read."""
 
     folder: Path
     files: CheckpointFiles
 
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
-    """The checkpoint to go on from, or None; the same on all ranks. Collective; raises UsageError.
+    """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
 
-    `notes` is told what was passed over. Rank 0 looks at the folders. The bytes of one are shared out among
-    the ranks, so each that is tried needs an agreement of its own.
+    `notes` receives what was passed over. Rank 0 looks at the folders. The bytes of a checkpoint are divided
+    among the ranks, so each one that is tried needs an agreement of its own.
     """
     faults: list[str] = []
     for folder in world.from_root(lambda: look(config, out)):
@@ -73,7 +73,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
 
 
 def look(config: Config, out: Path) -> list[Path]:
-    """The folders that may be gone on from, the best first; a run removes what interrupted saves left."""
+    """Return the folders to resume from, the best first; a run removes the remains of interrupted saves."""
     if not config.dry_run:
         folders.clean(out)
     if config.resume == "never":
@@ -89,19 +89,19 @@ def look(config: Config, out: Path) -> list[Path]:
 
 
 def real(folder: Path) -> Path:
-    """The folder that links name; one whose links go in a circle as it is."""
+    """Return the folder that links lead to; a folder whose links form a circle is returned as it is."""
     return Path(os.path.realpath(folder))
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
-    """A checkpoint whose indices are sound, and this rank's share of its tensors; raises UsageError."""
+    """Return a checkpoint with sound indices, this rank's share of its tensors checked; raises UsageError."""
     point = read_indices(folder)
     check_digests(point.files, world.rank, world.size, world.meter.beat)
     return point
 
 
 def read_indices(folder: Path) -> ResumePoint:
-    """The checkpoint in a folder; raises UsageError unless the files in it are sound and belong together."""
+    """Return the checkpoint in a folder; raises UsageError unless its files are sound and belong together."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
@@ -109,9 +109,9 @@ def read_indices(folder: Path) -> ResumePoint:
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
-    """The configuration with what no flag says as the run has it: defaults are another version's, or by data.
+    """Return the configuration with the run's own values for settings that no flag gives.
 
-    Raises UsageError for what is no setting.
+    Defaults may be another version's, or depend on data. Raises UsageError for an unknown setting.
     """
     if point is None:
         return config
@@ -124,7 +124,7 @@ def as_begun(config: Config, point: ResumePoint | None) -> Config:
 
 
 def check_resume(point: ResumePoint, description: Description) -> None:
-    """Raise UsageError if the checkpoint is of another run, naming the first difference."""
+    """Raise UsageError if the checkpoint belongs to another run, naming the first difference."""
     before = {**SINCE, **read_json(point.files.state, "training.settings")}
     difference = next(differences(before, description.settings), None)
     if difference:
@@ -137,7 +137,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def tokenizer_as_begun(tokenizer: Tokenizer | None, point: ResumePoint | None) -> Tokenizer | None:
-    """Return the tokenizer with which the run began: 0.1.0 passed over rules of Hugging Face folders."""
+    """Return the tokenizer with which the run began: 0.1.0 ignored rules of Hugging Face folders."""
     if tokenizer is None or point is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
@@ -146,7 +146,7 @@ def tokenizer_as_begun(tokenizer: Tokenizer | None, point: ResumePoint | None) -
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
-    """Return ALWAYS or NEVER for `--bos`. Token files have no bos added, nor has a run that began without."""
+    """Return ALWAYS or NEVER for `--bos`. Token files get no bos, nor does a run that began without one."""
     asked = config.bos
     if asked == AUTO and point is not None:
         asked = {**SINCE, **read_json(point.files.state, "training.settings")}["bos"]
@@ -155,7 +155,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the day for `--template-date`: the one on which the run began; None where no template asks."""
+    """Return the day for `--template-date`: the day on which the run began; None where no template asks."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked
@@ -165,7 +165,7 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
-    """Notes on what may differ from the checkpoint, but moves bits or changes the rest of the run."""
+    """Yield notes on permitted differences from the checkpoint that affect bits or the rest of the run."""
     state = point.files.state
     yield from changes_between(
         read_json(state, "training.machine"), read_json(state, "training.plan"), description
@@ -175,7 +175,7 @@ def changes_since(point: ResumePoint, description: Description) -> Iterator[str]
 def changes_between(
     machine: Mapping[str, Any], plan: Mapping[str, Any], description: Description
 ) -> Iterator[str]:
-    """The same by what the run was on and was to be when its state was kept."""
+    """Yield these notes, given the machine and plan of the run when its state was kept."""
     yield from map(Caution, changes(machine, description.machine))
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
@@ -186,14 +186,14 @@ def changes_between(
 
 
 def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
-    """A caution where the next step has quite another learning rate than the checkpoint planned."""
+    """Yield a caution if the next learning rate is far from the one that the checkpoint planned."""
     step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
     kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
     kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
     begun = replace(config, **kept)
     try:
         check(begun)
-    except UsageError:  # flags of today that do not fit the plan of then, such as --trace-steps
+    except UsageError:  # current flags may contradict the old plan, such as --trace-steps
         return
     planned, now = schedule_of(begun), schedule_of(config)(step)
     last = planned(max(0, step - 1))
@@ -205,13 +205,13 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
 
 
 def flag_of(key: str) -> str:
-    """The flag of a size of the model, as " (--dim)"; empty for another setting."""
+    """Return the flag of a size of the model, as " (--dim)"; empty for another setting."""
     flag = next((name for name, size in SIZES.items() if key == f"model.{size}"), None)
     return "" if flag is None else f" ({spelled(flag)})"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, now) of every key whose values differ, in the order of `now`."""
+    """Yield (key, before, now) of every key whose values differ, in the order of `now`."""
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) != now.get(key):
             yield key, before.get(key), now.get(key)

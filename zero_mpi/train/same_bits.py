@@ -1,8 +1,8 @@
-"""Whether ranks, or a job and the one whose checkpoint it goes on from, compute the same bits.
+"""Checks whether ranks, or a job and the job whose checkpoint it resumes from, compute the same bits.
 
-A trial of the operations judges (`ops.trial`); names explain. Names alone would say too much and too little:
+A trial of the operations decides (`ops.trial`); names explain. Names alone would say too much and too little:
 processors of two names may compute alike, and one name of a BLAS kernel stands for several processors. The
-number of threads counts by itself where the host computes, for a trial cannot have all shapes.
+number of threads counts by itself where the host computes, for a trial cannot cover all shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_mpi.telemetry import log
 
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
-EXPLAINING = ("BLAS", "code for", "processor")  # names that matter where the trial differs, and else not
+EXPLAINING = ("BLAS", "code for", "processor")  # names that are compared only where the trial differs
 REMEDY = (
     "give all ranks the same threads (--threads N) and kind of processor (or --bits portable), or use "
     "--reduction fast"
@@ -40,9 +40,9 @@ REMEDY = (
 
 
 def machine(threads: int, kind: Any) -> dict[str, Any]:
-    """What this rank computes with: names, and the digest of a trial with the threads that are set.
+    """Return what this rank computes with: names, and the digest of a trial with the threads that are set.
 
-    kind: the type that the run computes in.
+    kind: the dtype that the run computes in.
     """
     facts = {
         THREADS: threads,
@@ -60,7 +60,7 @@ def machine(threads: int, kind: Any) -> dict[str, Any]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as far as the system tells."""
+    """Return the processor's name as far as the system reports it."""
     return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
@@ -68,9 +68,9 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError where a rank computes other bits, saying what it has that most have not.
+    """Raise UsageError for a rank that computes other bits, naming what it has that most ranks do not have.
 
-    Unless `exact`: then a note says it. `found`: host and machine of each rank.
+    If not `exact`, add a note instead. `found`: host and machine of each rank.
     """
     # A GPU's bits do not depend on the threads of its host.
     values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
@@ -91,7 +91,7 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
 
 
 def names(mine: Machine, usual: Machine) -> tuple[str, str]:
-    """Two machines by what differs: the names that do, else the trial itself."""
+    """Return texts for two machines: the names that differ, or else the trial itself."""
     keys = [key for key in mine if key != TRIAL and mine[key] != usual.get(key)] or [TRIAL]
     here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (mine, usual))
     return here, there
@@ -101,7 +101,7 @@ def names(mine: Machine, usual: Machine) -> tuple[str, str]:
 
 
 def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
-    """What differs from the machine of a checkpoint and may change the last bits, in a line or none."""
+    """Yield at most one line on differences from a checkpoint's machine that may change the last bits."""
     other = before.get(TRIAL) != now.get(TRIAL)
     keys = [
         key
@@ -117,22 +117,22 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
         yield f"{what} was made with {made}: the last bits may change"
 
 
-VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # others may differ, or show in what they change
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects
 
 
 def check_settings(world: World, config: Config) -> None:
-    """The flags, and the variables that stand for flags. Collective; raises UsageError."""
+    """Check the flags, and the variables that stand for flags. Collective; raises UsageError."""
     check(world.comm, settings(config), "start all ranks with the same flags and variables")
 
 
 def settings(config: Config) -> dict[str, str]:
-    """Every setting by its flag, and the variables by their names."""
+    """Return every setting by its flag, and the variables by their names."""
     flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
     return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
 
 
 def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
-    """Pin bits and claim a GPU before MPI starts, as flags ask; wrong ones are told later, by one rank."""
+    """Pin bits and claim a GPU before MPI starts, as flags ask; one rank reports wrong flags later."""
     silent = io.StringIO()
     with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         try:

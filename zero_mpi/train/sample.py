@@ -1,6 +1,6 @@
-"""The end of a run on rank 0: its held-out loss beside what letter frequencies alone would give; a sample.
+"""End of a run on rank 0: its held-out loss beside the entropy of letter frequencies; a sample.
 
-A run that has nothing left to do when it starts says so, and leaves everything as it is.
+A run that has nothing left to do when it starts says so, and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_mpi.train.text_model import TextModel
 
 
 def is_over(session: Session) -> bool:
-    """Whether the run that a job goes on with has ended before; the same on all ranks."""
+    """Return whether the resumed run has ended before; the same on all ranks."""
     made_all = session.progress.step >= session.config.steps
     has_stopped = session.progress.best.is_used_up(session.config.patience)
     return session.resumed is not None and (made_all or has_stopped)
@@ -40,7 +40,7 @@ def say_over(session: Session) -> None:
 
 
 def compare_with_letters(session: Session, val_loss: float | None) -> None:
-    """The held-out loss beside the entropy of the same text's token frequencies."""
+    """Print the held-out loss beside the entropy of the same text's token frequencies."""
     held_out = session.held_out
     if val_loss is None or not held_out:
         return
@@ -53,7 +53,7 @@ def compare_with_letters(session: Session, val_loss: float | None) -> None:
 
 
 def show_sample(session: Session, step: int, noted: Events) -> None:
-    """Text from the file that was just written."""
+    """Print text generated from the file that was just written."""
     config, tokenizer = session.config, session.tokenizer
     if tokenizer is None or not config.sample:
         return

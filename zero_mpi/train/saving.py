@@ -1,4 +1,4 @@
-"""When a run saves, and what it says of that."""
+"""Decides when a run saves, and reports its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zero_mpi.telemetry.metrics import Records
 from zero_mpi.train.observers import Observer, StepMade
 from zero_mpi.train.setup import Session
 
-SAVE_SECONDS = 600.0  # between saves, where no number of steps is given
-SAVE_PAUSE = 10  # times the longest save so far, at least: large checkpoints take no more than a tenth
-SAVE_MARGIN = 1.5  # times the longest save so far is left for the last one before the time is up
+SAVE_SECONDS = 600.0  # seconds between saves, where no number of steps is given
+SAVE_PAUSE = 10  # least pause, in durations of the longest save so far: saves take at most a tenth
+SAVE_MARGIN = 1.5  # durations of the longest save that are left for the last save before the time is up
 SHORTEST_SAVE = 1.0  # seconds
-SLOW_DISK = 200e6  # bytes a second; what the first save is taken to write
+SLOW_DISK = 200e6  # bytes per second; assumed rate of the first save
 
 
 class Saving(Observer):
-    """Writes checkpoints, keeps the watchdog quiet meanwhile, and announces those that are complete."""
+    """Writes checkpoints, keeps the watchdog quiet meanwhile, and announces complete ones."""
 
     def __init__(self, session: Session, watchdog: Watchdog, told: Events, records: Records) -> None:
         config = session.config
@@ -49,18 +49,18 @@ class Saving(Observer):
         self.announce()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint follows step `step`; all ranks agree."""
+        """Return whether a checkpoint follows step `step`; all ranks agree."""
         if self._every is None:
             return self.time_has_come
         return self._every > 0 and step % self._every == 0
 
     def clock_says_so(self) -> bool:
-        """Whether it is time to save by this rank's clock, where no number of steps is given."""
+        """Return whether it is time to save by this rank's clock, where no number of steps is given."""
         pause = max(SAVE_SECONDS, SAVE_PAUSE * self.saver.longest)
         return time.monotonic() - self._saved_at >= pause
 
     def seconds_needed(self) -> float:
-        """What the last checkpoint may take before the run's time is up."""
+        """Return the seconds that the last checkpoint may take before the run's time is up."""
         files = 3 + (self._session.config.ema is not None)  # parameters, two moments, their average
         state = files * self._session.module.replicated_memory_bytes
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
@@ -73,25 +73,25 @@ class Saving(Observer):
         self.announce()
 
     def wait(self, step: int) -> None:
-        """Return when all that was begun is on disk. Collective; raises what failed on all ranks."""
+        """Wait until every checkpoint that was begun is on disk. Collective; raises errors on all ranks."""
         with self._waiting(step):
             self.saver.wait()
 
     @contextlib.contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """While the run waits for a checkpoint, what the save gets done counts as progress."""
+        """Count the save's work as progress while the run waits for a checkpoint."""
         self._runs_wait = True
         self._watchdog.beat(f"saving step {step}")
         yield
         self._runs_wait = False
 
     def _tick(self, what: str) -> None:
-        """A save gets on; it may be a thread's that says so."""
+        """Report that a save makes progress; a thread may call this."""
         if self._runs_wait:
             self._watchdog.beat(f"saving: {what}")
 
     def announce(self) -> None:
-        """Say which checkpoints are complete."""
+        """Announce the checkpoints that are complete."""
         for saved in self.saver.finished():
             self._records.saved(saved.step, saved.id, saved.digest)
             log.info("saved %s in %.1f s, state %s", saved.folder, saved.seconds, saved.digest[:16])
@@ -106,7 +106,7 @@ class Saving(Observer):
 
 
 def bytes_in(folder: Path) -> int:
-    """The bytes of the files in a folder; 0 where it is gone already."""
+    """Return the bytes of the files in a folder; 0 where it is gone already."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0

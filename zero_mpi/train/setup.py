@@ -1,4 +1,4 @@
-"""Makes a run of what `resolve` has found: transport, sharded module, optimizer, and where to go on from."""
+"""Builds a run from what `resolve` found: transport, sharded module, optimizer, and where to resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIDES = ("parts", "held_out")
 
 
 def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
-    """Rank 0's corpus on every rank, so all train on the same text. Collective; adds to `notes`."""
+    """Return rank 0's corpus on every rank, so all train on the same text. Collective; adds to `notes`."""
     about, own = None, dict[Place, Any]()
     if corpus is not None:
         own = {
@@ -72,12 +72,12 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """What other ranks have to know of an array before they have it, or all of one that stays in files."""
+    """Return what other ranks must know of an array before they have it, or all of one kept in files."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
 def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
-    """Why ranks cannot read the files themselves, alike on all; empty where they can. Collective."""
+    """Return why ranks cannot read the files themselves, alike on all; "" where they can. Collective."""
     told = comm.allgather_object((platform.node(), looked_at(in_files)))
     expected = told[0][1]
     rank = next((rank for rank, (_, seen) in enumerate(told) if seen != expected), None)
@@ -93,7 +93,7 @@ def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
 
 
 def looked_at(in_files: dict[Place, TokenSpans]) -> str:
-    """A text that is the same on ranks that see the same ids, and empty where they cannot be read."""
+    """Return a text that is equal on ranks that see the same ids, and empty where they cannot be read."""
     try:
         return " ".join(in_files[place].sampled_digest().hex() for place in sorted(in_files))
     except JobError:
@@ -101,7 +101,7 @@ def looked_at(in_files: dict[Place, TokenSpans]) -> str:
 
 
 def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> np.ndarray[Any, Any]:
-    """An array of rank 0, held or in files, as one that every rank holds. Collective."""
+    """Return an array of rank 0, held or in files, as one that every rank holds. Collective."""
     kind, size = described
     if comm.size == 1 and isinstance(own, np.ndarray):
         return np.ascontiguousarray(own)
@@ -114,12 +114,12 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """A run that is ready to go on from `progress`.
+    """Run that is ready to go on from `progress`.
 
-    transport   what carries between ranks, for people; empty for a lone rank
-    nodes       that the transport tells apart, 0 where it does not
-    resumed     the checkpoint's folder, if the run goes on from one
-    weights     the files that it begins from, by their settings
+    transport   what carries messages between ranks, for people; empty for a single rank
+    nodes       number of nodes that the transport tells apart, 0 where it does not
+    resumed     folder of the checkpoint, if the run resumes from one
+    weights     files of the initial weights, by setting
     """
 
     config: Config
@@ -142,7 +142,7 @@ class Session:
 
 
 def build(world: World, spec: RunSpec) -> Session:
-    """The run that was resolved, ready for its next step. Collective; raises UsageError on all ranks."""
+    """Return the resolved run, ready for its next step. Collective; raises UsageError on all ranks."""
     phase, notes, config = log.Phases(), list(spec.notes), spec.config
     chosen = choose_transport(world, config, spec.model, notes)
     comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
@@ -181,7 +181,7 @@ def build(world: World, spec: RunSpec) -> Session:
 
 
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
-    """Parameters, and with a checkpoint the states and how far it is. Collective; raises UsageError."""
+    """Fill parameters, and states from a checkpoint; return progress. Collective; raises UsageError."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
@@ -201,7 +201,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
-    """The sharded module of the flags; raises UsageError for a strategy or offload that cannot be had."""
+    """Return the sharded module of the flags; raises UsageError for an impossible strategy or offload."""
     return ShardedModule(
         model.stages(config.recompute),
         comm,
@@ -217,7 +217,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
 
 
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
-    """Return the optimizer of the flags; raises UsageError where states cannot be offloaded."""
+    """Return the optimizer of the flags; raises UsageError if its states cannot be offloaded."""
     betas = (config.beta1, config.beta2)
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(

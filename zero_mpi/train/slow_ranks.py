@@ -1,7 +1,7 @@
-"""Which rank is slower than the others, by the seconds that each computes for a micro-batch.
+"""Finds ranks that are slower than the others, by the seconds that each computes for a micro-batch.
 
-In a step all wait for the slowest rank, so steps do not tell which one it was. A rank's own seconds do: those
-of its micro-batches less those in which it waits for others, as means over the steps since the last record.
+In a step all ranks wait for the slowest one, so step times do not show which rank it was. Its own seconds do:
+the time of its micro-batches less its waits for other ranks, as means over the steps since the last record.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zero_mpi.train.observers import Observer, StepMade
 
 
 class Told(NamedTuple):
-    """The figures of a rank; all but the first since it told the last ones.
+    """Figures of a rank; all but the first cover the time since its last report.
 
     memory    bytes in use now
-    seconds   of computing, for a micro-batch; None: it had none, or a GPU computes while its host goes on
+    seconds   of computing, per micro-batch; None: it had none, or a GPU computes while its host goes on
     waited    seconds in waits for other ranks
-    joules    of its host, by one rank of each; None: another rank's matter, or the host does not tell
+    joules    energy of its host, reported by one rank of each; None: another rank reports it, or no counter
     """
 
     memory: int
@@ -38,10 +38,10 @@ class Told(NamedTuple):
 
 
 class RankFigures(Observer):
-    """Records what each rank tells, and names slow ones, at steps that are logged or evaluated: collective.
+    """Records the figures of each rank, and names slow ranks, at logged or evaluated steps: collective.
 
-    pace   is to be entered around each micro-batch
-    say    is given the slow ranks as a text, "" where none is
+    pace   context to enter around each micro-batch
+    say    function that is given the slow ranks as a text, "" where there are none
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class RankFigures(Observer):
         return Told(at_work.memory_in_use(), computed if at_work is device.HOST else None, waited, joules)
 
     def close(self, tokens: int) -> None:
-        """Say what energy the job took, where hosts tell, for the `tokens` that it was trained on."""
+        """Report the energy that the job used, if hosts measure it, for the `tokens` that it trained on."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
             log.info("energy: %.4g kJ of %s, %.3g J a token", self._joules / 1e3, hosts, each)
 
 
-BEHIND = 0.2  # of the median's seconds, that a rank may take longer
-RECORDS = 3  # in a row in which a rank is behind, until it is named
+BEHIND = 0.2  # share of the median's seconds that a rank may be slower
+RECORDS = 3  # number of records in a row in which a rank is behind, until it is named
 
 
 class Pace:
-    """Seconds that this rank computes for a micro-batch: a context around each."""
+    """Measures the seconds that this rank computes per micro-batch: a context around each."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -112,7 +112,7 @@ class Pace:
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
-        """The mean of the micro-batches since the last call, None if there was none; seconds waited since."""
+        """Return the mean of the micro-batches since the last call (None without one), and seconds waited."""
         mean = self._seconds / self._count if self._count else None
         waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0
@@ -120,13 +120,13 @@ class Pace:
 
 
 class SlowRanks:
-    """Names each rank that is behind the median of all in several records in a row."""
+    """Names each rank that is behind the median of all ranks in several records in a row."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._behind = hosts, Counter[int]()
 
     def saw(self, seconds: Sequence[float | None]) -> str:
-        """Take in each rank's seconds a micro-batch; returns the ranks that are slow now, "" for none."""
+        """Take in each rank's seconds per micro-batch; return the ranks that are slow now, or ""."""
         known = {rank: value for rank, value in enumerate(seconds) if value is not None}
         middle = statistics.median_low(known.values()) if known else 0.0
         now = {rank: value / middle - 1 for rank, value in known.items() if value > (1 + BEHIND) * middle > 0}

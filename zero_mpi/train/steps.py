@@ -1,6 +1,6 @@
-"""The steps of a session: data, accumulation, totals, optimizer; observers see each begin and end.
+"""Steps of a session: data, accumulation, totals, optimizer; observers follow each step.
 
-A run that is trained (`trainer`) and one that is computed again (`verify`) make the same steps.
+A training run (`trainer`) and its recomputation (`verify`) make the same steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zero_mpi.train.setup import Session
 
 
 class Steps:
-    """Makes the steps of a session, one after the other, from where it stands.
+    """Makes the steps of a session, one after the other, from its current progress.
 
-    observers   see each step, in their order
-    pace        is entered around each micro-batch
+    observers   called at each step, in their order
+    pace        context entered around each micro-batch
     """
 
     def __init__(self, session: Session) -> None:
@@ -36,7 +36,7 @@ class Steps:
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def step(self) -> bool:
-        """One optimizer step. Returns whether to stop; all ranks agree. Collective."""
+        """Make one optimizer step. Return whether to stop; all ranks agree. Collective."""
         number = self.progress.step
         for observer in self.observers:
             observer.begins(number + 1)
@@ -54,7 +54,7 @@ class Steps:
         return stop
 
     def rounds(self, number: int) -> None:
-        """Forward and backward of all micro-batches of a step, each on the rank it falls to."""
+        """Run forward and backward of all micro-batches of a step, each on the rank that it is dealt to."""
         loader = self.session.loader
         scale = 1.0 / loader.counted(number)
         for mine in self.accumulator:
@@ -67,16 +67,16 @@ class Steps:
                     self.accumulator.accumulate(*with_loss(batch, scale))
 
     def totals(self) -> tuple[float, bool]:
-        """The loss of all ranks, and whether one of them is to stop. Collective."""
+        """Return the loss of all ranks, and whether one of them wants to stop. Collective."""
         loss, stop = self.accumulator.totals(self.wants_to_stop())
         return loss, stop > 0
 
     def wants_to_stop(self) -> bool:
-        """Whether this rank has a reason to stop after the step that is being made."""
+        """Return whether this rank has a reason to stop after the current step."""
         return False
 
     def after_a_step(self) -> TrainingProgress:
-        """The counters of the run once the optimizer has made a step."""
+        """Return the counters of the run after the optimizer step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale
         return replace(
@@ -91,7 +91,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """The held-out loss in nats per token; None where nothing is held out. Collective."""
+        """Return the held-out loss in nats per token; None where nothing is held out. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None
@@ -101,7 +101,7 @@ class Steps:
         return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
 
     def loss_of(self, held_out: EvalLoader) -> float:
-        """The mean loss of held-out windows. Collective."""
+        """Return the mean loss of held-out windows. Collective."""
         return evaluate(
             self.session.module,
             held_out.micro_batches,
@@ -110,6 +110,6 @@ class Steps:
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """What the model is given, and the criterion that holds its output against the targets."""
+    """Return the input of the model, and the criterion that compares its output with the targets."""
     x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
     return x, CrossEntropy(batch.targets, scale)

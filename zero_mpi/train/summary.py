@@ -1,8 +1,8 @@
-"""What a run is, in a few aligned lines at its start, and as the fields of its `started` event.
+"""Summary of a run: a few aligned lines at its start, and the fields of its `started` event.
 
-Memory and the work of a step are the plan's own (`zero-mpi plan`), for the transport and the hosts that this
-job really has. A plan is a few milliseconds of rank 0; where none can be made the lines that need it are
-left out, for it is not worth a run.
+Memory and the work of a step come from the planner (`zero-mpi plan`), for the transport and the hosts of this
+job. A plan takes a few milliseconds of rank 0. If none can be made, the lines that need it are
+left out, since that must not end a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHOWN = 3  # kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """What is known when a job starts, beside its session.
+    """Facts that are known when a job starts, beside its session.
 
     hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
     memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
@@ -56,26 +56,26 @@ class Start:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.session.comm.size
 
     @property
     def threads(self) -> int:
-        """How many threads a rank computes on."""
+        """Number of threads per rank."""
         return int(self.session.description.machine["threads"])
 
     @property
     def parameters(self) -> int:
-        """Elements of the model."""
+        """Number of elements of the model."""
         return sum(param.size for param in self.session.module.params.values())
 
     def share(self, seconds: float) -> float | None:
-        """The share of the peak that a step of so many seconds makes use of; None: not known."""
+        """Return the share of the peak that a step of `seconds` seconds reaches; None: not known."""
         is_known = self.peak > 0 and self.flop > 0 and seconds > 0
         return self.flop / (seconds * self.peak) if is_known else None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the event `started`."""
+        """Return the fields of the event `started`."""
         config = self.session.config
         return {
             "ranks": self.ranks,
@@ -94,20 +94,20 @@ class Start:
 
 
 def plan(start: Start) -> Start:
-    """The start with memory and work, which only a plan tells."""
+    """Return the start with memory and work, which only a plan knows."""
     try:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
         node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
         about = base(case) if case.model.stored else ""
         return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
-    except Exception as error:  # too few addresses under a limit, say: whatever it is, a run is worth more
+    except Exception as error:  # such as too few addresses under a limit: no error here may end a run
         log.debug("no plan of this run: %s: %s", type(error).__name__, error)
         return start
 
 
 def case_of(start: Start) -> Case:
-    """What the plan is asked: the settings of the run, with what `auto` has become."""
+    """Return the case to plan: the settings of the run, with the values that `auto` has become."""
     session, ranks, kind = start.session, start.ranks, start.session.comm.kind
     nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
     if session.module.owners.size < ranks:
@@ -118,13 +118,13 @@ def case_of(start: Start) -> Case:
 
 
 def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
-    """(name, ranks) of each host, from the ranks' hosts in order of ranks."""
+    """Return (name, ranks) of each host, from the ranks' hosts in order of ranks."""
     order = {name: number for number, name in reversed(list(enumerate(names)))}
     return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
 
 
 def lines(start: Start) -> Iterator[str]:
-    """The lines of the summary."""
+    """Yield the lines of the summary."""
     session, config = start.session, start.session.config
     model, loader, corpus = session.model, session.loader, session.corpus
     yield f"zero_mpi {__version__}: {computing(start)}"
@@ -161,19 +161,19 @@ def lines(start: Start) -> Iterator[str]:
 
 
 def row(title: str, text: str) -> str:
-    """A line of the summary."""
+    """Return a line of the summary."""
     return f"{title + ':':{TITLE}}{text}"
 
 
 def many(count: int, noun: str) -> str:
-    """A number of things."""
+    """Return a count with its noun."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}{'es' if noun.endswith('h') else 's'}"
 
 
 def computing(start: Start) -> str:
-    """Ranks, threads, hosts, and by what they compute."""
+    """Return ranks, threads and hosts, and the hardware that computes."""
     machine = start.session.description.machine
     ranks, precision = many(start.ranks, "rank"), machine.get("precision", "fp32")
     place = start.hosts[0][0] if len(start.hosts) == 1 else many(len(start.hosts), "host")
@@ -183,7 +183,7 @@ def computing(start: Start) -> str:
 
 
 def kinds(memory: Memory) -> str:
-    """The largest kinds of memory, and what is left."""
+    """Return the largest kinds of memory, and the sum of the rest."""
     of_rank = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
     sizes = sorted(of_rank, reverse=True)
     shown = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
@@ -192,14 +192,14 @@ def kinds(memory: Memory) -> str:
 
 
 def work(start: Start) -> str:
-    """What a step is to compute, and how fast that can be at best."""
+    """Return the work of a step, and the speed that is possible at best."""
     if not start.flop or not start.peak:
         return ""
     return f"; {flops(start.flop)}, at most {flops(start.peak)}/s"
 
 
 def flops(count: float) -> str:
-    """A number of operations as text, in FLOP."""
+    """Return a number of operations as text, in FLOP."""
     for unit in ("M", "G", "T"):
         count /= 1e3 if unit != "M" else 1e6
         if count < 1000:
@@ -208,7 +208,7 @@ def flops(count: float) -> str:
 
 
 def cautions(start: Start) -> Iterator[str]:
-    """What the person who started this should know, and may want to change."""
+    """Yield what the user should know, and may want to change."""
     config, ranks_here = start.session.config, start.hosts[0][1]
     quota, busy = environment.quota(), ranks_here * start.threads
     if quota is not None and busy > max(1, quota):
@@ -228,9 +228,9 @@ def cautions(start: Start) -> Iterator[str]:
 
 
 class Outcome:
-    """The status and the events of a run as one rank writes them, up to the end of the job.
+    """Writes the status and the events of a run for one rank, up to the end of the job.
 
-    `folder`: what lets this job write there; where it is lost, nothing is written any more.
+    `folder`: the right of this job to write there; once it is lost, nothing is written.
     """
 
     def __init__(self, out: Path, world: World, steps: int, folder: Hold | None = None) -> None:
@@ -241,7 +241,7 @@ class Outcome:
         world.at_end.append(self.end)
 
     def open(self) -> None:
-        """Say that the job runs; what the job before it has left is read before that."""
+        """Report that the job runs; the traces of the job before it are read first."""
         self.status.begin()
         self._before = self.status.before()
         reported = self._before.get("step")  # it is renewed now and then; a record is made at every step
@@ -250,11 +250,11 @@ class Outcome:
 
     @property
     def follows_a_stop(self) -> bool:
-        """Whether a batch system stopped the job before this one before its first step; rank 0 knows."""
+        """Return whether a batch system stopped the previous job before its first step; rank 0 knows."""
         return was_stopped_early(str(self._before.get("reason", "")))
 
     def begin(self, start: Start) -> None:
-        """Rank 0 writes down what starts, and from where."""
+        """Write down, on rank 0, what starts, and from where."""
         session, before = start.session, self._before
         self.events.begin(session.progress.step, before, **start.fields())
         if session.resumed is not None:
@@ -262,16 +262,16 @@ class Outcome:
             self.events.note(events.RESUMED, folder=session.resumed.name, **ranks)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Note the number of steps done."""
         self.status.at(step)
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """What an exit status means."""
+        """Write down the end of the job, by its exit status."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return
         state = {0: DONE, REQUEUE: STOPPED}.get(code, FAILED)
-        reason = reason or self.events.reason  # why the run was stopped after a step
+        reason = reason or self.events.reason  # the reason why the run was stopped after a step
         self.status.end(state, reason)
         self.events.end(state, reason)

@@ -1,4 +1,4 @@
-"""A model in one process: prompt in, tokens out, with a key/value cache.
+"""Text generation in one process: prompt in, tokens out, with a key/value cache.
 
 The layers are those of training; each keeps what it needs of earlier positions in the cache. When the context
 is full the newest half of it is read again, and generation goes on.
@@ -19,7 +19,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer
 
-# Below it nothing but the likeliest is ever drawn: two float32 logits that differ do so by 1e-45 at least.
+# Below this only the likeliest token is ever drawn: two different float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -32,7 +32,7 @@ def choose(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
-    """An id drawn by `weights_of` the logits; temperature 0: the likeliest."""
+    """Return an id drawn by `weights_of` the logits; temperature 0: the likeliest id."""
     if temperature < COLDEST:
         return int(np.argmax(logits))
     weights = weights_of(logits, temperature, top_k, top_p, min_p)
@@ -40,10 +40,10 @@ def choose(
 
 
 def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
-    """exp(logits / temperature) of what is kept, up to a factor, and 0 of the rest; (V,) float64.
+    """Return exp(logits / temperature) of the kept ids, up to a factor, and 0 for the rest; (V,) float64.
 
-    logits (V,), finite. `top_k`: of the likeliest so many, 0 all; `top_p`: of them the fewest whose
-    probabilities make up so much; `min_p`: of them those with so large a share of the largest probability.
+    logits (V,), finite. `top_k`: keep the k likeliest ids, 0 all; `top_p`: of them the fewest whose
+    probabilities reach this sum; `min_p`: of them those with at least this share of the largest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
     kept = nucleus(likeliest(logits, top_k), below, top_p)
@@ -55,7 +55,7 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
 
 
 def likeliest(logits: Array, top_k: int) -> Any:
-    """Exactly `top_k` ids of the largest logits, in order of ids; 0: all."""
+    """Return exactly `top_k` ids of the largest logits, in order of ids; 0: all."""
     if not 0 < top_k < logits.size:
         return np.arange(logits.size)
     least = np.partition(logits, -top_k)[-top_k]
@@ -64,7 +64,7 @@ def likeliest(logits: Array, top_k: int) -> Any:
 
 
 def nucleus(ids: Any, below: Array, top_p: float) -> Any:
-    """The fewest of `ids`, likeliest first, whose probabilities among them reach `top_p`; at least one.
+    """Return the fewest of `ids`, likeliest first, whose shares among them reach `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
@@ -76,9 +76,9 @@ def nucleus(ids: Any, below: Array, top_p: float) -> Any:
 
 
 class TextModel:
-    """The model of whatever `open_weights` takes, its weights as float32.
+    """Model of any source that `open_weights` takes, its weights as float32.
 
-    Raises UsageError for what it cannot run.
+    Raises UsageError for a model that it cannot run.
     """
 
     def __init__(self, source: str | Path | WeightSource) -> None:
@@ -95,11 +95,11 @@ class TextModel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all positions so far."""
+        """Forget all earlier positions."""
         self.cache, self.ids = Cache(), list[int]()
 
     def logits(self, ids: Sequence[int] | Array) -> Array:
-        """Logits (T, V) of the positions of `ids` (T,), which follow those given before.
+        """Return logits (T, V) of the positions of `ids` (T,), which follow the positions given before.
 
         Raises ValueError beyond the model's context.
         """
@@ -107,7 +107,7 @@ class TextModel:
         end = self.cache.position + x.shape[1]
         if end > self.config.context_length:
             raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
-        with np.errstate(all="ignore"):  # what overflows is told below
+        with np.errstate(all="ignore"):  # overflow is reported below
             for stage in self.stages:
                 x = infer(stage.layer, self.weights, x, self.cache)
         if not np.isfinite(x).all():
@@ -127,10 +127,10 @@ class TextModel:
         min_p: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
-        """`tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` says.
+        """Yield `tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` does.
 
-        A prompt that begins with all that the model has read so far, as the next turn of a conversation does,
-        is read from there on.
+        If a prompt begins with all that the model has read so far, as the next turn of a conversation does,
+        only the rest is read.
         """
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")

@@ -1,6 +1,6 @@
-"""A time line of all ranks in one file: recording starts on all of them, rank 0 writes what they bring.
+"""Time line of all ranks in one file: all ranks record, and rank 0 writes their recordings.
 
-Clocks: on one host all ranks read the same one. How far the clocks of other hosts are apart is measured when
+Clocks: on one host all ranks read the same one. The offsets of other hosts' clocks are measured when
 recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
 changes no bit and no order of collectives; what is collective here happens before the first step that is
 recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
@@ -39,22 +39,22 @@ from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.log import Caution, tell
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
-PIECE = 4 << 20  # bytes of text that travel at once
-AFTER = 2  # steps that a run makes before those that are recorded, unless told: the first ones warm up
-COUNT = 3  # steps that are recorded unless told
+PIECE = 4 << 20  # bytes of text that are sent at once
+AFTER = 2  # steps before the recorded ones by default: the first ones warm up
+COUNT = 3  # recorded steps by default
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
 KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCTIONS}
 FAMILIES = (GATHERS, REDUCTIONS, OTHERS)
 FIRST = 1  # the process number of rank 0: viewers take 0 for the idle process of Linux and hide it
-LANES = 20  # thread numbers from which on the lanes of a family are
-TRAVELS = ("parameters", "gradients")  # the first word of a label whose rest is a unit
+LANES = 20  # first thread number of a family's lanes
+TRAVELS = ("parameters", "gradients")  # first words of labels that go on with a unit
 
 
 @contextmanager
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
-    """Record what is done inside on all ranks of `comm`, and write it to `path` at the end. Collective.
+    """Record what happens inside on all ranks of `comm`, and write it to `path` at the end. Collective.
 
-    For loops of one's own; tell it where steps begin, or all of it counts as one:
+    For custom training loops; call `step` where steps begin, or all of it counts as one step:
 
         with tracing(comm, "trace.json.gz") as timeline:
             for step in range(10):
@@ -81,19 +81,19 @@ class Timeline:
 
     def __init__(self, comm: Comm, path: Path) -> None:
         self.comm, self.path = comm, path
-        self.nbytes = self.count = 0  # of the file, of its spans
+        self.nbytes = self.count = 0  # bytes of the file, number of its spans
         self.ends_in: int | None = None  # the step in which a rank had too many spans
         self._clock = comm.clock_offset()
         for meter in meters():
-            meter.account()  # what was counted so far is of no transfer to come
+            meter.account()  # transfers counted so far do not belong to later ones
         self.recorder = spans.start(device.in_use().stopwatch())
 
     def step(self, number: int) -> None:
-        """Step `number`, from 1, begins, and the one before it ends."""
+        """Mark the beginning of step `number` (from 1), and the end of the step before it."""
         self.recorder.begin_step(number)
 
     def write(self) -> str:
-        """Record no more and write the file. Collective. Returns why it could not be written, or nothing."""
+        """Stop recording and write the file. Collective. Return why it could not be written, or ""."""
         self.recorder.end_steps()
         spans.stop()
         ended, comm = time.perf_counter(), self.comm
@@ -124,7 +124,7 @@ class Timeline:
         return shared
 
     def _correction(self) -> tuple[Callable[[float], float], float]:
-        """This rank's times as times of rank 0's clock, and how wrong they may be. Collective."""
+        """Return a map from this rank's times to rank 0's clock, and the possible error. Collective."""
         first, last = self._clock, self.comm.clock_offset()
         drift = (last.ahead - first.ahead) / (last.at - first.at)
 
@@ -134,7 +134,7 @@ class Timeline:
         return correct, max(first.wrong, last.wrong)
 
     def _parts(self, text: str) -> Iterator[bytes]:
-        """The text of all ranks in pieces, on rank 0. Collective, each time the next one is asked for."""
+        """Yield the text of all ranks in pieces, on rank 0. Each request for the next piece is collective."""
         for rank, size in enumerate(self.comm.allgather_object(len(text))):
             for start in range(0, size, PIECE):
                 piece = text[start : start + PIECE] if self.comm.rank == rank else ""
@@ -144,7 +144,7 @@ class Timeline:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> int:
-    """Write a file, whole or not at all, compressed if its name ends in .gz; its bytes. OSError."""
+    """Write a file completely or not at all, compressed if it is named .gz; return its bytes. OSError."""
     with (
         replacing(path) as partial,
         open(partial, "wb", opener=open_in_place) as plain,
@@ -155,7 +155,7 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 
 
 def check_place(comm: Comm, path: Path) -> None:
-    """Raise UsageError on all ranks if rank 0 cannot write there. Collective.
+    """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
     Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
     beside its place, which is then renamed, so it needs a place for a file.
@@ -174,11 +174,11 @@ def check_place(comm: Comm, path: Path) -> None:
 
 
 class Tracer:
-    """`--trace`: a time line of steps [first, stop) of a run. Every method is collective.
+    """Records the time line of steps [first, stop) of a run, for `--trace`. Every method is collective.
 
     path    None: nothing is recorded
     steps   (first, stop), or None: a few steps after the first ones
-    done    steps that were done before this run
+    done    number of steps done before this run
 
     Raises UsageError on all ranks if the file cannot be written.
     """
@@ -187,7 +187,7 @@ class Tracer:
         self._comm, self._path = comm, None if path is None else Path(path)
         self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
-        self._recorded = 0, 0  # the first and the last step that are in the time line
+        self._recorded = 0, 0  # first and last step in the time line
         if self._path is not None:
             check_place(comm, self._path)
 
@@ -232,7 +232,7 @@ class Tracer:
 
 
 class TraceEvent(NamedTuple):
-    """Something that took time on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
+    """Event that took time on a rank, in seconds of one clock. `family`: a track, or one of FAMILIES."""
 
     family: str
     name: str
@@ -242,7 +242,7 @@ class TraceEvent(NamedTuple):
 
 
 def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """What a rank has recorded, until `ended`, by its own clock; what was still under way says so."""
+    """Yield what a rank has recorded until `ended`, by its own clock; unfinished events are marked so."""
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
@@ -259,12 +259,12 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
 
 
 def place(step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Where in the training."""
+    """Return the place in the training: step and micro-batch."""
     return {"step": step} if micro_batch is None else {"step": step, "micro_batch": micro_batch}
 
 
 def about_label(label: str) -> dict[str, str]:
-    """What travels and of which unit, of a transfer's label; of a stage's its scope."""
+    """Return kind of data and unit from the label of a transfer; from a stage's label its scope."""
     first, _, rest = label.partition(" ")
     if first in TRAVELS and rest:
         return {"what": first, "unit": rest}
@@ -272,7 +272,7 @@ def about_label(label: str) -> dict[str, str]:
 
 
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
-    """(lane, event): each in the first lane that is free when it begins; in order of beginnings."""
+    """Yield (lane, event): each in the first lane that is free when it begins; in order of beginnings."""
     free_from: list[float] = []
     for event in sorted(events, key=lambda event: event.begun):
         lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
@@ -281,7 +281,7 @@ def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
 
 
 def threads(events: Sequence[TraceEvent]) -> Iterator[tuple[int, str, TraceEvent]]:
-    """(thread number, name of the track, event)."""
+    """Yield (thread number, name of the track, event)."""
     for number, track in enumerate(TRACKS, 1):
         yield from ((number, track, event) for event in events if event.family == track)
     for number, family in enumerate(FAMILIES, 1):
@@ -290,19 +290,19 @@ def threads(events: Sequence[TraceEvent]) -> Iterator[tuple[int, str, TraceEvent
 
 
 def micro(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
+    """Return microseconds, rounded to the nanosecond."""
     return round(seconds * 1e6, 3)
 
 
 def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
-    """A rank's events, and the names of its tracks, as JSON objects with commas between them."""
+    """Return a rank's events, and the names of its tracks, as JSON objects with commas between them."""
     names, lines = dict[int, str](), list[dict[str, Any]]()
     for thread, track, event in threads(events):
         names[thread] = track
         begun, ended = micro(event.begun - origin), micro(max(event.begun, event.ended) - origin)
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
-    # Of two that begin at once the longer one is around the other.
+    # Of two events that begin at once, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     return ",\n".join(
         json.dumps(line, separators=(",", ":")) for line in (*metadata(rank, place, names), *lines)
@@ -310,7 +310,7 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
 
 
 def metadata(rank: int, place: str, names: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """What a viewer calls a rank and its tracks, and in which order it shows them."""
+    """Yield the names of a rank and its tracks for viewers, and the order in which they are shown."""
     process = {"ph": "M", "pid": FIRST + rank}
     yield {"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}
     yield {"name": "process_sort_index", **process, "args": {"sort_index": rank}}

@@ -1,6 +1,6 @@
-"""A run from its first step to its last: `Trainer.run` goes on until then, or until the run is told to stop.
+"""Training of a run from its first step to its last: `Trainer.run` goes on until the end or a stop request.
 
-What a step is stands in `steps`; whatever else happens at one is an observer's work (`observers`, `saving`).
+`steps` defines a step; observers do everything else that happens at one (`observers`, `saving`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trainer(Steps):
         self.ended_by = ""
 
     def observe(self, start: Start) -> list[Observer]:
-        """Those who see each step, in their order."""
+        """Return the observers of each step, in their order."""
         session, scale = self.session, self.session.module.loss_scale
         meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
@@ -66,7 +66,7 @@ class Trainer(Steps):
         config, goes_on = session.config, session.config.init is not None
         self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
         self.early_stop = EarlyStop(self.progress.best, session.config.patience)
-        # Where windows are packed, how much is computed depends on documents.
+        # Where windows are packed, the amount of computation depends on the documents.
         is_known = isinstance(session.loader.windows, Windows)
         return [
             observers.SignsOfLife(self.watchdog, self.outcome),
@@ -82,7 +82,7 @@ class Trainer(Steps):
         ]
 
     def run(self) -> int:
-        """Train to the last step or until told to stop. Returns the exit status."""
+        """Train to the last step or until asked to stop. Return the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
         self.observers, before = self.observe(self.begin()), self.progress.tokens
@@ -117,17 +117,17 @@ class Trainer(Steps):
         return 0
 
     def step(self) -> bool:
-        """One optimizer step, and what it was of the best evaluation. Returns whether to stop."""
+        """Make one optimizer step, and note the best evaluation. Return whether to stop."""
         stop = super().step()
         self.progress = replace(self.progress, best=self.early_stop.best)
         return stop
 
     def is_done(self) -> bool:
-        """Whether the last step was made, or the run stops early; all ranks agree."""
+        """Return whether the last step was made, or the run stops early; all ranks agree."""
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
 
     def totals(self) -> tuple[float, bool]:
-        """The loss of all ranks, and whether one of them is to stop; raises what one could not write."""
+        """Return the loss of all ranks, and whether one of them wants to stop; raises failed writes."""
         fails = self.saving.saver.failed or bool(self.outcome.folder.lost or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         loss, stop, failed, save = self.accumulator.totals(self.wants_to_stop(), fails, saves)
@@ -138,18 +138,18 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """The held-out loss, on the way to which the watchdog has a sign of life. Collective."""
+        """Return the held-out loss; the watchdog sees progress meanwhile. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 
     def wants_to_stop(self) -> bool:
-        """Whether this rank was signalled, or rank 0 sees the time run out."""
+        """Return whether this rank was signalled, or rank 0 sees the time run out."""
         if self.world.rank == 0 and self.limit.left() < self.seconds_needed():
             self.ended_by = f" in time for {self.limit.name}"
         return bool(signals.caught or self.ended_by)
 
     def seconds_needed(self) -> float:
-        """What one more step and the last checkpoint may take."""
+        """Return the seconds that one more step and the last checkpoint may take."""
         return 2 * self.costs.longest + self.evaluation.longest + self.saving.seconds_needed()
 
     def save(self) -> None:
@@ -159,7 +159,7 @@ class Trainer(Steps):
             self.saving.save(self.progress)
 
     def begin(self) -> Start:
-        """Say what is about to happen, to the person who started it and in the run's records. Collective."""
+        """Announce what is about to happen, to the user and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = mfu.measure(self.world, session.module.precision.compute)
@@ -183,7 +183,7 @@ class Trainer(Steps):
         return start
 
     def close(self) -> None:
-        """Rank 0 compares with what letter frequencies alone would give, and shows a sample."""
+        """Compare the loss with letter frequencies, and show a sample. On rank 0."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
             compare_with_letters(self.session, self.evaluation.loss)
@@ -192,7 +192,7 @@ class Trainer(Steps):
 
 
 def begin_records(session: Session, rank: int) -> Records:
-    """What a session writes of its steps; raises JobError, or FileError for what it begins from."""
+    """Return the writer of a session's records; raises JobError, or FileError for a file it begins from."""
     config, done = session.config, session.progress.step
     tracked = TrackedJob(session.out, done, asdict(recorded(config)))
     return Records(
@@ -207,7 +207,7 @@ def begin_records(session: Session, rank: int) -> Records:
 
 
 def start_of(session: Session) -> JobStart:
-    """What the job of a session begins from; raises FileError where a file cannot be read."""
+    """Return what the job of a session begins from; raises FileError where a file cannot be read."""
     run = identity(session.config, session.description, session.weights)
     step, folder = session.progress.step, session.resumed
     if folder is None:

@@ -1,4 +1,4 @@
-"""The transport of a run: what --transport, the device and the nodes of the ranks ask for."""
+"""Chooses the transport of a run by --transport, the device and the nodes of the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """A transport. why: it is this one; fast: sums may be the library's."""
+    """Chosen transport. why: the reason for the choice; fast: the library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -33,7 +33,7 @@ class Chosen:
 
     @property
     def text(self) -> str:
-        """What carries between the ranks, for people; empty where there is one rank and nothing shared."""
+        """Name of the transport for people; empty for one rank that shares nothing."""
         lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
         if lone and not self.why:
             return ""
@@ -47,7 +47,7 @@ def check_wish(config: Config) -> None:
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
-    """The transport between the ranks; `notes` may get a caution. Collective; raises UsageError on all."""
+    """Return the transport between the ranks; may add a caution to `notes`. Collective; UsageError on all."""
     exact = config.reduction == "exact"
     if device.in_use().name == "cuda":
         comm, why = select.choose(config.transport, world.size, exact)
@@ -63,7 +63,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
 
 
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
-    """The transport over shared memory, with room for the model, or messages where it is not possible."""
+    """Return the transport over shared memory, with room for the model, or else messages."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.nodes.comm import Needs, NodesComm
     from zero_mpi.comm.shared.comm import SharedComm

@@ -1,4 +1,4 @@
-"""The command: its flags, the list of checks, the table and the JSON file.
+"""Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
 Rows are printed as they are found, so a check that hangs stands last; a watchdog ends it. All ranks hold all
 rows, so they agree on the exit status.
@@ -88,10 +88,10 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Run all checks. Returns the exit status, the same on all ranks."""
+    """Run all checks. Return the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
-        return FAILED  # each process takes itself for the whole job: only the first one says so
+        return FAILED  # each process believes that it is the full job: only the first one says so
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)

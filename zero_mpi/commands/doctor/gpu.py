@@ -1,6 +1,6 @@
 """CUDA devices of each host, and whether the MPI library takes their memory.
 
-Only a live test tells (`comm.gpu.probe`), in a process of its own that knows nothing of this job: libraries
+Only a live test tells (`comm.gpu.probe`), in a separate process that has no part in this job: libraries
 that were built for it say yes and crash. Where messages go through host memory a job runs all the same.
 """
 
@@ -25,7 +25,7 @@ STAGED = (
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of a host. error: why a driver shows none; mpi: what the live test said."""
+    """Devices of a host. error: why a driver shows none; mpi: the result of the live test."""
 
     names: tuple[str, ...] = ()
     driver: str = ""

@@ -1,4 +1,4 @@
-"""The file system of the run folder: kind, free space, speed, and a trial to publish a checkpoint.
+"""File system of the run folder: kind, free space, speed, and a trial to publish a checkpoint.
 
 Rank 0 does with small files what a save does (`checkpoint.folders`): a folder gets its name, is replaced, and
 `latest` is pointed to it. Every host then looks for what rank 0 wrote, since each rank reads its own part of
@@ -21,12 +21,12 @@ from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 
-TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and brought to disk, and in one call
-LONGEST = 5.0  # seconds after which no more is written
-PATIENCE, LOOK = 3.0, 0.05  # seconds that a host is given to see a file, and between looks
-SLOW = 20e6  # bytes a second
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
+LONGEST = 5.0  # seconds after which writing stops
+PATIENCE, LOOK = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
+SLOW = 20e6  # bytes per second
 LITTLE = 1 << 30  # bytes free
-BYTES_A_PARAMETER = 12  # in a checkpoint
+BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
 COMMON = "the run folder must be on a file system that all hosts mount at the same path: --out DIR"
 
 
@@ -36,8 +36,8 @@ class Trial:
 
     system: FileSystem = UNKNOWN
     free: int = 0
-    written: int = 0  # bytes brought to disk, TRIAL unless that took too long
-    synced: float = 0.0  # seconds of that
+    written: int = 0  # bytes flushed to disk, TRIAL unless that took too long
+    synced: float = 0.0  # seconds that this took
     published: float = 0.0  # seconds to publish a small checkpoint
     problem: str = ""
     folder: Path | None = None
@@ -76,7 +76,7 @@ def begin(out: Path) -> Trial:
 
 
 def write(path: Path) -> tuple[int, float]:
-    """Write a file and bring it to disk; returns (bytes, seconds)."""
+    """Write a file and flush it to disk; return (bytes, seconds)."""
     data, begun, done = os.urandom(BLOCK), time.perf_counter(), 0
     with open(path, "wb", buffering=0) as file:
         while done < TRIAL and time.perf_counter() - begun < LONGEST:

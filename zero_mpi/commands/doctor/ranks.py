@@ -1,4 +1,4 @@
-"""The job that is checked, ranks and nodes, and rows of the table: name, value, verdict, remedy.
+"""Job that is checked, its ranks and nodes, and rows of the table: name, value, verdict, remedy.
 
 A node is a group of ranks that share memory, as the transports find it (`comm.topology`).
 """
@@ -51,7 +51,7 @@ def lines(row: Row) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Job that is checked; every check is given this.
+    """Job that is checked; every check gets it as an argument.
 
     nodes     the ranks of each node, that of rank 0 first
     names     a host name for each node, for people
@@ -112,6 +112,6 @@ def find_ranks(world: World, options: Namespace) -> Ranks:
 
 
 def told_apart(names: list[str]) -> tuple[str, ...]:
-    """Number names that repeat: b, b (2), b (3)."""
+    """Return number names that repeat: b, b (2), b (3)."""
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
     return tuple(f"{name} ({n})" if n > 1 else name for name, n in zip(names, counts, strict=True))

@@ -29,7 +29,7 @@ LAUNCHERS = {  # the first variable that is set names it; inside an allocation S
     "PMIX_RANK": "a launcher that speaks PMIx",
 }
 ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
-VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # how a library's variables begin, by how its name does
+VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # prefix of variables, by prefix of the library's name
 OFF = ("", "0", "no", "false", "off")
 SAME_MPI = (
     "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
@@ -69,7 +69,7 @@ def version(name: str, values: list[str]) -> Row:
         return Row(name, f"{first}, but {text}", NOTE if name == "mpi4py" else BAD, remedy)
     if name == "operations" and first == "numpy":
         return Row(name, "plain NumPy, several times slower than compiled ones", NOTE, FAST)
-    return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI tells more of itself
+    return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI's version text is longer
 
 
 def library(where: Ranks) -> Iterator[Row]:
@@ -129,7 +129,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class NodeSeats:
-    """The ranks of a host."""
+    """Ranks of a host."""
 
     name: str
     ranks: tuple[int, ...]
@@ -141,7 +141,7 @@ class NodeSeats:
 
     @property
     def usable(self) -> int:
-        """The number of cores whose time its ranks may use: all of them, or the CPU quota."""
+        """Number of cores whose time its ranks may use: all of them, or the CPU quota."""
         quotas = [int(seat.quota) for seat in self.seats if seat.quota is not None]
         return max(1, min([len(self.cores), *quotas]))
 

@@ -26,11 +26,11 @@ from zero_mpi.launch.consistency import blas, check_pins
 from zero_mpi.ops import trial
 from zero_mpi.ops.low_precision import BFLOAT16
 
-EDGE = 384  # of the matrices: as wide as a small model, half a megabyte each
-BEHIND = 0.8  # of the median host's rate
-PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, and with --quick
-SMALL = 64  # bytes of the message that tells latency
-BUFFERS = 4  # of the largest size that a rank must have memory for
+EDGE = 384  # edge of the matrices: as wide as a small model, half a megabyte each
+BEHIND = 0.8  # share of the median host's rate
+PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
+SMALL = 64  # bytes of the message that measures latency
+BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
 FEWEST, MOST = 3, 60  # repeats
 NAME_IT = (
     "if the hosts have a faster network, name its interface: MPICH -iface NAME or UCX_NET_DEVICES, "
@@ -131,7 +131,7 @@ def pins_fault() -> str:
 
 
 class Ring(NamedTuple):
-    """The ranks to send to and receive from (None: takes no part), and how many rings share a link."""
+    """Ranks to send to and receive from (None: takes no part), and how many rings share a link."""
 
     after: int | None
     before: int | None
@@ -178,7 +178,7 @@ def largest(where: Ranks) -> int:
 
 
 def measure(where: Ranks, ring: Ring) -> dict[str, float]:
-    """Return seconds of a message and seconds of a byte over a link. Collective."""
+    """Return the seconds of a message and seconds of a byte over a link. Collective."""
     large = max(largest(where) // ring.sharing, SMALL + 1)
     alpha = seconds_of(where, ring, SMALL)
     beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * ring.sharing)

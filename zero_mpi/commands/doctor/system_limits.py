@@ -22,12 +22,12 @@ from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
 from zero_mpi.launch.limits import Limits, look
 from zero_mpi.plan.rank_memory import programs
 
-LEAST_MEMORY = 512 << 20  # bytes a rank, of which interpreter and libraries take 100 MiB
+LEAST_MEMORY = 512 << 20  # bytes per rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
-SPARE_FILES = 64  # beside a connection to each other rank
+SPARE_FILES = 64  # files beside a connection to each other rank
 PROC = Path("/proc")
 LOOKS, PAUSE = 4, 0.02  # the fewest threads of some looks count, so that a short one is not in it
-SMALL = 256 << 20  # bytes of shared memory that are few: containers have 64 MiB
+SMALL = 256 << 20  # bytes of a small shared memory: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried
 MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 
@@ -59,7 +59,7 @@ def memory(found: list[Limits], where: Ranks) -> Row:
 
 
 def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
-    """Yield rows of the limits that would harm a job."""
+    """Yield the rows of the limits that would harm a job."""
     unlimited, size = "ulimit -{} unlimited, in the job script", where.size
     for host, name in where.named(found):
         if host.group_cores is not None and host.group_cores < host.cores:
@@ -85,7 +85,7 @@ def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
 
 
 def load(where: Ranks) -> Iterator[Row]:
-    """Check for programs of others, which the measurements would share the cores with. Collective."""
+    """Check for programs of others, with which the measurements would share the cores. Collective."""
     seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
     remedy = "what follows is measured beside them: wait for their end, or take another host"
     for ranks, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
@@ -148,7 +148,7 @@ def try_window(where: Ranks) -> str:
     node.Barrier()
     made.fence()
     others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
-    node.Barrier()  # nobody frees what another still reads
+    node.Barrier()  # nobody frees memory that another rank still reads
     del memory
     made.free()
     return f"what {plural(len(others), 'rank')} wrote did not arrive" if others else ""

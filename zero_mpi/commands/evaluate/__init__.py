@@ -2,9 +2,9 @@
 
 `task` reads the flags, `candidate` opens the models, `command` has text and questions (`choices`) on all
 ranks. Both become rows of tokens of which some targets count, each part with a loss of its own. `measure`
-takes them through a model that is sharded over the ranks, `scores` makes figures of the losses and text of
-the figures.
+runs them through a model that is sharded over the ranks, `scores` computes figures from the losses and text
+from the figures.
 
-All losses of a model meet in one vector, in the order of the text, and every sum is made of that vector: so
-what is printed is the same at any number of ranks and over any transport.
+All losses of a model are gathered into one vector, in the order of the text, and every sum is computed from
+it: so the output is the same at any number of ranks and over any transport.
 """

@@ -1,4 +1,4 @@
-"""The models to evaluate: opened, their sizes known and their tokens compared; no weights are read yet."""
+"""Models to evaluate: opened, their sizes known and their tokens compared; no weights are read yet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 from zero_mpi.train.transport import check_wish
 
-# Keys of a tokenizer that decide about ids; whether it asks for bos is said apart.
+# Keys of a tokenizer that decide about ids; the need for bos is reported apart.
 DECIDES = tuple(
     "tokenizer.ggml." + each
     for each in ("model", "pre", "merges", "scores", "token_type", "bos_token_id", "eos_token_id")
@@ -46,7 +46,7 @@ LONGEST_NAME = 40  # letters of a model's path that are shown in a table
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
+    """Model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
 
     path: str
     source: WeightSource
@@ -75,23 +75,23 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The path for people."""
+        """Path for people."""
         return shown(self.title, LONGEST_NAME)
 
     @property
     def title(self) -> str:
-        """The paths of model and adapter."""
+        """Paths of model and adapter."""
         return self.path if self.lora is None else f"{self.path} + {self.lora}"
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a rank has found before anything large is read.
+    """Findings of a rank before anything large is read.
 
     config      the settings, with the tokens of a window
-    candidates    the model, and the one that it is held against
-    tokenizer   of text; where the data are ids, what tells their bytes, None if nothing does
-    threads     that this rank computes on
+    candidates    the model, and the one that it is compared with
+    tokenizer   tokenizer of text; for data of ids, the one that knows their bytes, or None
+    threads     number of threads that this rank computes on
     """
 
     config: Config
@@ -101,9 +101,9 @@ class Opened:
 
 
 def look(task: Task, number: int) -> tuple[Opened, Facts]:
-    """What this rank sees by itself, and what of it all ranks must share; raises UsageError.
+    """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: of the rank on its node, where the launcher does not tell it.
+    `number`: index of the rank on its node, where the launcher does not tell it.
     """
     device.use(task.config.device, number)
     check_wish(task.config)
@@ -129,9 +129,9 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
 
 
 def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
-    """The tokenizer that text and questions need; for ids alone the model's own, if it can be read.
+    """Return the tokenizer for text and questions; for ids alone the model's own, if it can be read.
 
-    Raises UsageError where ids mean other tokens to the model than to what made the token files.
+    Raises UsageError if ids mean other tokens to the model than to the maker of the token files.
     """
     config = task.config
     check_kind_of_data(config)
@@ -146,7 +146,7 @@ def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
 
 
 def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
-    """Raise UsageError unless two models have the same tokens, for all that their files say."""
+    """Raise UsageError unless two models have the same tokens, as far as their files say."""
     sizes = candidate.model.vocab_size, base.model.vocab_size
     odd = f"{sizes[1]} tokens, expected {sizes[0]}"
     if sizes[0] == sizes[1]:
@@ -162,7 +162,7 @@ def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
 
 
 def cautions(task: Task, opened: Opened) -> Iterator[str]:
-    """A line for each thing that the user may not expect of bos and of two tokenizers."""
+    """Yield a line for each thing that the user may not expect of bos and of two tokenizers."""
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: token files are read as they are, no bos is put in"
@@ -189,7 +189,7 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
 
 
 def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:
-    """Tokens of a window; raises UsageError if they are more than a model has positions for."""
+    """Return the tokens of a window; raises UsageError if a model has positions for fewer."""
     rooms = [candidate.model.context_length for candidate in candidates]
     wanted = task.context or min(MOST_CONTEXT, *rooms)
     for candidate, room in zip(candidates, rooms, strict=True):

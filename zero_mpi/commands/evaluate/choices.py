@@ -1,8 +1,8 @@
 """Questions with several answers, of which one is right: a file of JSON lines, and its tokens.
 
 A line is an object with a text `question` (or `context`), a list of texts `answers` and `right`, the number
-of the right one, from 0; or it is of a published form (`task_forms`). The answer follows the question as they
-stand there, and both are encoded as one text; white space between them counts with the answer.
+of the right one, from 0; or it is of a published form (`task_forms`). The answer follows the question as
+written, and both are encoded as one text; white space between them counts with the answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.json_lines import each_line, is_text
 
 Ids = NDArray[np.int64]
-MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # of a question, and of all its answers each behind it
-QUESTION = ("question", "context")  # names of what an answer follows: one of them
+MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # per question; all answers with their questions
+QUESTION = ("question", "context")  # names of the field before an answer: one of them
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 
@@ -44,12 +44,12 @@ class EncodedChoices:
     """Questions as tokens.
 
     sequences   an array of ids for each answer of each question, or for each window of a text
-    starts      where in each the tokens begin that count
+    starts      first token that counts, in each sequence
     counts      sequences of each question
-    right       number of the right one of each
-    answers     the texts of all; of further windows of a text nothing
-    span        what counts, as `task_forms` has it
-    cut         sequences whose beginnings are left out, for they are longer than the context
+    right       number of the right answer of each question
+    answers     texts of all answers; empty for further windows of a text
+    span        which tokens count, as `task_forms` defines it
+    cut         number of sequences whose beginnings are left out, since they exceed the context
     """
 
     sequences: list[Ids] = field(default_factory=list)
@@ -62,17 +62,17 @@ class EncodedChoices:
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each answer has."""
+        """Number of tokens of each answer."""
         return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of each answer in UTF-8."""
+        """Number of bytes of each answer in UTF-8."""
         return [len(answer.encode()) for answer in self.answers]
 
 
 def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
-    """The questions of a file. Raises FileError that names file, line, what was expected and what came."""
+    """Return the questions of a file. Raises FileError that names file, line, expected and actual value."""
     found = list(each_line(path, "--choices", partial(one_choice, path.name, delimiter)))
     if not found:
         raise FileError(f"--choices {shown(path)}: {EXPECTED} in each line, found no line")
@@ -80,7 +80,7 @@ def read_choices(path: Path, delimiter: str = " ") -> list[Question]:
 
 
 def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
-    """The question of a line in a file `name`; raises ValueError for anything else."""
+    """Return the question of a line in a file `name`; raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = flat(value)
@@ -114,9 +114,9 @@ def encode_choices(
     shots: int = 0,
     delimiter: str = " ",
 ) -> EncodedChoices:
-    """The questions of a file as tokens, control tokens read as such. What is too long loses its beginning.
+    """Return the questions of a file as tokens, control tokens parsed; long ones lose their beginning.
 
-    `bos` comes before each, bos or eos before CORE's and where else nothing would. Raises FileError for an
+    `bos` comes before each, bos or eos before CORE's and where nothing else would. Raises FileError for an
     answer that is longer than `context` positions, or has no token.
     """
     read = with_shots(read_choices(path, delimiter), shots)
@@ -150,7 +150,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Ids for each answer, `first` or at least `edge` in front, and where those begin that count."""
+    """Yield ids for each answer, `first` or at least `edge` in front, and the first that counts."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
@@ -173,7 +173,7 @@ def rows_of(
 
 
 def in_common(rows: Sequence[Ids]) -> int:
-    """How many ids all rows begin with."""
+    """Return the number of ids that all rows begin with."""
     least = min(map(len, rows))
     same = np.logical_and.reduce([row[:least] == rows[0][:least] for row in rows])
     return int(np.append(same, False).argmin())

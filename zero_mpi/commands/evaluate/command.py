@@ -39,10 +39,10 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class Material:
-    """What the models are given to read.
+    """Text and questions that the models are given to read.
 
-    windows   over the text, if there is one; text: what is known of it, for --json; tokens: of each window
-    answers   of the questions, if there are any, once more where the likeliest ids are asked for
+    windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
+    answers   of the questions, if there are any, and once more where the likeliest ids are asked for
     choices   the questions
     """
 
@@ -54,7 +54,7 @@ class Material:
 
 
 def gather_material(world: World, task: Task, opened: Opened) -> Material:
-    """The material on all ranks. Collective; raises UsageError on all of them."""
+    """Return the material on all ranks. Collective; raises UsageError on all of them."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
     choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
     if task.config.data:
@@ -75,7 +75,7 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
 
 
 def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
-    """The questions of --choices, which have to fit every model."""
+    """Return the questions of --choices, which have to fit every model."""
     if task.choices is None:
         return None
     assert opened.tokenizer is not None, "questions are text"
@@ -85,7 +85,7 @@ def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
 
 
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
-    """The tokens of --data; raises UsageError, also for a stride longer than a window."""
+    """Return the tokens of --data; raises UsageError, also for a stride longer than a window."""
     Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
     corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
@@ -101,7 +101,7 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
 
 
 def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWindows:
-    """The windows of a text; of conversations one each, from its beginning."""
+    """Return the windows of a text; of conversations one each, from its beginning."""
     if part.stream.counted is None:
         return Windows(part.stream.ids, context, stride, part.bos)
     return PackedWindows(part.stream, context, packs=False)
@@ -110,7 +110,7 @@ def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWind
 def about(
     cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened
 ) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-    """What is known of the text, and how many tokens of each window count."""
+    """Return the facts about the text, and how many tokens of each window count."""
     vocabulary = opened.candidates[0].model.vocab_size
     tokens = counted(windows, np.ones(vocabulary, np.int64))
     nbytes = None
@@ -140,7 +140,7 @@ __all__ = ["command", "main", "make_parser"]
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Evaluate, and tell the figures. Returns the exit status."""
+    """Evaluate, and print the figures. Return the exit status."""
     check_not_alone(world)
     check_installation(world)
     task: Task = world.together(lambda: read_task(arguments))
@@ -160,7 +160,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
-    """The figures of all models, the same on all ranks. Collective; raises UsageError on all of them."""
+    """Return the figures of all models, the same on all ranks. Collective; raises UsageError on all."""
     watchdog.beat("opening the models")
     opened: Opened = same(world.comm, partial(look, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
@@ -180,7 +180,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 
 
 def figures_of(task: Task, candidate: Candidate, material: Material, losses: list[Array]) -> Figures:
-    """What is said of one model; `losses` of its windows, then of its answers."""
+    """Return the figures of one model; `losses` of its windows, then of its answers."""
     left = list(losses)
     found: Figures = {
         "model": candidate.title,
@@ -196,7 +196,7 @@ def figures_of(task: Task, candidate: Candidate, material: Material, losses: lis
 
 
 def joined(material: Material, models: list[Figures]) -> Figures:
-    """All figures: of the material, of each model, and the difference of two."""
+    """Return all figures: of the material, of each model, and the difference of two."""
     found: Figures = {}
     if material.windows is not None:
         found["text"] = material.text
@@ -216,6 +216,6 @@ def joined(material: Material, models: list[Figures]) -> Figures:
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_task(arguments).config)
     run("evaluate", command, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A model over the sequences: its parameters as slices on all ranks, its losses in one vector on each."""
+"""Evaluation of a model over sequences: its parameters sharded over all ranks, its losses on each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SequenceSet(Protocol):
     micro_batches: int
 
     def micro(self, i: int) -> PartedBatch:
-        """Micro-batch i, from 0."""
+        """Return micro-batch i, from 0."""
 
 
 class WindowSet:
@@ -54,7 +54,7 @@ class WindowSet:
         self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
 
     def micro(self, i: int) -> PartedBatch:
-        """Micro-batch i: a part for each window."""
+        """Return micro-batch i: a part for each window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
         numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
@@ -65,7 +65,7 @@ class WindowSet:
 class AnswerSet:
     """Answers behind their questions: a loss for each answer, of its tokens alone.
 
-    Shorter sequences of a micro-batch are filled up at their ends, which no position before them sees.
+    Shorter sequences of a micro-batch are padded at their ends, which no earlier position sees.
     """
 
     def __init__(self, choices: EncodedChoices, micro_batch: int, scale: float = 1.0) -> None:
@@ -74,7 +74,7 @@ class AnswerSet:
         self.micro_batches = -(-self.count // micro_batch)
 
     def micro(self, i: int) -> PartedBatch:
-        """Micro-batch i: a part for each answer."""
+        """Return micro-batch i: a part for each answer."""
         here = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
         rows, starts = self._choices.sequences[here], self._choices.starts[here]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
@@ -89,7 +89,7 @@ class AnswerSet:
 
 
 def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each loss the sum of `values` (V,), by id, over the targets that count."""
+    """Return for each loss the sum of `values` (V,), by id, over the targets that count."""
     found: list[int] = []
     for batch in map(sequences.micro, range(sequences.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
@@ -98,7 +98,7 @@ def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """`values` in runs of `counts`: those of each question."""
+    """Return `values` in runs of `counts`: those of each question."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -106,9 +106,9 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def measure(
     world: World, config: Config, candidate: Candidate, sets: Sequence[SequenceSet], watchdog: Watchdog
 ) -> list[Array]:
-    """The losses of a model in nats, (count,) float64 for each set, the same on all ranks. Collective.
+    """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
 
-    Raises UsageError on all ranks for weights or losses that are not finite. Nothing of the model is kept.
+    Raises UsageError on all ranks for weights or losses that are not finite. Keeps nothing of the model.
     """
     watchdog.beat(f"reading {candidate.name}")
     notes: list[str] = []
@@ -120,13 +120,13 @@ def measure(
         comm,
         strategy_named(config.strategy),
         prefetch=config.stages_ahead(device.in_use().name == "cuda"),
-        frozen=config.freeze,  # all of it, so there is no room for gradients
+        frozen=config.freeze,  # all parameters are frozen, so there are no gradient buffers
         precision=precision_named(config.precision),
     ).eval()
     read = finite(candidate.source.read, candidate.source.path)
     world.together(partial(module.load_slices, read))
     found = [take_through(module, sequences, candidate, watchdog) for sequences in sets]
-    del module  # before the memory that it lies in
+    del module  # freed before the memory that it lies in
     comm.close()
     for losses in found:
         if not np.isfinite(losses).all():
@@ -141,7 +141,7 @@ def measure(
 def take_through(
     module: ShardedModule, sequences: SequenceSet, candidate: Candidate, watchdog: Watchdog
 ) -> Array:
-    """The losses of one set. Collective."""
+    """Return the losses of one set. Collective."""
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=candidate.name, leave=False, disable=hidden) as bar:
 
@@ -150,6 +150,6 @@ def take_through(
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)
 
-        with np.errstate(all="ignore"):  # what overflows is told below
+        with np.errstate(all="ignore"):  # overflow is reported below
             losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read)
     return losses

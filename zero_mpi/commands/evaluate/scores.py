@@ -1,6 +1,6 @@
-"""Figures made of losses: plain sums over one vector, in its order, on any number of ranks.
+"""Figures computed from losses: plain sums over one vector, in its order, on any number of ranks.
 
-All are plain numbers in dictionaries, as `--json` writes them; None is a number that there is not.
+All are plain numbers in dictionaries, as `--json` writes them; None is a missing number.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Figures = dict[str, Any]
 
 
 def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
-    """How well a text is predicted: of each window the loss in nats and the tokens that count (n,).
+    """Return how well a text is predicted, from the loss in nats and the counted tokens of each window (n,).
 
-    loss              nats a token: all nats, divided by all tokens
-    standard_error    of the loss, from how windows differ; None for a single one
-    perplexity        exp(loss); None where that is no number of float64
+    loss              nats per token: all nats, divided by all tokens
+    standard_error    of the loss, from the differences between windows; None for a single one
+    perplexity        exp(loss); None if that overflows float64
     bits_per_byte     all nats as bits, divided by the `nbytes` bytes that the tokens stand for
-    window_losses     nats a token of each window
+    window_losses     nats per token of each window
     """
     total, count = ordered_total(nats), int(tokens.sum())
     loss = total / count
@@ -47,7 +47,7 @@ def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
 
 
 def perplexity(loss: float) -> float | None:
-    """exp(loss), if that is a number."""
+    """Return exp(loss), if that is a finite number."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -55,9 +55,9 @@ def perplexity(loss: float) -> float | None:
 
 
 def standard_error(nats: Array, tokens: Array) -> float | None:
-    """The standard error of the sum of `nats` by the sum of `tokens`, windows being drawn by chance.
+    """Return the standard error of sum(`nats`) / sum(`tokens`), for windows drawn at random.
 
-    That of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), for the first of windows that overlap has
+    That of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), since the first of overlapping windows has
     more tokens than the others. None for a single window.
     """
     if len(nats) < 2:
@@ -68,11 +68,11 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 
 
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
-    """Which answers are preferred: by log-likelihood, and by that divided by the answer's tokens or bytes.
+    """Return the preferred answers: by log-likelihood, and by that per token or byte of the answer.
 
-    acc                of CORE's by log-likelihood a token, else by log-likelihood
-    acc_norm           by log-likelihood a letter, without the space in front; acc_bytes: a byte of the same
-    right              questions whose right answer is the likeliest, of equally likely ones the first
+    acc                of CORE's by log-likelihood per token, else by log-likelihood
+    acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
+    right              questions whose right answer is the likeliest; of equally likely ones the first counts
     accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
@@ -108,14 +108,14 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
 
 def right_ones(likelihoods: Array, choices: EncodedChoices) -> int:
-    """How many questions have their right answer as the likeliest."""
+    """Return how many questions have their right answer as the likeliest."""
     of_questions = grouped(likelihoods.tolist(), choices.counts)
     first = [found.index(max(found)) for found in of_questions]
     return sum(chosen == right for chosen, right in zip(first, choices.right, strict=True))
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
-    """What `model` has more than `base`, figure by figure; the error is that of the difference itself.
+    """Return `model` minus `base`, figure by figure; the error is that of the difference itself.
 
     Windows are the same for both, so what they have in common is no error.
     """
@@ -136,7 +136,7 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
 
 
 def subtracted(value: float | None, other: float | None) -> float | None:
-    """A difference of numbers that there are."""
+    """Return a difference of numbers, or None if one is missing."""
     return None if value is None or other is None else value - other
 
 
@@ -147,7 +147,7 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """All lines of the answer, made of nothing but what --json writes."""
+    """Yield all lines of the answer, made only of values that --json writes."""
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))
@@ -177,7 +177,7 @@ def lines(figures: Figures) -> Iterator[str]:
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
-    """What of the text was predicted."""
+    """Yield which part of the text was predicted."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
     kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:
@@ -194,7 +194,7 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
 
 
 def about_choices(choices: dict[str, Any]) -> str:
-    """How many questions there were."""
+    """Return how many questions there were."""
     cut = (
         f", {choices['cut']:,} without their beginnings, which are beyond the context"
         if choices["cut"]
@@ -204,5 +204,5 @@ def about_choices(choices: dict[str, Any]) -> str:
 
 
 def number(value: float | None, places: int) -> str:
-    """A number with so many places, if there is one."""
+    """Return a number with `places` decimal places, if there is one."""
     return NO_NUMBER if value is None else f"{value:,.{places}f}"

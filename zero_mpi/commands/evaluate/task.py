@@ -1,4 +1,4 @@
-"""What is to be evaluated: the flags, of which those that training has as well are its own settings."""
+"""Task of an evaluation: its flags, of which those that training has as well are training's own settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.train.same_bits import settings
 
-MOST_CONTEXT = 2048  # tokens of a window where nobody says: attention takes the square of it
+MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
     "data": "text, token files, or conversations as .jsonl",
     "tokenizer": "byte, from-init (the model's own, the default), or a file",
@@ -23,7 +23,7 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
     "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
-FIRST = ("data", "tokenizer")  # of these flags in --help
+FIRST = ("data", "tokenizer")  # these flags come first in --help
 OF_QUESTIONS = ("shots", "delimiter")
 OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
@@ -41,17 +41,17 @@ A line of FILE.jsonl, where 0 is the first answer:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be evaluated.
+    """Evaluation to do.
 
-    config    the settings that training has as well; `init` is the model, and none of it is trained
+    config    the settings that training has as well; `init` is the model, which is not trained
     lora      an adapter of the first model
     against   a second model
     choices   a file of questions with several answers, or of a published task
-    shots     solved questions before each
-    delimiter   what is between question and answer of CORE
+    shots     number of solved questions before each
+    delimiter   text between question and answer of CORE
     context   tokens of a window, None: the model's, at most MOST_CONTEXT
     stride    tokens from a window to the next, None: as many as a window has
-    windows   how many at most, None: all
+    windows   maximum number of windows, None: all
     json      a file for all figures
     """
 
@@ -67,13 +67,13 @@ class Task:
     json: Path | None = None
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must share."""
+        """Return the facts that all ranks must share."""
         own = {spelled(name): str(value) for name, value in vars(self).items() if name != "config"}
         return settings(self.config) | own
 
 
 def make_parser() -> Parser:
-    """The command line. Flags that are not given are absent from the result."""
+    """Make the parser of the command line. Flags that are not given are absent from the result."""
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
@@ -115,7 +115,7 @@ def make_parser() -> Parser:
 
 
 def read_task(arguments: Sequence[str]) -> Task:
-    """The task of a command line; raises UsageError for what cannot be meant."""
+    """Return the task of a command line; raises UsageError for invalid combinations."""
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)

@@ -11,18 +11,18 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.files.json_lines import is_text
 
-# What counts: the answers; a last word, each token of which has to be the likeliest; all of a text. Of CORE
+# What counts: the answers; a last word, each token of which has to be the likeliest; all of a text. For CORE
 # what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
 MANY = {"choices", "context_options", "endings"}  # fields with several texts
 LETTERS = "ABCDEFGHIJ"
 ABOUT = "The following are multiple choice questions (with answers) about "
-BY_NAME = "lambada"  # in the name of a file: its lines are texts whose last word is asked for
+BY_NAME = "lambada"  # part of the name of a file whose lines are texts with a last word to predict
 
 
 class Question(NamedTuple):
-    """Answers, the contexts that they follow (one, or one for each), and the number of the right answer.
+    """Question: answers, the contexts that they follow (one, or one for each), number of the right answer.
 
     `front` comes before all, solved questions too.
     """
@@ -36,12 +36,12 @@ class Question(NamedTuple):
 
 
 def asked(question: str, before: str = "") -> str:
-    """The prompt of most data sets."""
+    """Return the prompt of most data sets."""
     return before + "Question: " + question + "\nAnswer:"
 
 
 def hellaswag(v: Any) -> Question:
-    """A line of HellaSwag, without the marks of WikiHow."""
+    """Return a line of HellaSwag, without the marks of WikiHow."""
     text = f"{v['ctx_a']} {v['ctx_b'].capitalize()}" if "ctx_a" in v else v["ctx"]
     texts = [f"{v['activity_label']}: {text}" if "activity_label" in v else text, *v["endings"]]
     texts = [re.sub(r"\[.*?\]", "", t.strip().replace(" [title]", ". ")).replace("  ", " ") for t in texts]
@@ -49,41 +49,41 @@ def hellaswag(v: Any) -> Question:
 
 
 def labelled(context: str, v: Any) -> Question:
-    """A question whose answers have labels, as ARC's."""
+    """Return a question whose answers have labels, as in ARC."""
     return Question([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"].strip()))
 
 
 def lettered(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
-    """A question with its answers, of which the letter is asked for."""
+    """Return a question that lists its answers and asks for the letter of the right one."""
     listed = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
     return Question(["".join([question, *listed, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
 
 
 def mmlu(v: Any) -> Question:
-    """A line of MMLU, behind its subject."""
+    """Return the question of a line of MMLU, after its subject."""
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
     return lettered(v["question"].strip(), v["choices"], v["answer"], front)
 
 
 def boolq(v: Any) -> Question:
-    """A line of BoolQ, of its own or of SuperGLUE."""
+    """Return the question of a line of BoolQ, in its own form or SuperGLUE's."""
     context = asked(v["question"] + "?", v["passage"] + "\n")
     return Question([context], ["no", "yes"], v["label" if "label" in v else "answer"])
 
 
 def winogrande(v: Any) -> Question:
-    """One end of a sentence behind two beginnings."""
+    """Return a question with one end of a sentence and two beginnings."""
     before, after = v["sentence"].split("_", 1)
     return Question([before + v["option1"], before + v["option2"]], [after.strip()] * 2, int(v["answer"]) - 1)
 
 
 def lambada(v: Any) -> Question:
-    """The last word of a text."""
+    """Return a question for the last word of a text."""
     before, _, last = v["text"].rpartition(" ")
     return Question([before], [last], 0, LAST)
 
 
-FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the first that it has
+FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the first match is used
     "ctx endings label": hellaswag,
     "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
     "question question_concept choices answerKey": lambda v: lettered(
@@ -111,7 +111,7 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the 
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """A line as AI2 has it, its answers within the question, in the fields of the data sets made of it."""
+    """Return a line in AI2's form, with answers inside the question, in the fields of its data sets."""
     inside = value.get("question")
     if not isinstance(inside, dict) or not isinstance(inside.get("choices"), list):
         return value
@@ -125,7 +125,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
-    """The question of a line in a published form, None for others; raises ValueError for damaged fields.
+    """Return the question of a line in a published form, else None; raises ValueError for damaged fields.
 
     `name` of the file tells what fields do not; `delimiter` is between question and answer of CORE.
     """
@@ -149,7 +149,7 @@ def published(line: int, value: dict[str, Any], name: str = "", delimiter: str =
 
 
 def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
-    """Questions behind `shots` others of the file and their right answers, drawn as CORE draws them."""
+    """Return questions after `shots` others of the file and their right answers, drawn as CORE does."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
     order, found = [*range(len(questions))], [*questions]

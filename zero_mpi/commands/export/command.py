@@ -1,7 +1,7 @@
 """`zero-mpi export SOURCE TARGET --type q8_0`: a model in another type or format, in one process.
 
 Tensors pass through in pieces, so a model of any size takes a few MiB. The result is written beside its
-place, brought to disk and renamed: TARGET is whole, or it is not there.
+place, flushed to disk and renamed: TARGET is complete, or it is not there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi export",
         description="Write a model in another type or format, in one process.",
@@ -77,7 +77,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Write the target and say in one line what it is."""
+    """Write the target and print one line about it. Return the exit status."""
     options = make_parser().parse_args(arguments)
     target, shard = Path(options.target), size_of(options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
@@ -100,7 +100,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def size_of(text: str) -> int:
-    """A number of bytes such as 5GB or 200MiB; raises UsageError."""
+    """Return a number of bytes such as 5GB or 200MiB; raises UsageError."""
     found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
     if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
         raise UsageError(f"--shard-size {text}: expected a size such as 5GB or 200MiB")
@@ -133,7 +133,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
 
 
 def writer(options: Namespace, as_gguf: bool, most: int) -> Callable[[Path], Kinds]:
-    """What writes the target that is asked for; raises UsageError for a source that it cannot be made of."""
+    """Return the writer of the requested target; raises UsageError for a source that it cannot convert."""
     kind = options.type
     if options.base is None:
         source = open_source(options.source, as_gguf, options.merge)
@@ -145,14 +145,14 @@ def writer(options: Namespace, as_gguf: bool, most: int) -> Callable[[Path], Kin
             raise UsageError(f"{name} {given}: cannot be had with --base, which writes the adapter as it is")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)  # whether it fits
+    MergedWeights(base, adapter)  # raises if it does not fit
     if as_gguf:
         return partial(write_gguf, adapter, kind, False)
     return partial(write_peft, adapter, base, kind)
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
-    """The source; raises UsageError unless it is a model, and one that the target's format can say."""
+    """Return the source; raises UsageError unless it is a model that the target's format can hold."""
     source = open_merged(path, adapter)
     architecture = GGUFKeys(source.metadata, str(source.path)).architecture
     if architecture is None or architecture == "zero_mpi":
@@ -170,7 +170,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 
 
 def write_gguf(source: WeightSource, wanted: str, pure: bool, path: Path) -> Kinds:
-    """Write a GGUF file. Returns the type of each tensor."""
+    """Write a GGUF file. Return the type of each tensor."""
     kind = GGMLQuantizationType[wanted.upper()]
     kinds = {name: kind_of(spec, kind, pure) for name, spec in source.tensors.items()}
     table = [(name, spec.shape, kinds[name]) for name, spec in source.tensors.items()]
@@ -182,7 +182,7 @@ def write_gguf(source: WeightSource, wanted: str, pure: bool, path: Path) -> Kin
 
 
 def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
-    """The source's keys, but for what is no longer true, and the tokenizer's where it lies in a folder."""
+    """Return the source's keys that are still true, and the tokenizer's if it lies in a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(FILE_TYPES[wanted])
     if wanted.startswith("q"):
@@ -199,7 +199,7 @@ def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
 
 
 def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
-    """The keys of the tokenizer in a folder; without one, the key by which llama.cpp does without too."""
+    """Return the keys of the tokenizer in a folder; without one, llama.cpp's key for no tokenizer."""
     path = source.path / TOKENIZER
     if not path.exists():
         return {"tokenizer.ggml.model": "none"}
@@ -211,7 +211,7 @@ def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
 
 @contextmanager
 def arriving(target: Path) -> Iterator[Path]:
-    """A name beside `target` for a file or folder; it takes the target's place at the end, or is removed."""
+    """Yield a name beside `target` for a file or folder; in the end it replaces the target or is removed."""
     place = target.with_name(f".{target.name}.partial")
     remove(place)
     try:
@@ -239,7 +239,7 @@ def remove(path: Path) -> None:
 
 
 def summary(target: Path, wanted: str, kinds: Kinds) -> str:
-    """File, type, size, tensors by type; and the matrices that have another type than was wanted, and why."""
+    """Return file, type, size, tensors by type; and matrices of another type than the wanted one, and why."""
     files = [target, *target.iterdir()] if target.is_dir() else [target]
     size = sum(file.stat().st_size for file in files if file.is_file())
     count = Counter(kinds.values())
@@ -252,5 +252,5 @@ def summary(target: Path, wanted: str, kinds: Kinds) -> str:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("export", command, sys.argv[1:], alone=True)

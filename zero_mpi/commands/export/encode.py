@@ -1,6 +1,6 @@
-"""Tensors in another type, piece by piece: which one each gets, and its bytes.
+"""Conversion of tensors to another type, piece by piece: the type of each, and its bytes.
 
-Matrices change, but vectors, norms and what is looked up by position stay float32, and a matrix whose rows
+Matrices change, but vectors, norms and tables by position stay float32, and a matrix whose rows
 do not fill blocks becomes F16. Embedding and head have 8 bits beside matrices of 4 or 5: every token passes
 through them, and small models lose most there. llama.cpp's own program gives its head more bits as well
 (Q6_K, or Q8_0 where rows do not fill its blocks); with `--pure` all matrices have one type, here as there.
@@ -23,7 +23,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
 F32, F16, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0
-FILE_TYPES = {  # what can be written, and its number in the key general.file_type
+FILE_TYPES = {  # types that can be written, and their numbers in the key general.file_type
     "f32": 0,
     "f16": 1,
     "bf16": 32,
@@ -34,14 +34,14 @@ FILE_TYPES = {  # what can be written, and its number in the key general.file_ty
     "q5_1": 9,
 }
 COARSE = tuple(GGMLQuantizationType[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
-ENDS = (EMBEDDING, HEAD)  # a tied model has the first alone
+ENDS = (EMBEDDING, HEAD)  # a tied model has only the first
 KEPT = ("position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short")
 AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 COPIED = 1 << 20  # bytes copied at a time
 
 
 def kind_of(spec: TensorSpec, wanted: GGMLQuantizationType, pure: bool = False) -> GGMLQuantizationType:
-    """The type that a tensor is written in, where `wanted` is the model's; `pure`: that of every matrix."""
+    """Return the type for a tensor of a model of type `wanted`; `pure`: every matrix gets it."""
     stem, _, last = spec.name.rpartition(".")
     part = stem.rpartition(".")[2]
     matrix = last == "weight" and sum(dim > 1 for dim in spec.shape[:-1]) > 0 and spec.shape[-1] > 0
@@ -54,7 +54,7 @@ def kind_of(spec: TensorSpec, wanted: GGMLQuantizationType, pure: bool = False) 
 
 
 def encoded(source: WeightSource, spec: TensorSpec, kind: GGMLQuantizationType) -> Iterator[memoryview]:
-    """The bytes of a tensor in a type, in pieces; those of the file where it has that type already."""
+    """Yield the bytes of a tensor in a type, in pieces; the file's own bytes if it has that type already."""
     if isinstance(source, GGUFFile) and spec.type == kind:
         yield from source.raw_pieces(spec.name, COPIED)
         return
@@ -65,7 +65,7 @@ def encoded(source: WeightSource, spec: TensorSpec, kind: GGMLQuantizationType) 
 def encoded_pieces(
     what: str, pieces: Iterable[npt.NDArray[np.float32]], kind: GGMLQuantizationType
 ) -> Iterator[memoryview]:
-    """Flat pieces, of whole blocks, in a type. FileError for what is not finite or too large for it."""
+    """Yield flat pieces, of whole blocks, in a type. FileError for values not finite or too large for it."""
     for piece in pieces:
         if not np.isfinite(piece).all():
             raise FileError(f"{what}: expected finite numbers, found some that are not")

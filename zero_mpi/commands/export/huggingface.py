@@ -1,7 +1,7 @@
-"""The way back: a model by GGUF's names as the content of a Hugging Face folder.
+"""Export to Hugging Face: a model by GGUF's names as the content of a Hugging Face folder.
 
-`config_json` says in Hugging Face's words what the keys say, `outgoing` names the tensors and gives each as a
-stream of pieces in the order of elements that belongs there. What those words cannot say is refused.
+`config_json` writes the keys as Hugging Face's settings, `outgoing` names the tensors and gives each as a
+stream of pieces in the element order of that format. Models that the settings cannot describe are refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
     """Return the tokens that end an answer, eos first, and the key of one that the chat template alone tells.
 
-    Of a tokenizer that is not known here there are none.
+    An unknown tokenizer has no such tokens.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
     try:
@@ -92,7 +92,7 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor on its way into a folder: name and shape there, and where it comes from."""
+    """Tensor on its way into a folder: name and shape there, and its source."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class Outgoing:
     head: int
 
     def pieces(self) -> Iterator[Floats]:
-        """Its elements in the folder's order, flat, in pieces."""
+        """Yield its elements in the folder's order, flat, in pieces."""
         read = partial(self.source.read, self.spec.name)
         rows = self.spec.shape[0]
         if self.order == Order.HALVES:
@@ -114,7 +114,7 @@ class Outgoing:
 
 
 class Keys:
-    """The keys of a source's architecture, which describe a model that this package has read."""
+    """Keys of a source's architecture, which describe a model that this package has read."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
@@ -123,34 +123,34 @@ class Keys:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face form here")
 
     def size(self, name: str, least: int = 1) -> int | None:
-        """The whole number at ARCH.NAME; None where it is absent."""
+        """Return the integer at ARCH.NAME; None where it is absent."""
         return self.keys.whole(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """The number at ARCH.NAME as JSON has it; `default` where it is absent."""
+        """Return the number at ARCH.NAME as JSON has it; `default` where it is absent."""
         key = f"{self.arch}.{name}"
         return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
 
     def head_width(self) -> int:
-        """Rows of q a head."""
+        """Return the rows of q per head."""
         usual = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
         return self.size("attention.key_length") or usual
 
 
 def plain(value: Any) -> Any:
-    """A number as JSON has it: a float32 by its shortest text, so that it comes back the same."""
+    """Return a number as JSON has it: a float32 by its shortest text, so that it reads back the same."""
     if isinstance(value, np.floating):
         return float(str(value))
     return value.item() if isinstance(value, np.generic) else value
 
 
 def outgoing(source: WeightSource) -> list[Outgoing]:
-    """The tensors of a folder for the model of `source`. FileError for one that has no place there."""
+    """Return the tensors of a folder for the model of `source`. FileError for a tensor without a place."""
     keys = Keys(source)
     width = 0 if keys.arch == "gpt2" else keys.head_width()
     found = []
     for name, spec in source.tensors.items():
-        if name not in (ROPE_FREQS, *LONG_FACTORS):  # said by the configuration
+        if name not in (ROPE_FREQS, *LONG_FACTORS):  # the configuration contains these
             order = order_of(keys.arch, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
             found.append(Outgoing(from_gguf(keys.arch, name), shape, source, spec, order, width))
@@ -158,7 +158,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
-    """The content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
+    """Return the content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
     keys = Keys(source)
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
     kind = ROTARY_CLASSES.get(keys.arch)
@@ -176,7 +176,7 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
 
 
 def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
-    """The numbers of special tokens, all that end an answer among them; None where the source has none."""
+    """Return the numbers of special tokens, with all that end an answer; None if the source has none."""
     keys = GGUFKeys(source.metadata, str(source.path))
     beside = source.config if isinstance(source, HuggingFaceFolder) else {}  # its keys have no tokenizer
     found = {
@@ -188,7 +188,7 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
 
 
 def gpt2_settings(keys: Keys) -> dict[str, Any]:
-    """What only gpt2 has."""
+    """Return the settings that only gpt2 has."""
     return {
         "n_inner": keys.size("feed_forward_length"),
         "activation_function": "gelu_new",
@@ -197,7 +197,7 @@ def gpt2_settings(keys: Keys) -> dict[str, Any]:
 
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """What the class of a rotary model has."""
+    """Return the settings of the class of a rotary model."""
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
     turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
     if value_width not in (None, width) or (turned != width and not kind.longrope):
@@ -229,7 +229,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
-    """Which blocks see how far back, where there are such with a window."""
+    """Return which blocks have an attention window, and its size, if there are any."""
     if not kind.period:
         return {}
     window = keys.size("attention.sliding_window", 0) or None  # 0: all layers see all positions
@@ -247,7 +247,7 @@ def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
 
 
 def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
-    """The settings for biases; each speaks of several projections at once."""
+    """Return the settings for biases; each covers several projections at once."""
     found = {
         name.split(".")[2] for name in source.tensors if name.startswith("blk.") and name.endswith(".bias")
     }
@@ -259,7 +259,7 @@ def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
 
 
 def key_scaling(keys: Keys) -> dict[str, Any] | None:
-    """Linear scaling or YaRN, which keys describe; None without."""
+    """Return the linear scaling or YaRN that the keys describe; None without."""
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
@@ -270,7 +270,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
-    """Phi 3's scaling, which two tensors and two keys describe, or None; FileError for one tensor alone."""
+    """Return Phi 3's scaling, from two tensors and two keys, or None; FileError for one tensor alone."""
     names = [name for name in LONG_FACTORS if name in keys.source.tensors]
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     if not names and magnitude == 1:
@@ -284,10 +284,10 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
-    """The setting whose divisors `rope_freqs.weight` holds, None without one.
+    """Return the setting whose divisors `rope_freqs.weight` holds, None without one.
 
-    What the model came with goes first. Otherwise factor and former context are looked for; all Llama 3 agree
-    in the rest. FileError for other divisors.
+    The model's own setting is tried first. Otherwise factor and former context are searched: all Llama 3 use
+    the same rest. FileError for other divisors.
     """
     if ROPE_FREQS not in source.tensors:
         return None

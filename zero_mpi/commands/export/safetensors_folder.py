@@ -1,4 +1,4 @@
-"""Writes a model into a Hugging Face folder: configuration, tensors in one file or several, tokenizer."""
+"""Export of a model into a Hugging Face folder: configuration, tensors in one file or several, tokenizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import read_file
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # what safetensors can hold of our types
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types that safetensors can hold
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
-COPIED = (  # from one Hugging Face folder to the next
+COPIED = (  # files copied from one Hugging Face folder to the next
     TOKENIZER,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
@@ -40,11 +40,11 @@ COPIED = (  # from one Hugging Face folder to the next
     GENERATION,
 )
 
-Kinds = dict[str, str]  # by the name of the tensor
+Kinds = dict[str, str]  # type of each tensor, by name
 
 
 def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> Kinds:
-    """Write configuration, tensors and tokenizer into a new folder. Returns the type of each tensor."""
+    """Write configuration, tensors and tokenizer into a new folder. Return the type of each tensor."""
     config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
     folder.mkdir()
     write_json(folder / CONFIG, config)
@@ -67,7 +67,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
 
 
 def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
-    """The tensors in their order, cut into files of at most `most` elements, or of one tensor."""
+    """Return the tensors in order, cut into files of at most `most` elements, or of one tensor."""
     parts: list[list[Outgoing]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -88,7 +88,7 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
-    """The tokenizer's files, from a folder or from keys; none where there is no tokenizer to write."""
+    """Write the tokenizer's files, from a folder or from keys; none where there is no tokenizer."""
     if isinstance(source, HuggingFaceFolder):
         more = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
         for name in [*COPIED, *(f"{MORE_TEMPLATES}/{each}" for each in more)]:
@@ -106,7 +106,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: Path) -> Kinds:
-    """Write configuration and factors into a new folder. Returns the type of each tensor."""
+    """Write configuration and factors into a new folder. Return the type of each tensor."""
     keys = GGUFKeys(base.metadata, str(base.path))
     tensors = [outgoing_factor(adapter, spec, keys) for spec in adapter.tensors.values()]
     config = config_of(adapter, base, keys.architecture or "")
@@ -117,7 +117,7 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """One factor by PEFT's name and in its order of rows; FileError for one that has no place there."""
+    """Return one factor by PEFT's name and in its order of rows; FileError for one without a place there."""
     target, dot, end = spec.name.rpartition(".")
     order, head = order_and_head(spec, target, dot + end, keys)
     name = f"{PREFIX}{layer_of(keys.architecture or '', target)}{ENDS[dot + end]}"
@@ -125,12 +125,12 @@ def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> 
 
 
 def layer_of(arch: str, weight: str) -> str:
-    """The path of a layer in the model of transformers, by the name of its weight in GGUF."""
+    """Return the path of a layer in the model of transformers, by the name of its weight in GGUF."""
     return from_gguf(arch, weight).removesuffix(".weight")
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
-    """The content of adapter_config.json; layers are named in full, for not all blocks need have the same."""
+    """Return the content of adapter_config.json; layers are named in full, as blocks may differ."""
     lora = lora_of(adapter)
     return {
         "peft_type": "LORA",

@@ -1,7 +1,7 @@
 """`zero-mpi generate MODEL.gguf --prompt "def "`: text from a model file, in one process.
 
-What a model says goes to a file or pipe as its very bytes. On a terminal control letters are escaped: a
-model, or whoever wrote its text, could otherwise move the cursor, rename the window or worse.
+Generated text goes to a file or pipe as its exact bytes. On a terminal control characters are escaped: a
+model, or the author of its text, could otherwise move the cursor, rename the window or worse.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.text_model import TextModel
 
-STOP, LENGTH = "stop", "length"  # why an answer is over, in the words of most servers
+STOP, LENGTH = "stop", "length"  # reasons for the end of an answer, as most servers name them
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The bytes of an answer, how many tokens they are, and why it is over: STOP or LENGTH."""
+    """Answer: its bytes, its number of tokens, and why it ended: STOP or LENGTH."""
 
     text: bytes
     tokens: int
@@ -44,14 +44,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with its tokenizer, and how the next token is drawn (the flags)."""
+    """Model with its tokenizer, and the flags by which the next token is drawn."""
 
     model: TextModel
     tokenizer: Tokenizer
     options: argparse.Namespace
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        """What follows the ids of a prompt, said piece by piece as it comes."""
+        """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
         options, pieces = self.options, list[bytes]()
         ids = self.model.generate(
             prompt,
@@ -75,7 +75,7 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """What was said so far, as messages of role and content; `system` stands before them."""
+    """Conversation so far, as messages of role and content; `system` stands before them."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -96,7 +96,7 @@ class Chat:
         return with_bos(self.tokenizer.encode(rendered.text, special=True), bos_of(self.tokenizer, AUTO))
 
     def answered(self, answer: Reply) -> None:
-        """What the model said becomes a part of the conversation."""
+        """Add the model's answer to the conversation."""
         self.messages.append({"role": "assistant", "content": answer.text.decode("utf-8", "replace")})
 
 
@@ -108,7 +108,7 @@ Examples:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi generate",
         description="Generate text from a GGUF model, in one process.",
@@ -134,7 +134,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print prompts and continuations, byte by byte as they come, each up to a token that ends a text."""
+    """Print prompts and continuations, byte by byte as they come, each up to an end-of-text token."""
     options = make_parser().parse_args(arguments)
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
@@ -149,13 +149,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
                 tell(speaker, number, prompt, said, tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
-    except BrokenPipeError:  # the reader has enough, as in `... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def talk(speaker: Speaker, template: ChatTemplate) -> None:
-    """Print the answers to all prompts: of one conversation, or where a file has them each of its own."""
+    """Print the answers to all prompts: of one conversation, or of one conversation per prompt of a file."""
     options, conversation = speaker.options, None
     for number, prompt in enumerate(prompts(options)):
         if conversation is None or options.prompts is not None:
@@ -164,7 +164,7 @@ def talk(speaker: Speaker, template: ChatTemplate) -> None:
 
 
 def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -> Reply:
-    """Print one answer, in the way that was asked for; an empty line stands before all but the first."""
+    """Print one answer in the requested form; an empty line stands before all but the first."""
     if speaker.options.json:
         answer = speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
@@ -195,13 +195,13 @@ def check(options: argparse.Namespace) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    """Hand bytes on at once."""
+    """Write bytes and flush them at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """A `write` for a terminal: letters as soon as they are whole, those that would control it escaped."""
+    """Return a `write` for a terminal: it prints complete characters at once, with control ones escaped."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(data: bytes) -> None:
@@ -211,7 +211,7 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("generate", command, sys.argv[1:], alone=True)
 
 
@@ -221,9 +221,9 @@ MARK = b"> "  # before each line that a person types
 
 
 def prompts(options: argparse.Namespace) -> Iterator[str]:
-    """The prompts of the flags in order, one at least. Raises UsageError for a file that has none.
+    """Yield the prompts of the flags in order, at least one. Raises UsageError for a file without prompts.
 
-    With `--chat` and neither flag they are the lines of standard input, as they are typed.
+    With `--chat` and neither flag, the prompts are the lines of standard input, as they are typed.
     """
     if options.prompts is None and not (options.chat and options.prompt is None):
         yield DEFAULT if options.prompt is None else options.prompt
@@ -239,14 +239,14 @@ def prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a file, without their ends."""
+    """Return the lines of a file, without their ends."""
     with prefixed("--prompts"):
         text = read_file(path, expected="a file of prompts, one in each line")
     return [line.decode("utf-8", "surrogateescape").rstrip("\r") for line in text.split(b"\n")]
 
 
 def typed() -> Iterator[str]:
-    """The lines of standard input, each as soon as it is there; a person is shown where to type."""
+    """Yield the lines of standard input, each as soon as it is there, with a mark where a person types."""
     while True:
         if sys.stdin.isatty() and sys.stdout.isatty():
             sys.stdout.buffer.write(MARK)

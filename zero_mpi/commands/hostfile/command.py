@@ -13,7 +13,7 @@ from zero_mpi.launch.world import World, run
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi hostfile",
         description="Write a hostfile in the form that a launcher reads.",
@@ -27,7 +27,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the hosts. Returns the exit status."""
+    """Print the hosts. Return the exit status."""
     options = make_parser().parse_args(arguments)
     hosts = read_file(options.file)
     limited = [host.name for host in hosts if host.most is not None]
@@ -38,5 +38,5 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("hostfile", command, sys.argv[1:], alone=True)

@@ -1,6 +1,6 @@
 """Hosts and their ranks, in the forms that launchers and batch systems write them. Nothing heavy is imported.
 
-MPICH writes ranks a host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
+MPICH writes ranks per host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
 or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
 Slurm). All of these are read, also mixed: a plain name is one slot, and the slots of a name that comes again
 are added to it where it came first.
@@ -17,16 +17,16 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.open import read_file as read_whole
 
-NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # of a host, or its IPv4 address
+NAME = re.compile(r"(?!-)[A-Za-z0-9._-]+")  # name of a host, or its IPv4 address
 NUMBER = re.compile(r"0{0,99}[1-9][0-9]{0,8}")
-MOST_BYTES = 16 << 20  # of a hostfile
+MOST_BYTES = 16 << 20  # most bytes of a hostfile
 SLOTS, MOST = "slots", "max-slots"
 FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host and its ranks: how many it takes (`slots`), and how many at most where it is asked for more."""
+    """Host and its ranks: how many it takes (`slots`), and its maximum where more are requested."""
 
     name: str
     slots: int = 1
@@ -34,7 +34,7 @@ class HostEntry:
 
 
 def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """The hosts of a file called `where`, in order of their first lines. Raises UsageError with the line."""
+    """Return the hosts of a file called `where`, in order of first lines. UsageError names the line."""
     hosts: dict[str, HostEntry] = {}
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -47,7 +47,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
 
 
 def read_host(text: str, place: str) -> HostEntry:
-    """The host of one line without its comment."""
+    """Return the host of one line without its comment."""
     entry, *rest = text.split(None, 1)
     name, colon, count = entry.partition(":")
     if not NAME.fullmatch(name) or (colon and not NUMBER.fullmatch(count)):
@@ -63,7 +63,7 @@ def read_host(text: str, place: str) -> HostEntry:
 
 
 def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
-    """What stands after the name: `slots` and `max-slots`, each once, and nothing else."""
+    """Return the settings after the name: `slots` and `max-slots`, each once, and nothing else."""
     words = rest.lower().replace("_", "-").replace("=", " = ").split()
     found = dict(zip(words[::3], words[2::3], strict=False))
     sound = all(key in (SLOTS, MOST) and NUMBER.fullmatch(value) for key, value in found.items())
@@ -73,7 +73,7 @@ def settings(rest: str, text: str, place: str) -> Mapping[str, int]:
 
 
 def merged(first: HostEntry, again: HostEntry) -> HostEntry:
-    """A host that came again; it is limited if both lines say so."""
+    """Return the sum of two entries of a host; it is limited if both lines say so."""
     limited = first.most is not None and again.most is not None
     most = (first.most or 0) + (again.most or 0) if limited else None
     return replace(first, slots=first.slots + again.slots, most=most)
@@ -88,7 +88,7 @@ LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --
 
 
 def read_file(path: str) -> list[HostEntry]:
-    """The hosts of a file, or of standard input for "-". Raises UsageError."""
+    """Return the hosts of a file, or of standard input for "-". Raises UsageError."""
     where = "standard input" if path == "-" else shown(path)
     try:
         data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_whole(path, MOST_BYTES)

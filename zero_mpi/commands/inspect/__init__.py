@@ -1,1 +1,1 @@
-"""`zero-mpi inspect`: what a model file or checkpoint holds, if it is sound, and what differs."""
+"""`zero-mpi inspect`: the content of a model file or checkpoint, its soundness, and differences."""

@@ -1,7 +1,7 @@
-"""`zero-mpi inspect PATH [OTHER]`: what a model or checkpoint is, if it is sound, what differs.
+"""`zero-mpi inspect PATH [OTHER]`: describes and checks a model or checkpoint, or compares two.
 
-What there is to say is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
-made of nothing else. Exit status 0: sound, or the same; 1: not so; 2: it cannot be read.
+The result is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
+made of nothing else. Exit status 0: sound, or the same; 1: unsound or different; 2: not readable.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.launch.world import World, run
 
-FEW = 8  # entries of a list that is not asked for
-MANY = 200  # keys that are shown though they were not asked for
-DIGEST = 16  # letters of a digest that are shown among other things
+FEW = 8  # entries of a list that are shown by default
+MANY = 200  # keys that are shown by default
+DIGEST = 16  # letters of a digest that are shown among other values
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi inspect",
         description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print what there is to say. Returns the exit status."""
+    """Print the report. Return the exit status."""
     options = make_parser().parse_args(arguments)
     path = Path(options.path)
     try:
@@ -75,7 +75,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         else:
             found = examine(path, keys=options.keys, tensors=options.tensors)
             lines, sound = report_lines(found, options.keys), found["sound"]
-    except OSError as error:  # a folder that may not be looked into
+    except OSError as error:  # the folder may not be readable
         raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     if options.json:
         write(json.dumps(found, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
@@ -88,7 +88,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
-    """The text of one path."""
+    """Yield the text of one path."""
     yield from section("path", [printable(found["path"])])
     yield from section("files", map(file_line, found["files"]))
     if "model" in found:
@@ -112,14 +112,14 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
 
 
 def section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Lines with a title in the margin of the first."""
+    """Yield lines with a title in the margin of the first."""
     for line in lines:
         yield f"{title:{MARGIN}}{line}"
         title = ""
 
 
 def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterator[str]:
-    """A line a key; of very many only the first, unless all are wanted."""
+    """Yield a line per key; of very many only the first, unless all are wanted."""
     pairs = [(role, key) for role, own in keys.items() for key in own]
     for role, key in pairs if everything else pairs[:MANY]:
         yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
@@ -128,12 +128,12 @@ def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterat
 
 
 def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
-    """A key and its value."""
+    """Return a key and its value."""
     return f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
 
 
 def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
-    """Names and values in as many lines as they need, long texts cut."""
+    """Return names and values in as many lines as they need, long texts cut."""
     cut = {
         name: f"{value[:DIGEST]}..." if isinstance(value, str) and len(value) > 2 * DIGEST else value
         for name, value in values.items()
@@ -143,7 +143,7 @@ def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def file_line(file: Mapping[str, Any]) -> str:
-    """Name, format and size of a file."""
+    """Return name, format and size of a file."""
     parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
     counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
     return (
@@ -152,7 +152,7 @@ def file_line(file: Mapping[str, Any]) -> str:
 
 
 def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
-    """The tokenizer in a line."""
+    """Return the tokenizer in a line."""
     if tokenizer is None:
         return "none in this file"
     named = {"tokens": "tokens", "merges": "merges", "bos_token_id": "bos", "eos_token_id": "eos"}
@@ -163,7 +163,7 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
 
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
-    """Where the run stood, and under which settings."""
+    """Yield the progress of the run, and its settings."""
     yield ", ".join(f"{name} {told(training[name])}" for name in COUNTS.values() if name in training)
     yield f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}"
     for title in ("settings", "plan", "machine"):
@@ -172,7 +172,7 @@ def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Every tensor: name, shape, type, bytes, beginning of its digest, values that are not finite."""
+    """Yield every tensor: name, shape, type, bytes, beginning of its digest, values that are not finite."""
     columns = [
         (
             shown(row["name"]),
@@ -194,7 +194,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def verdict_lines(found: Report) -> Iterator[str]:
-    """Checksums, values, and what is wrong."""
+    """Yield checksums, values, and faults."""
     count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
     yield from map(one_line, found["problems"])
     if not count:
@@ -213,7 +213,7 @@ def verdict_lines(found: Report) -> Iterator[str]:
 
 
 def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
-    """The text of two paths."""
+    """Yield the text of two paths."""
     yield from section("first", [printable(found["paths"][0])])
     yield from section("second", [printable(found["paths"][1])])
     yield from section("tensors", difference_lines(found))
@@ -232,7 +232,7 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
 
 
 def difference_lines(found: Report) -> Iterator[str]:
-    """How many tensors differ, and how the first one does."""
+    """Yield how many tensors differ, and how the first one does."""
     yield f"{found['tensors']:,} in both, {len(found['differing']):,} of them differ"
     first = found["difference"]
     if first is None:
@@ -251,13 +251,13 @@ def difference_lines(found: Report) -> Iterator[str]:
 
 
 def some(lines: Sequence[str], everything: bool = False) -> list[str]:
-    """The first few lines, and how many more there are."""
+    """Return the first few lines, and how many more there are."""
     more = len(lines) - FEW
     return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
 
 
 def told(value: Any, most: int = LONGEST) -> str:
-    """A value for people, in at most so many letters."""
+    """Return a value for people, in at most `most` letters."""
     if value is None:
         return "none"
     if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
@@ -270,5 +270,5 @@ def told(value: Any, most: int = LONGEST) -> str:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("inspect", command, sys.argv[1:], alone=True)

@@ -1,7 +1,7 @@
-"""Whether two models or checkpoints hold the same bits, and where they differ, as one dictionary.
+"""Comparison of two models or checkpoints: whether the bits are the same, and where they differ.
 
 The stored bytes of both are read side by side, piece by piece, so memory does not grow with the model and no
-digest has to be trusted. Only the first tensor that differs is looked at by value.
+digest has to be trusted. Only the first tensor that differs is compared by value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Stored = tuple[WeightSource, TensorSpec]
 
 
 def compare(first: Path, second: Path) -> Report:
-    """All that is to be said of two paths. UsageError if one cannot be read."""
+    """Return the comparison of two paths. UsageError if one cannot be read."""
     subjects = open_subject(first), open_subject(second)
     mine, theirs = (tensors_of(subject) for subject in subjects)
     differing = [place for place in mine if place in theirs and not same(mine[place], theirs[place])]
@@ -50,7 +50,7 @@ def compare(first: Path, second: Path) -> Report:
 
 
 def tensors_of(subject: Subject) -> dict[Place, Stored]:
-    """All tensors of a subject."""
+    """Return all tensors of a subject."""
     return {
         (role, name): (part, spec)
         for role, part in subject.parts.items()
@@ -59,22 +59,22 @@ def tensors_of(subject: Subject) -> dict[Place, Stored]:
 
 
 def side_by_side(mine: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
-    """The stored bytes of two tensors of one shape and type, in pairs of pieces of one length."""
+    """Yield the stored bytes of two tensors of one shape and type, in pairs of pieces of one length."""
     for a, b in zip(pieces(*mine), pieces(*theirs), strict=True):
         yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
 
 
 def same(mine: Stored, theirs: Stored) -> bool:
-    """Whether shape, type and every bit are the same; reads no further than to the first other piece."""
+    """Return whether shape, type and every bit are the same; stops reading at the first difference."""
     if (mine[1].shape, mine[1].type) != (theirs[1].shape, theirs[1].type):
         return False
     return all(np.array_equal(*pair) for pair in side_by_side(mine, theirs))
 
 
 def difference(mine: Stored, theirs: Stored) -> Report:
-    """How two tensors differ: in shape or type, or which element is the first, both values, the largest gap.
+    """Return how two tensors differ: shape or type, or the first element, both values, the largest gap.
 
-    Where types are equal but a bit moves no value (a zero's sign, what a NaN carries), the gap is 0 or NaN.
+    Where types are equal but a bit changes no value (a zero's sign, a NaN's payload), the gap is 0 or NaN.
     """
     spec = mine[1]
     about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (mine, theirs)]
@@ -97,7 +97,7 @@ def difference(mine: Stored, theirs: Stored) -> Report:
 
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
-    """The first element that differs, of a block that does and begins `start` elements into a piece."""
+    """Return the first differing element, given a block that differs, `start` elements into a piece."""
     if values[0] is None:
         return {"element": place_of(before + start, spec), "values": None}
     pair = [value[start : start + block] for value in values]
@@ -108,12 +108,12 @@ def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tupl
 
 
 def place_of(element: int, spec: TensorSpec) -> list[int]:
-    """The indices of an element of the flattened tensor."""
+    """Return the indices of an element of the flattened tensor."""
     return [int(index) for index in np.unravel_index(element, spec.shape)]
 
 
 def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
-    """The largest difference so far; NaN once one has been, None for a type whose values are not known."""
+    """Return the largest difference so far; NaN once there was one, None for a type of unknown values."""
     if largest is None or a is None:
         return None
     with np.errstate(all="ignore"):
@@ -122,7 +122,7 @@ def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
 
 
 def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
-    """The keys of files that both have whose values or types differ; None stands for no such key."""
+    """Yield the keys of files of both sides whose values or types differ; None stands for a missing key."""
     for role, part in first.parts.items():
         other = second.parts.get(role)
         both = [part.metadata, other.metadata] if other is not None else [{}, {}]
@@ -133,7 +133,7 @@ def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two keys' values have one type and the same bits."""
+    """Return whether two keys' values have one type and the same bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray | np.generic):

@@ -1,7 +1,7 @@
-"""What a model file or a checkpoint is, and whether it is sound, as one dictionary of plain values.
+"""Description and check of a model file or a checkpoint, as one dictionary of plain values.
 
-Each tensor is read once, in pieces: its digest is worked out and values that are not finite are counted, so
-memory does not grow with the model. A checkpoint of ours is compared with the digests it holds; the digest of
+Each tensor is read once, in pieces: its digest is computed and values that are not finite are counted, so
+memory does not grow with the model. A checkpoint of zero_mpi is compared with its own digests; the digest of
 its whole state does not depend on the number of ranks that wrote it.
 """
 
@@ -38,7 +38,7 @@ from zero_mpi.models import config_from_gguf
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Every digest beside those in the files, the pair, and values that are not finite."""
+    """Return every digest beside those in the files, the pair, and values that are not finite."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [tensor for rows in read.values() for tensor in rows]
     with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
@@ -61,7 +61,7 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
 
 
 def wrong_files(files: CheckpointFiles, known: Sequence[str], whole: str) -> Iterator[str]:
-    """What keeps files from being a checkpoint whose state has the digest `whole`."""
+    """Yield what keeps files from being a checkpoint whose state has the digest `whole`."""
     try:
         check_files(files)
         if not known and keys_of(files.state).text(STATE_DIGEST) != whole:
@@ -71,7 +71,7 @@ def wrong_files(files: CheckpointFiles, known: Sequence[str], whole: str) -> Ite
 
 
 def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
-    """What differs between the tensors of a file and the digests that it holds."""
+    """Yield differences between the tensors of a file and the digests that it holds."""
     path = source.path
     try:
         recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
@@ -87,8 +87,8 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
             yield f"{path}: tensor {show(name)} is not the one that was written: its checksum differs"
 
 
-LONG, FEW = 60, 3  # letters of a text and items of an array that are shown unless all are wanted
-SIZES = {  # key of an architecture -> what it is called here
+LONG, FEW = 60, 3  # letters of a text and items of an array that are shown by default
+SIZES = {  # key of an architecture -> its name here
     "block_count": "blocks",
     "embedding_length": "width",
     "attention.head_count": "heads",
@@ -101,7 +101,7 @@ SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "traini
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
-    """All that is to be said of a path; `keys` and `tensors` want everything of these."""
+    """Return the report on a path; `keys` and `tensors` ask for all of these."""
     subject = open_subject(path)
     read = {
         role: [read_tensor(part, spec) for spec in part.tensors.values()]
@@ -121,7 +121,7 @@ def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
 
 
 def about_file(source: WeightSource) -> Report:
-    """Name and size of a file, a split file or a folder."""
+    """Return name and size of a file, a split file or a folder."""
     sizes = [spec.size for spec in source.tensors.values()]
     common = {"path": str(source.path), "tensors": len(sizes), "elements": sum(sizes)}
     if isinstance(source, GGUFFile):
@@ -131,7 +131,7 @@ def about_file(source: WeightSource) -> Report:
 
 
 def about_model(source: WeightSource) -> Report:
-    """Architecture and sizes as the keys tell them, and why zero_mpi cannot run it, if so."""
+    """Return architecture and sizes by the keys, and why zero_mpi cannot run the model, if so."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
     arch = keys_of(source).architecture
     if isinstance(source, GGUFFile) and is_adapter_file(source):
@@ -150,7 +150,7 @@ def about_model(source: WeightSource) -> Report:
 
 
 def about_tokenizer(keys: GGUFKeys) -> Report | None:
-    """Kind, size and special tokens; None if there is none."""
+    """Return kind, size and special tokens; None if there is no tokenizer."""
     if keys.tokenizer is None:
         return None
     head, ids = "tokenizer.ggml.", ("bos_token_id", "eos_token_id")
@@ -163,7 +163,7 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
 
 
 def about_types(rows: Sequence[Tensor]) -> list[Report]:
-    """Per type of tensors how many there are, and their bytes."""
+    """Return per type of tensors how many there are, and their bytes."""
     counts, nbytes = Counter[str](), Counter[str]()
     for tensor in rows:
         counts[tensor.spec.type.name] += 1
@@ -172,14 +172,14 @@ def about_types(rows: Sequence[Tensor]) -> list[Report]:
 
 
 def about_tensor(tensor: Tensor) -> Report:
-    """One line of the table."""
+    """Return one line of the table."""
     spec = tensor.spec
     about = {"name": spec.name, "shape": list(spec.shape), "type": spec.type.name, "bytes": spec.nbytes}
     return about | {"digest": tensor.digest, "not_finite": tensor.not_finite}
 
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
-    """The keys, without those that are told elsewhere and with long values cut, unless all is wanted."""
+    """Return the keys that are not reported elsewhere, long values cut, unless all is wanted."""
     own = f"{metadata.get('general.architecture')}."
     return {
         key: as_json(value, everything)
@@ -189,7 +189,7 @@ def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
 
 
 def about_training(subject: Subject) -> Report | None:
-    """Where a run of zero_mpi stood; None for a file of somebody else."""
+    """Return the progress of a zero_mpi run; None for a file of another program."""
     metadata = [part.metadata for part in subject.parts.values()][-1]
     if ID not in metadata:
         return None
@@ -200,14 +200,14 @@ def about_training(subject: Subject) -> Report | None:
     }
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
-            with suppress(UsageError):  # what a pair must have, the verdict misses
+            with suppress(UsageError):  # the verdict reports a missing part of the pair
                 values = read_json(subject.state, f"training.{name}")
                 found[name] = {key: as_json(value, True) for key, value in values.items()}
     return found
 
 
 def as_json(value: Any, everything: bool = False) -> Any:
-    """A key's value for JSON and for eyes; unless all of it is wanted, long texts and arrays are cut."""
+    """Return a key's value for JSON and people; long texts and arrays are cut unless all is wanted."""
     if isinstance(value, np.ndarray | list):
         part = value if everything else value[:FEW]
         if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
@@ -221,7 +221,7 @@ def as_json(value: Any, everything: bool = False) -> Any:
 
 
 def as_json_scalar(value: Any, everything: bool) -> Any:
-    """A single value; a float as short as its type allows."""
+    """Return a single value; a float as short as its type allows."""
     if isinstance(value, np.generic):
         value = float(str(value)) if isinstance(value, np.floating) else value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""A file of tensors as `inspect` reads it, a piece at a time."""
+"""File of tensors as `inspect` reads it, a piece at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READ_AT_ONCE = 1 << 20  # bytes read at a time
 
 @dataclass(frozen=True)
 class Subject:
-    """What lies at a path: a model, a training state, or both as a checkpoint, with an average maybe."""
+    """Content of a path: a model, a training state, or both as a checkpoint, maybe with an average."""
 
     model: WeightSource | None
     state: GGUFFile | None
@@ -41,13 +41,13 @@ class Subject:
 
     @property
     def parts(self) -> dict[str, WeightSource]:
-        """All as far as they are there, by role."""
+        """Parts that are there, by role."""
         parts = {MODEL: self.model, AVERAGE: self.average, STATE: self.state}
         return {role: part for role, part in parts.items() if part is not None}
 
 
 def open_subject(path: Path) -> Subject:
-    """What lies at `path`, of a run directory its newest checkpoint. UsageError if it cannot be read."""
+    """Open `path`, or a run directory's newest checkpoint. UsageError if it cannot be read."""
     newest = path / folders.LATEST
     if not os.path.exists(folders.weights_in(path)) and os.path.exists(folders.weights_in(newest)):
         path = newest
@@ -62,25 +62,25 @@ def open_subject(path: Path) -> Subject:
 
 
 def keys_of(source: WeightSource) -> GGUFKeys:
-    """The keys of a source, read with their types."""
+    """Return the keys of a source, read with their types."""
     return GGUFKeys(source.metadata, str(source.path))
 
 
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
-    """The bytes of a tensor, in pieces of whole blocks and of whole pieces of its digest."""
+    """Yield the bytes of a tensor, in pieces of complete blocks and of complete pieces of its digest."""
     block, width = GGML_QUANT_SIZES[spec.type]
     step = math.lcm(PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_pieces(spec.name, size)
         return
-    for start in range(0, spec.size, size // width * block):  # from another order, back into the stored type
+    for start in range(0, spec.size, size // width * block):  # from the other order back into the stored type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
         yield values.astype(NATIVE[spec.type]).view(np.uint8).data
 
 
 def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
-    """The values of a piece, or None for a type whose values are not known."""
+    """Return the values of a piece, or None for a type whose values are not known."""
     if kind.name in ("I8", "I16", "I32", "I64", "F64"):
         return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
     try:
@@ -94,7 +94,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that was read: its digest, and how many values are not finite (None: it cannot be told)."""
+    """Tensor that was read: its digest, and how many values are not finite (None: unknown)."""
 
     spec: TensorSpec
     digest: str
@@ -102,7 +102,7 @@ class Tensor:
 
 
 def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
-    """Digest and count of one tensor, in one pass."""
+    """Return digest and count of one tensor, in one pass."""
     odd: int | None = 0
 
     def digested() -> Iterator[bytes]:

@@ -1,1 +1,1 @@
-"""Command `plan`: the flags of `train` in, what such a run will take out."""
+"""Command `plan`: reads the flags of `train`, and predicts what such a run will take."""

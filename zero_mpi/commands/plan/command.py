@@ -62,7 +62,7 @@ SWEEP = ("ranks_per_node", "most_ranks")
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
+    """Cases to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
 
     cases: tuple[Case, ...]
     machine: Machine
@@ -76,7 +76,7 @@ class Question:
 
 
 def make_parser() -> Parser:
-    """The parser of `train` with flags of our own; what a plan does not depend on is taken and not shown."""
+    """Make the parser: `train`'s with our own flags; flags that change no plan are accepted and hidden."""
     parser = train_parser()
     parser.prog, parser.epilog = "zero-mpi plan", EXAMPLES
     parser.description = (
@@ -93,7 +93,7 @@ def make_parser() -> Parser:
 
 
 def add_own(group: Any) -> None:
-    """The flags that only a plan has."""
+    """Add the flags that only a plan has."""
     group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
     group.add_argument(
         "--nodes", type=int, metavar="M", help="nodes that they are on (default: 1, or by --machine)"
@@ -113,7 +113,7 @@ def add_own(group: Any) -> None:
 
 
 def read(arguments: Sequence[str]) -> Question:
-    """The question of a command line; raises UsageError."""
+    """Return the question of a command line; raises UsageError."""
     flags, own = given(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path), []) if path else {}, flags)
@@ -151,7 +151,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_file(own: dict[str, Any]) -> MachineFile | None:
-    """What the file of --machine says; raises UsageError beside flags that it leaves no place for."""
+    """Return the content of --machine's file; raises UsageError beside flags that contradict it."""
     if "machine" not in own:
         return None
     for name in ("doctor", "alpha", "beta"):
@@ -163,7 +163,7 @@ def find_file(own: dict[str, Any]) -> MachineFile | None:
 
 
 def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int, int]:
-    """Ranks and nodes: where a file describes the machine, as few nodes as have room."""
+    """Return ranks and nodes: where a file describes the machine, as few nodes as have room."""
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
     if ranks % nodes:
@@ -172,7 +172,7 @@ def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
-    """The model of `--init`, or of the sizes; the vocabulary is the tokenizer's unless it is given."""
+    """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default."""
     init = inputs.open_init(config)
     if init is not None and base is not None:
         raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
@@ -187,9 +187,9 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
 
 
 def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> ModelConfig:
-    """A model of sizes with the adapters of the flags; raises UsageError for a base that cannot be.
+    """Return a model of sizes with the adapters of the flags; raises UsageError for an impossible base.
 
-    base: the type in which `export` would write it, whose blocks it then stays in; None: floats
+    base: the type in which `export` would write it, and in whose blocks it then stays; None: floats
     """
     adapted = replace(model, lora=config.adapters)
     if base is None:
@@ -210,7 +210,7 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
 def find_machine(
     own: dict[str, Any], described: MachineFile | None, case: Case
 ) -> tuple[Machine, tuple[str, ...]]:
-    """The machine's numbers, and which of them are known rather than assumed."""
+    """Return the machine's numbers, and the names of those that are known rather than assumed."""
     numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
     if described is not None:
         numbers = dict(described.numbers)
@@ -218,7 +218,7 @@ def find_machine(
     base = assumed(case.on_gpu, case.precision_name)
     if of_bf16 and base in LOW:
         numbers["flops"] = of_bf16
-    if case.on_gpu and described is None:  # what a doctor measures of computing is the host's
+    if case.on_gpu and described is None:  # the doctor measures the host's computing
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
     if "memory" in own:
@@ -230,7 +230,7 @@ def find_machine(
 
 
 def read_size(text: str) -> float:
-    """Bytes of a text such as 64G (GiB), 512M or a number; raises UsageError."""
+    """Return the bytes of a text such as 64G (GiB), 512M or a number; raises UsageError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
@@ -238,7 +238,7 @@ def read_size(text: str) -> float:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print the plan. Returns the exit status."""
+    """Print the plan. Return the exit status."""
     try:
         question = read(arguments)
         lines, numbers = sweeps(question) if question.sweeps else plans(question)
@@ -253,7 +253,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
-    """Every case of a question as text and as numbers."""
+    """Return every case of a question as text and as numbers."""
     made = [make_plan(case, question.machine) for case in question.cases]
     case = question.cases[0]
     asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
@@ -267,7 +267,7 @@ def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
 
 
 def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
-    """The sweep of every case."""
+    """Return the sweep of every case as text and as numbers."""
     lines = list(introduction(question.cases[0], question.machine, question.known))
     numbers: dict[str, Any] = {}
     for case in question.cases:
@@ -279,5 +279,5 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     launch("plan", command, sys.argv[1:], alone=True, instead="leave mpirun out, and say --ranks N")

@@ -1,4 +1,4 @@
-"""The command: reads the runs and writes the page.
+"""Command `report`: reads the runs and writes the page.
 
 It is one process without MPI, changes nothing of the runs, and may be used while a job goes on. The page is
 written beside its place and renamed, so a browser never loads half of it.
@@ -50,7 +50,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     paths = [Path(path) for path in options.runs]
     limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)))
     runs = read_runs(paths, limit)
-    from zero_mpi.commands.report.page import page  # with its libraries, which wrong usage does not need
+    from zero_mpi.commands.report.page import page  # loads libraries, which wrong usage does not need
 
     default = runs[0].path / NAME if len(runs) == 1 else Path(NAME)
     place = default if options.out is None else Path(options.out)
@@ -62,5 +62,5 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     launch("report", command, sys.argv[1:], alone=True)

@@ -35,7 +35,7 @@ from zero_mpi.telemetry.status import RUNNING, read_status
 
 LIMIT = 2000  # columns of a run
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
-MEMORY = "memory_bytes"  # one number a rank in a record; the largest in a curve
+MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes the curve
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY)
 
@@ -54,7 +54,7 @@ def number_of(record: Mapping[str, Any], name: str) -> float:
 
 
 class Curves:
-    """The numbers of a run, of which neighbouring steps are averaged where there are more than `limit`.
+    """Numbers of a run, of which neighbouring steps are averaged where there are more than `limit`.
 
     width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
     last    the last value of each number, nan if it was not finite
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def started(self) -> Entry:
-        """The latest start of a job."""
+        """Latest start of a job."""
         return next((event for event in reversed(self.events) if event["event"] == "started"), Entry())
 
 
@@ -203,7 +203,7 @@ def read_config(path: Path) -> Entry:
 
 
 def read_events(path: Path) -> list[Entry]:
-    """Read the newest events of a run, oldest first; a line that is none is left out."""
+    """Read the newest events of a run, oldest first; other lines are left out."""
     found, size = deque[tuple[int, Entry]](), 0
     with suppress(FileError):
         for line in read_lines(path, b'"event"'):

@@ -1,1 +1,1 @@
-"""`zero-mpi samples`: what training would read of conversations, and what of it the loss counts."""
+"""`zero-mpi samples`: the text that training would read of conversations, and the tokens in the loss."""

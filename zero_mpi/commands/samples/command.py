@@ -1,6 +1,6 @@
 """`zero-mpi samples MODEL --data chat.jsonl`: conversations as a model is given them in training.
 
-What counts is coloured on a terminal, and stands between « and » elsewhere and where NO_COLOR is set.
+Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARKS, COLOURS = ("«", "»"), ("\x1b[32m", "\x1b[0m")
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi samples",
         description="Show conversations as training reads them: the text that the chat template makes, "
@@ -56,7 +56,7 @@ def make_parser() -> Parser:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Print samples and totals. Returns the exit status."""
+    """Print samples and totals. Return the exit status."""
     options = make_parser().parse_args(arguments)
     within("count", options.count, 0)
     files = collect_files(options.data)
@@ -89,7 +89,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def tokenizer_at(path: str) -> Tokenizer:
-    """The tokenizer of a model, or of a file that holds nothing else; raises UsageError."""
+    """Return the tokenizer of a model, or of a file that holds nothing else; raises UsageError."""
     if not is_folder(path):
         return tokenizer_in(path)
     source = open_weights(path)
@@ -97,7 +97,7 @@ def tokenizer_at(path: str) -> Tokenizer:
 
 
 def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
-    """The text of a conversation in runs of tokens that all count, or all do not."""
+    """Yield the text of a conversation in runs of tokens that all count, or all do not."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
     for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):
@@ -108,7 +108,7 @@ def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
 def lines(
     samples: list[dict[str, Any]], totals: Totals, notes: list[str], begin: str, end: str
 ) -> Iterator[str]:
-    """The text of samples, totals and notes, what counts between two signs."""
+    """Yield the text of samples, totals and notes, with counted text between two signs."""
     for sample in samples:
         yield f"{shown(sample['name'])}: {described(Facts(sample))}"
         text = "".join(
@@ -127,11 +127,11 @@ def lines(
 
 
 def marked(text: str, begin: str, end: str) -> str:
-    """A text between two signs; colours end with each line, and begin again."""
+    """Return a text between two signs; colours end with each line, and begin again."""
     inner = text.replace("\n", f"{end}\n{begin}") if begin in COLOURS else text
     return f"{begin}{inner}{end}"
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command."""
     run("samples", command, sys.argv[1:], alone=True)

@@ -1,9 +1,9 @@
-"""One start of the run: from a process group of its own to the end of the last process in it.
+"""One start of the run: from its own process group to the end of the last process in it.
 
-The launcher is the leader of the group and alone is told to stop: it hands that on. A run that was told
-before its first line could hear it is told again every few seconds, as the job scripts do. A launcher that
-goes on when the run has said its last word, or when nothing of the run has changed for long, waits for a host
-that is gone: its group is ended. Where this process is killed the kernel tells the launcher.
+The launcher is the leader of the group and alone is asked to stop: it forwards that. A run that was asked
+before it could hear is asked again every few seconds, as the job scripts do. A launcher that
+goes on after the run has written its last state, or without any change of the run for long, waits for a host
+that is gone: its group is ended. If this process is killed, the kernel signals the launcher.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zero_mpi.telemetry import status as words
 
 
 class StopRequest:
-    """What this process was told: `told`, the first signal's name, and `at_once`."""
+    """Signals that this process got: `told`, the first one's name, and `at_once`."""
 
     def __init__(self) -> None:
         self.told, self.at_once = "", False
         self._interrupted = 0.0
 
     def listen(self) -> None:
-        """Take the signals from now on."""
+        """Handle the signals from now on."""
         for number in SIGNALS:
             stopping.handle(number, self._note)
 
@@ -49,18 +49,18 @@ class StopRequest:
 
 
 LOOK = 0.1  # seconds between looks at the process
-LOOK_AT_RUN = 1.0  # and at the folder of the run
-AGAIN = 5.0  # seconds after which a run is told again to stop
-LINGER = 60.0  # seconds that a launcher may go on after the run's last word
+LOOK_AT_RUN = 1.0  # seconds between looks at the folder of the run
+AGAIN = 5.0  # seconds after which a run is asked again to stop
+LINGER = 60.0  # seconds that a launcher may go on after the run's last state
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 LAST_WORDS = (words.DONE, words.STOPPED, words.FAILED)
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 
 _libc = ctypes.CDLL(None)
 
 
 class Attempt:
-    """A run that was started, and what has been seen of it."""
+    """Run that was started, and what has been seen of it."""
 
     def __init__(self, facts: RunFacts, stop: StopRequest, hang_after: float) -> None:
         self._facts, self._stop, self._hang_after = facts, stop, hang_after
@@ -71,9 +71,9 @@ class Attempt:
         self._looked_at = 0.0
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
-        """Start the command and wait for its end. Raises UsageError where there is no such command.
+        """Start the command and wait for its end. Raises UsageError if there is no such command.
 
-        settings: variables beside those of this process
+        settings: environment variables beside those of this process
         """
         try:
             job = subprocess.Popen(
@@ -90,11 +90,11 @@ class Attempt:
             while not has_ended(job) and not ended_for:
                 time.sleep(LOOK)
                 ended_for = self._look(job)
-        finally:  # whatever goes wrong here, nobody is left behind
+        finally:  # after any error, no process is left behind
             if not has_ended(job):
                 end_group(job)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(job.pid, signal.SIGKILL)  # whoever is left of the group
+                os.killpg(job.pid, signal.SIGKILL)  # the remaining processes of the group
             code = job.wait()
         return Ending(
             128 - code if code < 0 else code,
@@ -105,12 +105,12 @@ class Attempt:
         )
 
     def _said(self) -> Mapping[str, Any]:
-        """What the run has said of itself since this start."""
+        """Return the status that the run has written since this start."""
         word = self._facts.word()
         return {} if word == self._before else word
 
     def _look(self, job: subprocess.Popen[bytes]) -> str:
-        """Why the run is to be ended now; empty while it goes on."""
+        """Return why the run must be ended now; empty while it goes on."""
         now = time.monotonic()
         if self._stop.at_once:
             return "told twice to stop"
@@ -136,11 +136,11 @@ class Attempt:
     def _tell(self, job: subprocess.Popen[bytes], now: float) -> None:
         if self._told_at is None or now - self._told_at > AGAIN:
             self._told_at = now
-            os.kill(job.pid, signal.SIGUSR1)  # it is not reaped yet, so nobody else has its number
+            os.kill(job.pid, signal.SIGUSR1)  # the process is not reaped yet, so no other has its number
 
 
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
-    """Whether the leader has ended; it is not reaped, so that its group's number stays its own."""
+    """Return whether the leader has ended; it is not reaped, so that its group keeps its number."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -1,4 +1,4 @@
-"""The command: its flags and its end."""
+"""Command `supervise`: its flags and its exit status."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zero_mpi.files.foreign import one_line
 from zero_mpi.launch.ending import BAD_USAGE, say
 from zero_mpi.launch.stopping import leave
 
-BEFORE = "--"  # stands before the command
+BEFORE = "--"  # separates the flags from the command
 
 
 def make_parser() -> Parser:
-    """The parser of the command line, up to BEFORE."""
+    """Make the parser of the command line, up to BEFORE."""
     usual = RestartLimits()
     parser = Parser(
         prog="zero-mpi supervise",
@@ -63,14 +63,14 @@ def make_parser() -> Parser:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Supervise the run. Returns the exit status."""
+    """Supervise the run. Return the exit status."""
     restarts = prepare(arguments)
     restarts.stop.listen()
     return restarts.run()
 
 
 def prepare(arguments: Sequence[str]) -> Restarts:
-    """What is to be done, from the command line. Raises UsageError."""
+    """Return the loop that the command line asks for. Raises UsageError."""
     cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
     wanted = f"expected the command behind {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
@@ -88,7 +88,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
 
 
 def checked(options: Namespace) -> Namespace:
-    """The flags, if their numbers make sense. Raises UsageError."""
+    """Return the flags, if their numbers are valid. Raises UsageError."""
     least = {"restarts": 0, "backoff": 0, "hang_after": 0, "spare": 0, "min_hosts": 1, "probe_timeout": 0}
     for name, bound in least.items():
         value = getattr(options, name)
@@ -119,7 +119,7 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     try:
         status = command(sys.argv[1:])
     except UsageError as error:

@@ -1,7 +1,7 @@
-"""What the end of a run means: done, saved, refused, or worth another start.
+"""Decides what the end of a run means: done, saved, refused, or worth another start.
 
-The run's own word in status.json goes before the launcher's status: 0 was seen where a host was lost, and 1
-where Open MPI's launcher was told to stop and the run had saved. A failure that comes again at the same step,
+The run's status.json takes precedence over the launcher's status: 0 was seen where a host was lost, and 1
+where Open MPI's launcher was asked to stop and the run had saved. A failure that repeats at the same step,
 on the same hosts and without a new checkpoint in between will come a third time.
 """
 
@@ -27,16 +27,16 @@ from zero_mpi.telemetry import events, status
 from zero_mpi.telemetry import status as words
 from zero_mpi.telemetry.metrics import METRICS, last_step
 
-MOST_REASON = 400  # letters of a reason
+MOST_REASON = 400  # most letters of a reason
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended.
+    """End of a start.
 
-    status    of the launcher, as a shell says it
-    said      what the run has said of itself in status.json; empty where this start has said nothing
-    ended_for why it was ended from here; empty where it ended by itself
+    status    exit status of the launcher, as a shell reports it
+    said      status.json of the run; empty if this start has written none
+    ended_for why the supervisor ended it; empty where it ended by itself
     step      the last that was recorded; progressed: whether it got further
     """
 
@@ -48,7 +48,7 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """Why it failed, for people."""
+        """Return why it failed, for people."""
         state, why = self.said.get("state"), self.said.get("reason")
         if state == words.FAILED and isinstance(why, str) and why:
             return one_line(why)[:MOST_REASON]
@@ -59,7 +59,7 @@ class Ending:
 
 
 def named(status: int) -> str:
-    """The signal that a shell's status stands for."""
+    """Return the signal that a shell's status stands for."""
     try:
         return f" ({signal.Signals(status - 128).name})" if status > 128 else ""
     except ValueError:
@@ -67,9 +67,9 @@ def named(status: int) -> str:
 
 
 def final_status(ending: Ending, told: bool) -> int | None:
-    """The exit status after an end that is the last one; None: the run is to be started again.
+    """Return the exit status after the last end; None: the run must be started again.
 
-    told: whether the run was told to stop.
+    told: whether the run was asked to stop.
     """
     state = ending.said.get("state")
     if state == words.DONE or (ending.status == 0 and state is None and not ending.ended_for):
@@ -84,12 +84,12 @@ def final_status(ending: Ending, told: bool) -> int | None:
 
 
 def failure_status(ending: Ending) -> int:
-    """The exit status of a failure, which is never one that means something else."""
+    """Return the exit status of a failure, never one that means something else."""
     return FAILED if ending.status in (0, BAD_USAGE, REQUEUE) else ending.status
 
 
 def fingerprint(ending: Ending, hosts: tuple[str, ...]) -> tuple[object, ...]:
-    """What is the same where the same failure comes again: numbers in its reason do not count."""
+    """Return values that repeat if a failure repeats: numbers in its reason are ignored."""
     return ending.status, re.sub(r"\d+(\.\d+)?", "N", ending.reason), ending.step, hosts
 
 
@@ -100,21 +100,21 @@ Signs = tuple[tuple[int, int], ...]
 
 
 class RunFacts:
-    """The folder of a run, or none."""
+    """Facts in the folder of a run, or of none."""
 
     def __init__(self, out: Path | None) -> None:
         self.out = out
 
     def word(self) -> Mapping[str, Any]:
-        """What status.json says now."""
+        """Return the current content of status.json."""
         return {} if self.out is None else status.read_status(self.out / status.NAME)
 
     def step(self) -> int:
-        """The last step that was recorded."""
+        """Return the last step that was recorded."""
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:
-        """The newest complete checkpoint: its name, and when it was made; empty where there is none."""
+        """Return name and time of the newest complete checkpoint; an empty name where there is none."""
         if self.out is None:
             return "", 0
         try:
@@ -125,11 +125,11 @@ class RunFacts:
 
     @property
     def origin(self) -> str:
-        """What the next start goes on from, for people."""
+        """Origin of the next start, for people."""
         return self.checkpoint()[0] or "the start"
 
     def signs(self) -> Signs:
-        """What changes while a run lives: its records, its word and its lock."""
+        """Return times and sizes of the files that change while a run lives: records, status and lock."""
         return tuple(self._signs())
 
     def _signs(self) -> Iterator[tuple[int, int]]:

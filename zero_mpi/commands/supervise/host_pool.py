@@ -25,8 +25,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
 AT_ONCE = 64  # hosts that are asked at the same time
-LOOK = 0.05  # seconds between looks at those that are asked
-SECONDS = 30.0  # for Slurm to name its nodes
+LOOK = 0.05  # seconds between looks at the asked hosts
+SECONDS = 30.0  # seconds for Slurm to name its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
 BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
@@ -97,7 +97,7 @@ def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ
 
 
 def probe_words(text: str) -> tuple[str, ...]:
-    """Return the words of a question to a host; raises UsageError."""
+    """Return the words of the probe command; raises UsageError."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -123,12 +123,12 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
 
 
 PLACEHOLDERS = HOSTFILE, HOSTS, NODES, RANKS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"
-DEFAULT_OUT = "runs/default"  # of train
+DEFAULT_OUT = "runs/default"  # default --out of train
 
 
 @dataclass(frozen=True)
 class Template:
-    """The words of a command; `form` is that of its hostfile."""
+    """Words of a command; `form` is that of its hostfile."""
 
     words: tuple[str, ...]
     form: str

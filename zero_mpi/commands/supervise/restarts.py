@@ -1,8 +1,8 @@
-"""The loop: a run is started until it is done, has saved, or will not get further.
+"""Restart loop: a run is started until it is done, has saved, or cannot get further.
 
-A restart counts against the limit until there is a new checkpoint: then the count and the pause begin anew,
-so a run of weeks may lose a host a day. Pauses double from the first to MOST_PAUSE. Each restart is said in a
-line, and written into the events of the run between two starts.
+A restart counts against the limit until there is a new checkpoint: then count and pause begin anew,
+so a run of weeks may lose a host per day. Pauses double from the first to MOST_PAUSE. Each restart is logged
+in a line, and written into the events of the run between two starts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from zero_mpi.launch.stopping import INTERRUPTED
 from zero_mpi.telemetry import events
 
 MOST_PAUSE = 300.0  # seconds
-# Of Slurm: a step begins though one before it is not over, of which a lost node has a part, for minutes.
+# For Slurm: a step begins though one before it is not over, of which a lost node has a part, for minutes.
 BESIDE = {"SLURM_OVERLAP": "1"}
-LOOK = 0.1  # seconds between looks whether a pause is to end
-ORPHANS = 30.0  # seconds for ranks whose launcher is gone to end
+LOOK = 0.1  # seconds between checks for an end of the pause
+ORPHANS = 30.0  # seconds for ranks without a launcher to end
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """How often and how long: restarts without a new checkpoint, seconds of the first pause and of silence.
+    """Limits: restarts without a new checkpoint, seconds of the first pause and of silence.
 
-    min_hosts: a start has at least so many.
+    min_hosts: minimum number of hosts of a start.
     """
 
     restarts: int = 10
@@ -43,7 +43,7 @@ class RestartLimits:
 
 
 class Restarts:
-    """A run and its starts. `stop`: what this process is told meanwhile."""
+    """Run and its starts. `stop`: the stop signals of this process."""
 
     def __init__(
         self, template: Template, pool: HostPool | None, facts: RunFacts, limits: RestartLimits
@@ -55,7 +55,7 @@ class Restarts:
         self.stop = StopRequest()
 
     def run(self) -> int:
-        """Start it until the end. Returns the exit status. Raises UsageError."""
+        """Start the run until the end. Return the exit status. Raises UsageError."""
         with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as folder:
             hosts = self._pool.choose() if self._pool else ()
             while True:
@@ -77,7 +77,7 @@ class Restarts:
                 hosts = found
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
-        """Whether another start has a chance; says why not."""
+        """Return whether another start has a chance; log why not."""
         if ending.progressed:
             self._count = 0
         failed = fingerprint(ending, tuple(host.name for host in hosts))
@@ -93,7 +93,7 @@ class Restarts:
         return f"{plural(self._limits.restarts, 'restart')} without a new checkpoint"
 
     def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
-        """The hosts of the next start, when it is time for it; or the exit status where there is none."""
+        """Return the hosts of the next start, once it is time, or the exit status if there is none."""
         while True:
             self._count += 1
             pause = min(self._limits.backoff * 2 ** min(self._count - 1, 20), MOST_PAUSE)
@@ -117,14 +117,14 @@ class Restarts:
                 return FAILED
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; False if this process was told to stop."""
+        """Wait; return False if this process was asked to stop."""
         until = time.monotonic() + seconds
         while not self.stop.told and time.monotonic() < until:
             time.sleep(min(LOOK, seconds))
         return not self.stop.told
 
     def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
-        """Say what is started and where, and write it down."""
+        """Log what is started and where, and write it to the events."""
         where, about = "", {}
         if self._pool is not None:
             ranks = ranks_of(hosts)

@@ -29,7 +29,7 @@ from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 
 OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")
-THREADS = "RAYON_NUM_THREADS"  # of the package tokenizers
+THREADS = "RAYON_NUM_THREADS"  # variable of the package tokenizers
 LEAST_PART_MB, MOST_PART_MB = 0.001, 16384
 EXAMPLES = """\
 Examples:
@@ -72,7 +72,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Write what is missing in the folder. Returns the exit status."""
+    """Write the missing parts of the folder. Return the exit status."""
     check_not_alone(world)
     check_installation(world)
     options = world.together(lambda: read_options(arguments))
@@ -93,7 +93,7 @@ def look(options: argparse.Namespace) -> tuple[Tokenizer, dict[str, object]]:
 
 
 def about(options: argparse.Namespace, tokenizer: Tokenizer) -> Table:
-    """Return all but the inputs that decides what is written."""
+    """Return all settings, without the inputs, that decide what is written."""
     return {
         "zero_mpi": __version__,
         "tokenizer": {

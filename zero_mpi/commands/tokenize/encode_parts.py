@@ -1,11 +1,11 @@
-"""Inputs cut into parts by their bytes alone, who writes which, and how a rank encodes its own.
+"""Inputs cut into parts by their bytes alone, the assignment of parts to ranks, and their encoding.
 
 Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
 rank that has least so far. Texts are encoded as training does it, and written document by document.
 
-Sums over ranks that never wait tell what was done, a problem of any rank, the end of the work (`Pulse`). One
-begins as soon as the last one has come to all ranks, so a rank in the middle of a large document keeps nobody
-from work, and all ranks learn from the same sum that the work ends.
+Sums over ranks that never wait report progress, a problem of any rank, the end of the work (`Pulse`). One
+begins as soon as the last one has reached all ranks, so a rank in the middle of a large document keeps nobody
+waiting, and all ranks learn from the same sum that the work ends.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import interval, short, watched
 
-FRACTION, LEAST, MOST = 256, 1 << 20, 1 << 28  # of all bytes in a part; bytes
-EVERY, PAUSE = 0.1, 0.01  # seconds between sums, and between looks of a rank that is done
+FRACTION, LEAST, MOST = 256, 1 << 20, 1 << 28  # 1 / FRACTION of all bytes; limits in bytes
+EVERY, PAUSE = 0.1, 0.01  # seconds between sums, and between looks of a finished rank
 WATCHED, LOGGED = 5.0, 60.0  # seconds between lines, for a person who watches and for a log
 
 
@@ -54,7 +54,7 @@ class FilePiece(NamedTuple):
 
 
 class WorkPart(NamedTuple):
-    """Part that becomes one token file, with the name of that."""
+    """Part that becomes one token file, with that file's name."""
 
     name: str
     pieces: tuple[FilePiece, ...]
@@ -97,7 +97,7 @@ def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: 
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
-    """Return the places of weights that each rank gets, in their order."""
+    """Return the indices of the weights that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for place, weight in sorted(enumerate(weights), key=lambda each: -each[1]):
@@ -120,7 +120,7 @@ NOTHING = Amount()
 
 
 class Pulse:
-    """Work of all ranks, and the sums of what is done of it: `beat` begins and takes them.
+    """Work of all ranks, and the sums of its progress: `beat` begins and takes them.
 
     what     the work, as the watchdog names it
     total    weight of the work, of which an earlier job has done `before`
@@ -160,7 +160,7 @@ class Pulse:
             raise self._problems[0]
 
     def beat(self, amount: Amount = NOTHING) -> bool:
-        """Add what was done since the last call; False once all ranks are to stop."""
+        """Add the work done since the last call; return False once all ranks are to stop."""
         self._mine += amount
         if any(amount):
             self._moved()
@@ -180,7 +180,7 @@ class Pulse:
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # all ranks live
+        self._moved()  # all ranks are alive
         self._is_done = finished == self._world.size
         self._over = self._is_done or stops > 0
         now = time.monotonic()
@@ -204,11 +204,11 @@ class Encoding:
     options: Namespace
 
     def reading(self) -> Reading:
-        """Return a reading that has found nothing yet."""
+        """Return an empty reading."""
         return Reading(self.options.field, self.options.skip_bad, self.text_filter())
 
     def text_filter(self) -> TextFilter:
-        """Return a filter that has found nothing yet."""
+        """Return an empty filter."""
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
 
 
@@ -229,7 +229,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) ->
 
 
 def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) -> bool:
-    """Write a part; returns False where all ranks are to stop, of which it may be the cause."""
+    """Write a part; return False where all ranks are to stop, perhaps because of this one."""
     reader, total = encoding.text.anew(), 0
 
     def texts() -> Iterator[Text]:

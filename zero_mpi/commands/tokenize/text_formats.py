@@ -1,4 +1,4 @@
-"""The formats of text that are made tokens of, and how a file is known to be of one: by the end of its name.
+"""Formats of text that can be tokenized; the end of a file's name tells its format.
 
 A format gives the weights of a file's pieces, by which work is dealt out, and the texts between two places.
 A new format is a row of `TEXT_FORMATS`.
@@ -23,13 +23,13 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import MOST, MOST_UNPACKED, TextStream, length_of, line_number, packing_of
 
 FLAG = "TEXT"  # names the inputs in messages
-ROWS = 256  # of Parquet, read together
-DENSEST, ALWAYS = 50, 8 << 20  # bytes of an unpacked text: for each of the packed file's; in any case
+ROWS = 256  # rows of Parquet that are read together
+DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the packed file; in any case
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read: its name among the inputs, its path, and the name of its format.
+    """File to read: its name among the inputs, its path, and the name of its format.
 
     size, changed_at    bytes, and nanoseconds of its last change, when it was looked at
     """
@@ -52,11 +52,11 @@ def check_unchanged(file: InputFile) -> None:
 
 
 class Reading:
-    """Settings by which texts are read, and what was found: for one part, or one look at files.
+    """Settings by which texts are read, and findings: for one part, or one look at files.
 
     field       the field of a line or row that is the text
     skips       whether lines and rows in error are left out, and counted in `skipped`
-    filter      which files are text, and notes on those that are read as such
+    filter      decides which files are text, and notes those that are read as such
     beat        is called at each block of a file that is read
     """
 
@@ -67,7 +67,7 @@ class Reading:
         self._stream: TextStream | None = None
 
     def begin(self, text_filter: TextFilter) -> None:
-        """Begin another part: nothing is found in it yet."""
+        """Begin another part, with empty findings."""
         self.filter, self.skipped = text_filter, 0
 
     def stream(self, path: Path, first: int) -> TextStream:
@@ -104,9 +104,9 @@ class Reading:
 
 
 class TextFormat(NamedTuple):
-    """A format of text.
+    """Format of text.
 
-    suffixes    of its files, without that of a packing
+    suffixes    suffixes of its files, without that of a packing
     weights     bytes of text, or nearly: of the file or each row group; None: the file is left out
     texts       the names and bytes of the texts of a file between two places
     divisible   whether places are bytes; if not, they are numbers of weights
@@ -194,7 +194,7 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
 JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
 PARQUET = TextFormat("Parquet", (".parquet",), _group_weights, _rows)
 TEXT = TextFormat("text", ("",), _length_of_text, _whole)
-TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first that fits
+TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first match is used
 
 
 def unpacked_name(name: str) -> str:
@@ -206,4 +206,4 @@ def format_named(name: str) -> TextFormat:
     """Return the format of a file of such a name; text unless another one is known by it."""
     inner = unpacked_name(name).lower()
     found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
-    return TEXT if found is PARQUET and inner != name.lower() else found  # it has a packing of its own
+    return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet compresses by itself

@@ -1,4 +1,4 @@
-"""The work of all ranks: look at the inputs, write the missing parts, write the manifest."""
+"""Work of all ranks: look at the inputs, write the missing parts, write the manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TRAIN = "mpirun -n 8 python -m zero_mpi.train --data"
 
 
 def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Table, watchdog: Watchdog) -> int:
-    """Write what is missing in the folder. Returns the exit status. Collective."""
+    """Write the missing parts of the folder. Return the exit status. Collective."""
     watchdog.beat("finding the files")
     files = world.from_root(lambda: found_files(options.path, options.out))
     hold = take_folder(world, Path(options.out))
@@ -172,7 +172,7 @@ def check_shared(out: Path) -> None:
 
 
 def say_stopped(out: Path, parts: list[WorkPart]) -> None:
-    """Say how much of a stopped work is complete."""
+    """Log how much of a stopped job is complete."""
     done = sum(read_record(out, part.name) is not None for part in parts)
     log.info("%s", f"stopped: {done} of {plural(len(parts), 'part')} are complete; the same command goes on")
 
@@ -180,7 +180,7 @@ def say_stopped(out: Path, parts: list[WorkPart]) -> None:
 def finish(
     folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
 ) -> None:
-    """Write the manifest, and say what there is now. Raises UsageError where there is nothing."""
+    """Write the manifest, and log the result. Raises UsageError where there is nothing."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
         raise JobError(f"{shown(folder.out)}: the records of parts were removed under the job")
@@ -208,7 +208,7 @@ def finish(
 
 
 def warn(notes: Iterable[str]) -> None:
-    """Tell the user what was found."""
+    """Warn the user of the findings."""
     for note in notes:
         log.tell(log.Caution(note))
 

@@ -1,8 +1,8 @@
-"""The folder of token files: its plan, the records of complete parts, and its manifest.
+"""Folder of token files: its plan, the records of complete parts, and its manifest.
 
-`.tokenize` is there until all is complete: the plan, which says what the folder was begun with, a record of
+`.tokenize` is there until all is complete: the plan, with the first job's settings, a record of
 each complete part, and files on their way. A pair of token files gets its names when it is on disk, and its
-record after that. So a part with a record is whole whatever kills the writer, and one without is written
+record after that. So a part with a record is complete whatever kills the writer, and one without is written
 again, to the same bytes.
 """
 
@@ -35,8 +35,8 @@ from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
-CODE, DIGEST = "zero_mpi's source", "digest"  # of the plan; of all else in a plan or record
-MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # of a plan or manifest: one of millions of files is large
+CODE, DIGEST = "zero_mpi's source", "digest"  # key of the plan; key in a plan or record: digest of the rest
+MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest: one of millions of files is large
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
 SAME = "start with the same to go on, or use another --out"
@@ -45,9 +45,9 @@ Table = dict[str, Any]
 
 
 class WorkFolder:
-    """The folder of `--out`, for rank 0 while the job has it; `about`: all but the inputs that decides bytes.
+    """Folder of `--out`, for rank 0 while the job has it; `about`: all but the inputs that decides bytes.
 
-    Raises UsageError for a folder of other things, or one that was begun with others.
+    Raises UsageError for a folder of other files, or one that was begun with other settings.
     """
 
     def __init__(self, out: Path, about: Table) -> None:
@@ -65,7 +65,7 @@ class WorkFolder:
             )
 
     def _kept(self) -> Table:
-        """Return the manifest, or the plan of a job that has completed parts; empty if nothing binds."""
+        """Return the manifest, or the plan of a job that has completed parts; empty if there is neither."""
         if self.is_complete:
             return read_table(self.out / MANIFEST)
         if exists(self.aside / PLAN) and any(path.name != PLAN for path in self.aside.glob("*.json")):
@@ -88,7 +88,7 @@ class WorkFolder:
             return
         plan = {**self.about, CODE: code()}
         self.aside.mkdir(exist_ok=True)
-        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # what a killed job left
+        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # files left by a killed job
             if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
                 path.unlink()
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
@@ -96,7 +96,7 @@ class WorkFolder:
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def end(self, manifest: Table) -> None:
-        """Write the manifest, and remove what is no part of a complete folder. OSError with a file's name."""
+        """Write the manifest, and remove files that are no part of the result. OSError with a file's name."""
         sync_folder(self.out)
         write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
@@ -114,7 +114,7 @@ class WorkFolder:
 class PartWriter:
     """Writes the token file `name` of a folder, whose ids are of type `dtype`.
 
-    One that is left before `finish` leaves nothing. OSError with the file's name, here and in every method.
+    A writer that is left before `finish` leaves nothing. OSError with the file's name, in every method.
     """
 
     def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -124,7 +124,7 @@ class PartWriter:
         self._file = open(self._aside[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
-        """Append a document, called `name` where it is refused; an empty one is none."""
+        """Append a document, called `name` in errors; an empty one is skipped."""
         if len(ids) > MEGATRON_MOST:
             raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
         if len(ids):
@@ -138,7 +138,7 @@ class PartWriter:
             self._sizes.append(len(ids))
 
     def finish(self, about: Table) -> None:
-        """Bring the pair to its place, and write the record with what is said `about` it."""
+        """Move the pair to its place, and write the record with the facts `about` it."""
         with naming(self._aside[BIN]):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -162,7 +162,7 @@ class PartWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # all that counts was flushed before
+        with suppress(OSError):  # all important data were flushed before
             self._file.close()
         for path in self._aside.values():
             with suppress(OSError):
@@ -179,7 +179,7 @@ def read_record(out: Path, name: str) -> Table | None:
 
 
 def sealed(table: Table) -> Table:
-    """Return a table with its digest: one that was changed differs from its sealed self."""
+    """Return a table with its digest, which shows any later change."""
     text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
     return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 

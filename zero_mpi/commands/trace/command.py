@@ -1,8 +1,8 @@
-"""The command: works out where the time of each rank went, and prints it.
+"""Command `trace`: computes where the time of each rank went, and prints it.
 
 Each moment of a step belongs to the first of `CLAIMS` that is under way, so the columns of a rank add up to
-the step. Computing goes before waiting: on a GPU the host may wait for a transfer while the device computes,
-and such a transfer is hidden. Transfers that are under way while nobody waits for them are hidden too.
+the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the device
+computes, and such a transfer is hidden. Transfers under way while nobody waits for them are hidden too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZ
 from zero_mpi.train.timeline import FAMILIES
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, kinds (all if none are named); the first that is under way has the moment.
+# Column, track, kinds (all if none are named); the first that is under way gets the moment.
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", STEPS, ("evaluation",)),
     ("checkpoint", CHECKPOINT, ()),
@@ -38,7 +38,7 @@ COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "check
 STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers under way
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
-UNITS = 5  # of those that are waited for longest
+UNITS = 5  # number of longest-awaited units that are shown
 MEANING = (
     "exposed: waits for transfers and other ranks; hidden: transfers under way meanwhile, beside all this;",
     "moving: what is done for transfers between stages, without the waits; sent: bytes given to other ranks",
@@ -50,9 +50,9 @@ class Share:
     """Time of a rank in its steps, in microseconds.
 
     steps     the length of each
-    columns   time by column; they add up to the steps'
+    columns   time by column; they add up to the steps' time
     hidden    time in which transfers were under way and cost nothing
-    exposed   time in waits by what was waited for
+    exposed   time in waits, by the transfer that was waited for
     sent      bytes given to other ranks
     """
 
@@ -75,7 +75,7 @@ def shares(recorded: Recorded) -> list[Share]:
 
 
 def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
-    """Walk over the beginnings and ends of a rank's events in order of time."""
+    """Return a rank's share by a walk over the beginnings and ends of its events in order of time."""
     share, marks = Share(rank), list[tuple[float, int, int, Slice]]()
     for each in slices:
         place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
@@ -87,9 +87,9 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
             share.sent += each.nbytes
         if each.ended > each.begun:
             marks += [(each.begun, 1, place, each), (each.ended, 0, place, each)]
-    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # by place, the latest last
+    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # by index in CLAIMS, the latest last
     before = 0.0
-    for now, begins, place, each in sorted(marks):  # at one time what ends goes first
+    for now, begins, place, each in sorted(marks):  # at equal times ends come first
         if under_way[STEP]:
             account(share, under_way, now - before)
         before = now
@@ -101,21 +101,21 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
-    """Add a stretch of time to the column that has it."""
+    """Add a segment of time to its column."""
     column, latest = next(
         ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
     )
     share.columns[column] += lasted
     if column == EXPOSED and latest is not None:
         around = under_way[PLACES[BETWEEN, ""]]
-        stage = around[-1].unit if around and not latest.unit else ""  # that needs what has no name
+        stage = around[-1].unit if around and not latest.unit else ""  # stage that needs the transfer
         share.exposed[f"{latest.name} (for {stage})" if stage else latest.name] += lasted
     elif under_way[FLIGHT]:
         share.hidden += lasted
 
 
 def exposed_by_unit(found: list[Share]) -> list[tuple[str, float]]:
-    """Return (what is waited for, microseconds a step, the mean of the ranks), the longest first."""
+    """Return (transfer waited for, mean of the ranks in microseconds per step), the longest first."""
     total: dict[str, float] = defaultdict(float)
     for share in found:
         for name, lasted in share.exposed.items():

@@ -1,6 +1,6 @@
-"""A time line read back from its file: what each rank did when, in microseconds of one clock.
+"""Reader of a time line's file: the activity of each rank, in microseconds of one clock.
 
-A file of ours has one event on each line, so it is read line by line in bounded memory.
+A file of zero_mpi has one event on each line, so it is read line by line in bounded memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
-MOST_LINE = 1 << 16  # bytes of an event
-DENSEST, ALWAYS = 50, 8 << 20  # bytes that a packed file may unpack to: for each of its own; in any case
+MOST_LINE = 1 << 16  # most bytes of an event
+DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked file: per byte of the packed one; in any case
 
 
 class Slice(NamedTuple):
@@ -48,7 +48,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file: the events of each rank in order of ranks, and what it says beside them."""
+    """Contents of a file: the events of each rank in order of ranks, and what it says beside them."""
 
     path: Path
     ranks: dict[int, list[Slice]]
@@ -56,7 +56,7 @@ class Recorded:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are whole on every rank."""
+        """Steps that are complete on every rank."""
         per_rank = [
             {each.step for each in slices if (each.family, each.kind) == (STEPS, "step")}
             for slices in self.ranks.values()
@@ -65,7 +65,7 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read the time line in a file, compressed or not. Raises UsageError for what is none of ours."""
+    """Read the time line in a file, compressed or not. Raises UsageError for other files."""
     try:
         return recorded(path)
     except FileError:
@@ -75,7 +75,7 @@ def read(path: Path) -> Recorded:
 
 
 def recorded(path: Path) -> Recorded:
-    """Read as `read` does, with any error that there is."""
+    """Read as `read` does, but raise any error as it is."""
     lines, ranks = lines_of(path), dict[int, list[Slice]]()
     head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
     about = head.get("otherData") if isinstance(head, dict) else None
@@ -109,13 +109,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to those of its rank. Raises ValueError for one that none of our traces has."""
+    """Add an event to those of its rank. Raises ValueError for one that no trace of zero_mpi has."""
     about = event.get("args", {}) if isinstance(event, dict) else None
     if not isinstance(about, dict):
         raise ValueError(f"an event is {shown(event, LONGEST_NAME)}")
     slices = ranks.setdefault(number(event, "pid", int, 0, MOST_RANKS) - FIRST, [])
     if event.get("ph") != "X":
-        return  # the name of a rank or track
+        return  # metadata: the name of a rank or track
     if len(slices) >= MOST_OF_RANK:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
     begun = float(number(event, "ts", int | float, -LATEST, LATEST))
@@ -134,7 +134,7 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
 
 
 def number(of: dict[str, Any], name: str, kind: Any, least: float, most: float, default: Any = None) -> Any:
-    """Return the number of a kind under a name; ValueError for one that cannot be."""
+    """Return the number of type `kind` under a name; ValueError for an impossible one."""
     value = of.get(name, default)
     if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:
         return value
@@ -142,7 +142,7 @@ def number(of: dict[str, Any], name: str, kind: Any, least: float, most: float, 
 
 
 def text(of: dict[str, Any], name: str, default: Any = None) -> str:
-    """Return a short text, kept once however often it comes; ValueError for anything else."""
+    """Return a short text, stored once however often it occurs; ValueError for anything else."""
     value = of.get(name, default)
     if isinstance(value, str):
         return sys.intern(shown(value, LONGEST_NAME))

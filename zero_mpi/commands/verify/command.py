@@ -51,7 +51,7 @@ from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.same_bits import obey_early, settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
-MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # of computing, which move no bit
+MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
 OWN = {
     **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
     **dict.fromkeys(MEANS, "(default: as in the run)"),
@@ -70,14 +70,14 @@ differs, but not all that was asked for could be computed again."""
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be verified.
+    """Run to verify, and how.
 
     run       the folder
-    config    the settings of the run, but for where things lie now and how is computed
+    config    settings of the run, with the current places and ways of computing
     first, last   states between which the steps are to be computed; None: all
-    sample    how many stretches at most; None: all
-    seed      by which they are drawn; None: by any
-    expect    the digest that the chain has to end with
+    sample    maximum number of segments; None: all
+    seed      random seed of the sample; None: any
+    expect    digest that the chain has to end with
     """
 
     run: Path
@@ -89,13 +89,13 @@ class Request:
     expect: str | None = None
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must share."""
+        """Return the facts that all ranks must share."""
         own = {name: str(value) for name, value in vars(self).items() if name != "config"}
         return settings(self.config) | own
 
 
 def make_parser() -> Parser:
-    """The command line. Flags that are not given are absent from the result."""
+    """Make the parser of the command line. Flags that are not given are absent from the result."""
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
@@ -117,7 +117,7 @@ def make_parser() -> Parser:
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """What a command line asks for; raises UsageError for what cannot be meant."""
+    """Return the request of a command line; raises UsageError for invalid combinations."""
     now, own = given(make_parser(), arguments, OWN)
     run, first, last = Path(own.pop("run")), own.get("from"), own.get("to")
     for name in ("from", "to", "sample", "seed"):
@@ -128,13 +128,13 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def config_of(run: Path, now: dict[str, Any]) -> Config:
-    """The settings of a run folder with what is given now; raises UsageError for a folder that is none."""
+    """Return a run folder's settings with the current values put in; raises UsageError without a run."""
     place = run / replay.NAME
     if not exists(place):
         raise UsageError(
             f"{shown(run)}: expected a run folder, --out of zero_mpi.train; there is no {replay.NAME} in it"
         )
-    # Nothing is to be written or gone on with: the folder of this job is none.
+    # Nothing is to be written or resumed: this job has no folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), now))
     check(config)
@@ -142,8 +142,8 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
 
 
 def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
-    """The settings with those that a job of the run has said; raises UsageError for what is no setting."""
-    said = {"bos": NEVER, "template_date": DAY, **said}  # as before there were such settings
+    """Return the settings with those that a job of the run recorded; UsageError for an unknown one."""
+    said = {"bos": NEVER, "template_date": DAY, **said}  # values from before these settings existed
     then = {name: said.get(name) for name in NAMES if name in said}
     checked = {
         name: value if value is None else checked_type(proof, name, value) for name, value in then.items()
@@ -158,7 +158,7 @@ INCOMPLETE = 3  # exit status: not all that was asked for could be computed agai
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Verify a run, and say what came of it. Returns the exit status."""
+    """Verify a run, and print the result. Return the exit status."""
     check_not_alone(world)
     check_installation(world)
     request: Request = world.together(lambda: read_request(arguments))
@@ -204,7 +204,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
 
 
 def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segment]) -> Sequence[Segment]:
-    """Return the stretches to compute, the same on all ranks. Collective; raises UsageError."""
+    """Return the segments to compute, the same on all ranks. Collective; raises UsageError."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
@@ -221,7 +221,7 @@ def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segme
 
 
 def look(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
-    """Return a job of the run, its data and files looked at; raises Differs for others. Collective."""
+    """Return a job of the run with data and files resolved; raises Differs for others. Collective."""
     said = history.runs[segments[0].run]
     config = request.config
     if SETTINGS in said:
@@ -235,7 +235,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
 def answer(
     ranks: int, head: str, chosen: Sequence[Segment], missing: Sequence[Steps], inexact: Sequence[Steps]
 ) -> tuple[int, str]:
-    """Return the exit status, and a line that says what is true of the run and what nobody can compute."""
+    """Return the exit status, and a line that says what is verified and what nobody can compute."""
     found = {
         f"have the same bits, computed again on {plural(ranks, 'rank')}": steps_of(chosen),
         "cannot be, from this folder": missing,
@@ -256,6 +256,6 @@ def say(world: World, *texts: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     obey_early(sys.argv[1:], lambda arguments: read_request(arguments).config)
     run("verify", command, sys.argv[1:])

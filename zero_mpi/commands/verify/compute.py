@@ -1,6 +1,6 @@
-"""Computes segments of a run again, by the steps that training makes, and compares what comes of them.
+"""Recomputation of segments of a run, by the steps that training makes, and comparison of the results.
 
-What they are computed from has to be the run's: its settings, its data and its first weights.
+The settings, the data and the first weights must be the run's.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from zero_mpi.train.same_bits import changes
 from zero_mpi.train.setup import Session, build, fill_parameters
 from zero_mpi.train.steps import Steps
 
-SAY_SECONDS = 30.0  # between signs of life for people
+SAY_SECONDS = 30.0  # seconds between progress lines
 Facts = Mapping[str, Any]
 
 
 def check_config(run: Path, config: Config, history: History) -> None:
     """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
-    if SETTINGS in (said := history.runs[-1]):  # a setting that came later had its default
+    if SETTINGS in (said := history.runs[-1]):  # a setting that was added later had its default
         refuse(replay.NAME, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
         stays = {*Config().fixed(), *said[FACTS]} - {*replay.PATHS}
         kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
@@ -72,7 +72,7 @@ def check_config(run: Path, config: Config, history: History) -> None:
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
     """Raise Differs unless data and first weights are those of a job of the run and of its checkpoints.
 
-    Returns what may give other bits all the same: of the machine and the package.
+    Returns notes on what may change bits all the same: the machine and the package.
     """
     now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
     if FACTS in run:
@@ -91,7 +91,7 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
 
 
 def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {PROOF}") -> None:
-    """Raise Differs with the first value that is not what was said."""
+    """Raise Differs with the first value that is not the recorded one."""
     for key, before, now in differences(said, found):
         label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
         place = where if where == "here" else f"in {where}"
@@ -99,7 +99,7 @@ def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {P
 
 
 class Comparison(Observer):
-    """Holds each step to its record, where there are records: on rank 0. found: the first difference."""
+    """Compares each step with its record, where there are records: on rank 0. found: the first difference."""
 
     def __init__(self, records: Iterator[Mapping[str, Any]] | None) -> None:
         self.found, self._records = "", records
@@ -163,7 +163,7 @@ def compute(
 ) -> None:
     """Compute segments of one job of a run; raises Differs on all ranks at the first difference. Collective.
 
-    One session serves all of them: each begins by reading its state. `say` is told of each, on all ranks.
+    One session serves all of them: each begins by reading its state. `say` reports each, on all ranks.
     """
     session: Session | None = None
     for segment in segments:
@@ -190,7 +190,7 @@ def compute(
         say(f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
     if session is not None:
         comm = session.comm
-        del session, steps  # before the memory that they lie in
+        del session, steps  # freed before the memory that they lie in
         comm.close()
 
 
@@ -206,7 +206,7 @@ def compare_state(world: World, run: Path, session: Session, step: int) -> None:
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
     """Yield (file, tensor, element, text) where this rank's slices are not the checkpoint's; FileError.
 
-    That is the first such element of each tensor and piece.
+    It is the first such element of each tensor and piece.
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}

@@ -1,4 +1,4 @@
-"""History of a run: its files held to each other, and the segments of steps that can be computed again.
+"""History of a run: its files compared with each other, and the segments of steps to compute again.
 
 The chain, metrics.jsonl, the checkpoints and `latest` are read by rank 0, a line at a time; the tensors of
 the checkpoints are looked at by all ranks. A segment begins at a state which is in the run folder: a
@@ -38,19 +38,19 @@ from zero_mpi.telemetry.proof import (
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
-MOST_JOBS = 1 << 14  # of a run: all that each has said is kept
+MOST_JOBS = 1 << 14  # most jobs of a run: the settings of each are kept
 T = TypeVar("T")
 Record = Mapping[str, Any]
-Steps = tuple[int, int]  # start and last
+Steps = tuple[int, int]  # start and last step
 
 
 class Differs(Exception):
-    """A run is not what it says: the first difference, in a line."""
+    """Raised when a run is not what it claims: the first difference, in a line."""
 
 
 @contextmanager
 def differing() -> Iterator[None]:
-    """Let what a file of the run should not be (UsageError) be a difference."""
+    """Turn the UsageError of a wrong file of the run into a difference."""
     try:
         yield
     except UsageError as error:
@@ -58,7 +58,7 @@ def differing() -> Iterator[None]:
 
 
 def agreed(world: World, action: Callable[[], T]) -> T:
-    """action() of this rank; the first difference that any rank finds is raised on all. Collective.
+    """Return action() of this rank; raise the first difference of any rank on all of them. Collective.
 
     It must not communicate. Raises as `World.together` as well.
     """
@@ -78,7 +78,7 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 
 
 def of_root(world: World, action: Callable[[], T]) -> T:
-    """action() of rank 0, on all ranks; raises as `agreed`. Collective."""
+    """Return action() of rank 0, on all ranks; raises as `agreed`. Collective."""
     found = agreed(world, lambda: action() if world.rank == 0 else None)
     told: T = world.comm.broadcast_object(found)
     return told
@@ -88,10 +88,10 @@ def of_root(world: World, action: Callable[[], T]) -> T:
 class Segment:
     """Steps that can be computed again.
 
-    start   the step of the checkpoint that it begins at; 0: of the first weights
-    last    the last step of it
+    start   step of the checkpoint that it begins at; 0: the first weights
+    last    its last step
     ends    whether there is a checkpoint of that step
-    run     which of the run's jobs says what is computed, as a place in `History.runs`
+    run     the run's job that defines the computation, as an index into `History.runs`
     """
 
     start: int
@@ -106,15 +106,15 @@ class Segment:
 
 @dataclass
 class History:
-    """Events of a run, noted in their order, and the segments that come of them.
+    """Events of a run, noted in their order, and the segments that follow from them.
 
     folders   the checkpoints that are there, by step
-    runs      what each job said that its bits depend on; empty of one that said nothing
-    segments  what can be computed again
-    saved     steps of the checkpoints that were told of, by what was saved or gone on from
+    runs      what each job recorded that its bits depend on; empty if it recorded nothing
+    segments  segments that can be computed again
+    saved     steps of the known checkpoints, from records of saves and resumes
     at        the last step
-    head      the digest of the chain's last line; empty where there is no chain
-    notes     what is worth to know
+    head      digest of the chain's last line; empty where there is no chain
+    notes     facts worth knowing
     """
 
     folders: Mapping[int, Path]
@@ -141,7 +141,7 @@ class History:
             return keys_of(open_checkpoint(self.folders[step]).state).text(ID)
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
-        """A job begins at a step; raises Differs for one that cannot."""
+        """Note that a job begins at a step; raises Differs for an impossible one."""
         origin = run.get(ORIGIN)
         continues = origin == CHAIN and step == self.at
         if continues and step == self._tip[0]:
@@ -162,13 +162,13 @@ class History:
         self.runs.append(run)
 
     def record(self, step: int) -> None:
-        """A step was made; raises Differs if it is not the next one."""
+        """Note that a step was made; raises Differs if it is not the next one."""
         if not self.runs or step != self.at + 1:
             raise Differs(f"step {step} follows on step {self.at}")
         self.at = step
 
     def save(self, step: int, name: object) -> None:
-        """A checkpoint was written, maybe behind later steps; raises Differs if the folder has another."""
+        """Note a checkpoint, maybe written after later steps; raises Differs if the folder has another."""
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows on step {self.at}")
@@ -190,12 +190,12 @@ class History:
 
 
 def between(segments: Sequence[Segment], first: int, last: int) -> list[Segment]:
-    """Return those with a step after `first`, up to `last`."""
+    """Return the segments with a step after `first`, up to `last`."""
     return [segment for segment in segments if segment.last > first and segment.start < last]
 
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
-    """Return (start, last) of the steps after `first`, up to `last`, that are in none of these in between."""
+    """Return (start, last) of the steps after `first`, up to `last`, that lie between these segments."""
     found, reached = [], first
     for segment in [*segments, Segment(last, last, False, 0)]:
         if segment.start > reached:
@@ -205,13 +205,13 @@ def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
 
 
 def drawn(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """So many of them, drawn by a seed, in their order."""
+    """Return `count` of the segments, drawn by a seed, in their order."""
     places = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
     return [segments[place] for place in sorted(places)]
 
 
 def steps_of(segments: Sequence[Segment]) -> list[Steps]:
-    """Return (start, last) of segments in their order, those that follow on each other as one."""
+    """Return (start, last) of segments in order, with adjacent ones merged."""
     found: list[Steps] = []
     for one in segments:
         start = found.pop()[0] if found and found[-1][1] == one.start else one.start
@@ -238,13 +238,13 @@ class Records:
 
 
 def records_of(run: Path) -> Iterator[Record]:
-    """The records of a run folder, in the order of the file; none where there is no such file."""
+    """Yield the records of a run folder, in the order of the file; none where there is no such file."""
     if exists(run / METRICS):
         yield from filter(None, map(record_of, read_lines(run / METRICS, MARK, "a file of records")))
 
 
 def read_history(run: Path, expect: str | None) -> History:
-    """Read a run folder; Differs where it contradicts itself, UsageError where it says nothing."""
+    """Read a run folder; Differs where it contradicts itself, UsageError where it has no content."""
     records, history = Records(run), History(dict(folders.steps(run)))
     ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
     if exists(run / PROOF):
@@ -264,7 +264,7 @@ def read_history(run: Path, expect: str | None) -> History:
 
 
 def follow(run: Path, records: Records, history: History, ended: bool) -> None:
-    """Note what a chain tells, whose records are those of metrics.jsonl; raises Differs.
+    """Note the lines of a chain and compare them with the records of metrics.jsonl; raises Differs.
 
     `ended`: the last job came to its end, so the last line of each file is whole.
     """
@@ -291,7 +291,7 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
 
 
 def tell(line: Line, records: Records, history: History) -> None:
-    """Note a line of the chain; raises Differs where it cannot be so."""
+    """Note a line of the chain; raises Differs for an impossible one."""
     if line.kind == RUN:
         if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
             raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
@@ -314,7 +314,7 @@ def tell(line: Line, records: Records, history: History) -> None:
 
 
 def replay(records: Records, history: History) -> None:
-    """Note what a run without a chain tells by its records and checkpoints; raises Differs."""
+    """Note the history of a run without a chain, by its records and checkpoints; raises Differs."""
     first = records.step - 1
     history.begin(first, {} if first == 0 else {"from": history.id_of(first) or ""})
     while records.step:
@@ -328,7 +328,7 @@ def replay(records: Records, history: History) -> None:
 
 
 def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
-    """The first part of a record that is another one: its name, and both values for people."""
+    """Return the first differing part of a record: its name, and both values for people."""
     for name in dict.fromkeys((*expected, *found)):
         if found.get(name) != expected.get(name) or (name in found) != (name in expected):
             mine, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
@@ -337,7 +337,7 @@ def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
 
 
 def check_links(run: Path, history: History, ended: bool) -> Iterator[str]:
-    """Yield notes on checkpoints that the chain does not tell of; raises Differs if `latest` names one."""
+    """Yield notes on checkpoints that are missing in the chain; raises Differs if `latest` names one."""
     name = folders.named(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
     if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
@@ -350,7 +350,7 @@ def check_links(run: Path, history: History, ended: bool) -> Iterator[str]:
 
 
 def check_tensors(run: Path, step: int, world: World) -> None:
-    """Raise Differs unless a checkpoint holds the tensors that were written; this rank's share of them."""
+    """Raise Differs unless a checkpoint's tensors, this rank's share of them, are those that were written."""
     with differing():
         files = open_checkpoint(folders.step_folder(run, step))
         check_digests(files, world.rank, world.size, world.meter.beat)

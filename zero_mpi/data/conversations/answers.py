@@ -1,14 +1,14 @@
-"""Where in the text of a conversation the assistant speaks: what the loss counts.
+"""Finds where the assistant speaks in the text of a conversation: the part that the loss counts.
 
-Where a template marks that itself, by `{% generation %}`, its marks are taken. Else a turn begins where the
-text of all messages before it ends, with what stands before an answer when one is asked for, and it ends with
-the first token that ends a turn behind what it says. Templates may write a turn otherwise when more follows
-(they leave out earlier thoughts, or move the system's message). Then the text is made a second time with
-another content for the turn, and its content lies where the two texts differ.
+If a template marks the answers itself, by `{% generation %}`, its marks are taken. Else a turn begins where
+the text of all earlier messages ends, with what stands before an answer when one is requested, and it ends
+with the first end-of-turn token after its content. Templates may write a turn differently when more follows
+(they leave out earlier thoughts, or move the system's message). Then the text is rendered a second time with
+other content for the turn, and its content lies where the two texts differ.
 
-Texts for each turn would take the square of their number. So the template's loop over messages tells where
-each begins, and what stands before an answer is looked up once for each role that spoke before. Only for a
-template without such a loop there are texts for each turn, and at most `MOST_TURNS` turns.
+Rendering a text for each turn would take quadratic time. So the template's loop over messages tells where
+each begins, and what stands before an answer is looked up once for each role that spoke before. Only a
+template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 from zero_mpi.data.conversations.chat_template import ChatTemplate, RenderedText
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, Message
 
-Span = tuple[int, int]  # of letters: the first, and the one behind the last
-Spans = dict[int, Span | None]  # by the number of the message
+Span = tuple[int, int]  # letters: the first, and the one after the last
+Spans = dict[int, Span | None]  # keyed by message number
 Messages = Sequence[Message]
 MOST_TURNS = 64
 BLANKS = re.compile(r"\s*")
 
 
 class AnswerFinder:
-    """Finder of answers in the texts of a template. ends: how tokens are spelt that end a turn."""
+    """Finder of answers in the texts of a template. ends: the spellings of the tokens that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self.template = template
-        self._tools: list[Any] | None = None  # of the conversation at hand
+        self._tools: list[Any] | None = None  # tools of the current conversation
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and where in it the answers are; raises ValueError.
+        """Return the text of a conversation and the places of the answers in it; raises ValueError.
 
-        A turn that the template leaves out is not among them. silent: those that are not to be learned.
+        Turns that the template leaves out are absent. silent: turns that are not to be learned.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
@@ -54,18 +54,18 @@ class AnswerFinder:
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
-        """Return if the text of a conversation differs from that without its tools."""
+        """Return whether the text of a conversation changes with its tools."""
         try:
             return self.template.render(conversation.messages).text != text
-        except ValueError:  # the template asks for tools
+        except ValueError:  # the template needs tools
             return True
 
     def by_loop(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
-        """Return the answer of each turn by the template's loop; none where it does not tell of all."""
+        """Return the answer of each turn by the template's loop; none if the loop does not tell of all."""
         places, spans, leads = segments(whole), Spans(), dict[object, tuple[str, int] | None]()
         if not places.keys() >= set(turns):
             return {}
-        for turn in reversed(turns):  # what stands before the last ones depends on no later message
+        for turn in reversed(turns):  # the text before the last turns depends on no later message
             start, stop = places[turn]
             speaker = messages[turn - 1]["role"] if turn else None
             if speaker not in leads:
@@ -74,7 +74,7 @@ class AnswerFinder:
                     leads[speaker] = before[start:], len(before) - start
             lead = leads[speaker]
             if lead is not None and whole.text.startswith(lead[0], start, stop):
-                start += lead[1]  # which is less if an answer takes in what stands behind the message before
+                start += lead[1]  # shorter if an answer includes the text after the message before
                 spans[turn] = start, self._end_of_turn(whole.text, start, stop)
         if rest := set(turns) - spans.keys():
             other = self._instead(whole, messages, rest)
@@ -86,7 +86,7 @@ class AnswerFinder:
         return spans
 
     def by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
-        """Return the answer of each turn by texts of its own."""
+        """Return the answer of each turn by rendering each turn."""
         if len(turns) > MOST_TURNS:
             raise ValueError(
                 f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
@@ -105,14 +105,14 @@ class AnswerFinder:
         return spans
 
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
-        """Return the text of a part of a conversation; None where the template takes no such part."""
+        """Return the text of a part of a conversation; None if the template does not accept that part."""
         try:
             return self.template.render(messages, generation_prompt, self._tools).text
         except ValueError:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render messages in which these turns say one letter that the text does not have."""
+        """Render messages in which these turns consist of one letter that the text does not have."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -121,7 +121,7 @@ class AnswerFinder:
         return self.template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
-        """Return the end of what is said from `start` on: of the first of its tokens that end turns."""
+        """Return the end of what is said from `start` on: after the first token there that ends a turn."""
         found = None
         while True:
             while at > start and text[at - 1].isspace():
@@ -132,7 +132,7 @@ class AnswerFinder:
             found, at = at, at - len(end)
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where two texts of a turn differ, with the token that ends a turn after it."""
+        """Return where two texts of a turn differ, including the token that ends a turn after it."""
         mine, instead = text[slice(*place)], other[slice(*other_place)]
         if mine == instead:
             return None
@@ -145,7 +145,7 @@ class AnswerFinder:
 
     @cached_property
     def _closing(self) -> str:
-        """Return the line that the template writes behind an answer, which need not be a token."""
+        """Line that the template writes after an answer, which need not be a token."""
         answer = "\ue000"
         said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -156,7 +156,7 @@ class AnswerFinder:
 
 
 def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-    """Return the template's marks in these turns, told by its loop, or else by their order; or ValueError."""
+    """Return the template's marks in these turns, found by its loop or by their order; or ValueError."""
     answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
     if len(turns) == len(answers) or not whole.marked:
         return whole.marked
@@ -172,7 +172,7 @@ def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> l
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return where each message stands by the template's loop; nothing where the loop cannot be believed.
+    """Return where each message stands by the template's loop; nothing if the loop cannot be trusted.
 
     A loop inside a macro, whose text is held back, seems to write all messages in one place.
     """
@@ -184,6 +184,6 @@ def segments(rendered: RenderedText) -> dict[int, Span]:
 
 
 def common(one: str, other: str) -> int:
-    """Return how many letters two texts have in common at their beginnings."""
+    """Return how many letters the common prefix of two texts has."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""A model's chat template: the text that it makes of messages, as Transformers would make it.
+"""A model's chat template: it turns messages into the text that Transformers would make.
 
 A template is a stranger's program and runs in a process of its own (`sandbox`).
 """
@@ -28,17 +28,17 @@ from zero_mpi.files.open import read_file
 if TYPE_CHECKING:
     from zero_mpi.data.conversations.formats import Message
 
-TOOL_USE = f"{TEMPLATE}.tool_use"  # of rows with tools
-DAY = "2024-07-26"  # of `strftime_now` where nothing says another one
+TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
+DAY = "2024-07-26"  # default day of `strftime_now`
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
-SECONDS = 2.0  # CPU time for a conversation, of all its renderings; templates of models take milliseconds
-MOST_BYTES = 1 << 20  # of a template: those of models have some thousands
+SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
+MOST_BYTES = 1 << 20  # bytes of a template: those of models have some thousands
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "give one with --chat-template FILE, such as the chat_template.jinja of a model like it"
 
 
 class TemplateInputs(NamedTuple):
-    """What flags give to templates: variables, the message of a system, the day for `strftime_now`."""
+    """Inputs that flags give to templates: variables, the system message, the day for `strftime_now`."""
 
     variables: Mapping[str, Any] = MappingProxyType({})
     system: str | None = None
@@ -51,8 +51,8 @@ NO_INPUTS = TemplateInputs()
 class RenderedText(NamedTuple):
     """Text of a conversation, and places in it.
 
-    marked    (start, stop) of what the template itself says is the assistant's
-    begins    where the text of each message begins; None where the template has no loop that tells
+    marked    (start, stop) of each part that the template itself marks as the assistant's
+    begins    where the text of each message begins; None if the template has no loop that tells
     """
 
     text: str
@@ -61,20 +61,20 @@ class RenderedText(NamedTuple):
 
 
 class EndlessTemplate(Exception):
-    """A template took more time or memory than it may: the conversation is refused."""
+    """Error of a template that took more time or memory than allowed: the conversation is refused."""
 
 
 class ChatTemplate:
     """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
 
     It runs in a process of its own, which starts again after a rendering that took too long has ended it. All
-    renderings for a conversation share `SECONDS`, the first one's with those that try what it takes.
+    renderings of a conversation share `SECONDS`; the first also includes the trials of what is accepted.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
         self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
         self._left, self._is_shared = SECONDS, False
-        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # what the assistant says
+        self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # marks the assistant's text
         try:
             self._process = self._started()
         except (ValueError, OSError, EndlessTemplate) as error:
@@ -92,7 +92,7 @@ class ChatTemplate:
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
-        """Let all renderings in the body have `SECONDS` together; raises ValueError after them."""
+        """Let all renderings in the body share `SECONDS`; raises ValueError after that time."""
         if self._is_shared:
             yield
             return
@@ -105,7 +105,7 @@ class ChatTemplate:
             self._left, self._is_shared = SECONDS, False
 
     def _fitted(self, message: Message) -> Message:
-        """Return a message whose content is a text or a list of parts, whichever the template takes."""
+        """Return a message whose content is a text or a list of parts, whichever the template accepts."""
         if isinstance(message.get("tool_calls"), list):
             message = self._calls.fitted(message)
         content = message["content"]
@@ -129,7 +129,7 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return if the template writes these texts of a content, and no list as Python or JSON spell it."""
+        """Return whether the template shows these texts of a content, and no list as Python or JSON text."""
         try:
             found = self._rendered([{"role": "user", "content": content}], False, None).text
         except ValueError:
@@ -169,7 +169,7 @@ class ChatTemplate:
             size = int.from_bytes(process.stdout.read(8), "little")
             found: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # or its next answer would be that of this request
+            status, self._left = ended(process), 0.0  # else its next answer would belong to this request
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
@@ -196,7 +196,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 def template_of(
     tokenizer: Tokenizer, inputs: TemplateInputs = NO_INPUTS, key: str = TEMPLATE
 ) -> ChatTemplate:
-    """The chat template that came with a tokenizer; raises UsageError where there is none."""
+    """Return the chat template that came with a tokenizer; raises UsageError if there is none."""
     keys = GGUFKeys(tokenizer.metadata())
     source = keys.text(key)
     if source is None:
@@ -205,20 +205,20 @@ def template_of(
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
-    """Return if a template of a tokenizer asks for the day."""
+    """Return whether a template of a tokenizer asks for the day."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 
 
 def special_tokens(keys: GGUFKeys) -> dict[str, str]:
-    """What a template calls the special tokens, as bos_token, and how they are spelt."""
+    """Return the names that a template has for special tokens, such as bos_token, and their spellings."""
     tokens = keys.texts(TOKENS) or []
     ids = {theirs: keys.token_id(ours, len(tokens)) for ours, theirs in NAMES.items()}
     return {f"{name}_token": tokens[place] for name, place in ids.items() if place is not None}
 
 
 def read_template(path: str | Path) -> str:
-    """The text of a file; raises FileError."""
+    """Return the text of a file; raises FileError."""
     try:
         return read_file(path, MOST_BYTES, "a chat template").decode()
     except FileError as error:

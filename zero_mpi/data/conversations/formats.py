@@ -1,12 +1,12 @@
-"""Files of conversations: one in each line or row, in the forms that people have, told apart by their keys.
+"""Files of conversations: one per line or row, in the common forms, which are told apart by their keys.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both as lists of messages
     {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
     {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
 
-`tools` may stand beside each form. Other keys of a line are passed over; those of a message are handed to the
-template as they are. A key without a value is read as no key, for tables write all keys in each row.
+`tools` may stand beside each form. Other keys of a line are ignored; those of a message are passed to the
+template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T")
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
-CALLERS = ("function_call", "tool_call")  # roles whose content is the JSON text of a call of the assistant
-SPEAKERS = {  # roles by the names that people give them, in any case
+CALLERS = ("function_call", "tool_call")  # roles whose content is the JSON text of an assistant's call
+SPEAKERS = {  # roles by their common names, in any case
     **dict.fromkeys(("human", "user", "prompter"), USER),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bard", "bing", "model"), ASSISTANT),
     "system": SYSTEM,
@@ -58,10 +58,10 @@ KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a line. name: file and number of the line; answers: from where turns are answers.
+    """Messages of a line. name: file and line number; answers: the turn from which on turns are answers.
 
-    A message is a dictionary with `role` and `content`. Only turns of the assistant from number `answers` on
-    that are not `silent` are to be learned. tools: what the template is told of tools.
+    A message is a dictionary with `role` and `content`. Only the assistant's turns from number `answers` on
+    that are not `silent` are to be learned. tools: the tools that the template is given.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """The numbers of the messages to be learned."""
+        """Numbers of the messages to be learned."""
         answers = range(self.answers, len(self.messages))
         return [n for n in answers if self.messages[n]["role"] == ASSISTANT and n not in self.silent]
 
     def with_system(self, text: str) -> Conversation:
-        """Return the conversation with a message of the system in front, unless it has one."""
+        """Return the conversation with a system message in front, unless it has one."""
         if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
             return self
         silent = frozenset(place + 1 for place in self.silent)
@@ -86,7 +86,7 @@ class Conversation:
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
-    """Whether files hold conversations, all of them; raises UsageError if only some do, or for no access."""
+    """Return whether all files hold conversations; raises UsageError if only some do, or for no access."""
     found = [holds_conversations(path) for _, path in files]
     if any(found) and not all(found):
         one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
@@ -98,7 +98,7 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_conversations(path: Path) -> bool:
-    """Whether a file is one of conversations, by its name and the keys at its beginning; raises FileError."""
+    """Return whether a file holds conversations, by its name and its first keys; raises FileError."""
     suffix = suffix_of(path)
     if suffix not in (*LINES, DOCUMENT, *TABLES):
         return False
@@ -108,7 +108,7 @@ def holds_conversations(path: Path) -> bool:
             return any(all(key in columns for key in keys) for keys, _ in FORMS)
         with prefixed("--data"):
             head = beginning(path, KEYS.search)
-    except UsageError as error:  # no library, or a table that is damaged
+    except UsageError as error:  # no library, or a damaged table
         if suffix not in TABLES and isinstance(error, FileError):
             raise
         return False
@@ -118,10 +118,10 @@ def holds_conversations(path: Path) -> bool:
 def read_conversations(
     name: str, path: Path, make: Callable[[Conversation], T], bad: BadRows | None = None
 ) -> Iterator[T]:
-    """What `make` makes of each conversation of a file, called `name`.
+    """Yield what `make` returns for each conversation of a file, called `name`.
 
     A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
-    names file, line, what was expected and what came.
+    names the file, the line, what was expected and what was found.
     """
 
     def one(number: int, value: Any) -> T:
@@ -139,7 +139,7 @@ def read_conversations(
 
 
 def one_conversation(name: str, value: Any) -> Conversation:
-    """The conversation of a line; ValueError for anything else."""
+    """Return the conversation of a line; ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = without_nulls(value)
@@ -166,7 +166,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def is_trained(message: Message) -> bool:
-    """Return if no key of an assistant's message takes it out of the loss; ValueError for others."""
+    """Return whether no key of an assistant's message takes it out of the loss; ValueError for others."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
         if value not in (0, 1):
@@ -176,7 +176,7 @@ def is_trained(message: Message) -> bool:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools of a line, a list or the JSON text of one; None for none, ValueError for others."""
+    """Return the tools of a line, given as a list or its JSON text; None for none, ValueError for others."""
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
@@ -184,7 +184,7 @@ def tools_of(value: Any) -> list[Any] | None:
 
 
 def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
-    """A prompt and what completes it; of texts, the user's message and the assistant's."""
+    """Return a prompt and its completion; if these are texts, the user's message and the assistant's."""
     kinds = {type(value[name]) for name in ("prompt", "completion")}
     if kinds == {list}:
         return messages_of("prompt", value["prompt"]), messages_of("completion", value["completion"])
@@ -196,7 +196,7 @@ def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
-    """Alpaca's form; an input follows the instruction, with a line left free between them."""
+    """Return messages of Alpaca's form; an input follows the instruction after a blank line."""
     asked = said(USER, value, "instruction")
     if value.get("input"):
         asked["content"] += "\n\n" + said(USER, value, "input")["content"]
@@ -204,7 +204,7 @@ def by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """ShareGPT's form: (nothing, all messages)."""
+    """Return messages of ShareGPT's form: (nothing, all messages)."""
     found = []
     for place, turn in enumerate(listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -226,31 +226,31 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], lis
 
 
 def by_system(value: Message) -> list[Message]:
-    """The message of a line's `system`; none where it is not there or empty."""
+    """Return the message of a line's `system`; none if it is missing or empty."""
     return [said(SYSTEM, value, "system")] if value.get("system") else []
 
 
 def said(role: str, value: Message, key: str) -> Message:
-    """A message whose content is the text of a key."""
+    """Return a message whose content is the text of a key."""
     if not is_text(value[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
     return {"role": role, "content": value[key]}
 
 
 def listed(key: str, value: Any) -> list[Any]:
-    """A list; ValueError for anything else."""
+    """Return a list; ValueError for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"{key}: expected a list of messages, found {quoted(value)}")
     return value
 
 
 def messages_of(key: str, value: Any) -> list[Message]:
-    """Messages with a role and a content that is a text, or a list of parts that are."""
+    """Return messages with a role and a content that is a text, or a list of parts that are."""
     return [one_message(f"{key}[{place}]", each) for place, each in enumerate(listed(key, value))]
 
 
 def one_message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
-    """A message; one that calls tools may have no content. ValueError, with these names, for others."""
+    """Return a message; one that calls tools may lack content. ValueError, with these names, for others."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")
@@ -279,7 +279,7 @@ def one_message(where: str, value: Any, of_role: str = "role", of_content: str =
 
 
 def calls_of(where: str, value: Any) -> list[Message]:
-    """The calls of a JSON text: an object with name and arguments, or a list of such; else ValueError."""
+    """Return the calls of a JSON text: one object with name and arguments, or a list; else ValueError."""
     try:
         found = parse_json(value) if is_text(value) else value
     except ValueError:
@@ -291,5 +291,5 @@ def calls_of(where: str, value: Any) -> list[Message]:
 
 
 def text_of(part: Any) -> Any:
-    """The text of a part of a message's content; None for a part of another kind."""
+    """Return the text of a part of a message's content; None for a part of another kind."""
     return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

@@ -1,4 +1,4 @@
-"""Facts on rows of conversations, for the user: what training reads of them, and those that are left out."""
+"""Facts on rows of conversations, for the user: what training reads of them, and which rows are left out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CAUTIONS = {
     "endless": "turns without a token that ends one: {:,}; the end that the chat template writes is no token "
     "of the vocabulary, and a model that learns it has none to stop by",
 }
-MOST_REASONS = 6  # that are told apart
-VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # by which reasons are not told apart
+MOST_REASONS = 6  # reasons that are counted separately
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
 
 
 def described(of: Facts) -> str:
-    """The facts on a row, or on many."""
+    """Return the facts on one row or on many as text."""
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
     text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
@@ -31,7 +31,7 @@ def described(of: Facts) -> str:
 
 
 class Totals:
-    """Sums of facts, the most tokens of a row, and a text on the first one."""
+    """Sums of facts, the largest number of tokens in a row, and a text on the first row."""
 
     def __init__(self) -> None:
         self.sums, self.longest, self.first = Facts(), 0, ""
@@ -43,17 +43,17 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """What is read, in total and of the first row."""
+        """Return notes on what is read, in total and of the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
-        """What is left out, or read otherwise than a row says."""
+        """Return notes on what is left out, or read differently than a row says."""
         return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
 
 
 class BadRows:
-    """Rows in error that are left out, counted by reason, each with its first row."""
+    """Rows in error that are left out, counted by reason, each reason with its first row."""
 
     def __init__(self) -> None:
         self.counts, self._first = Counter[str](), dict[str, str]()
@@ -66,6 +66,6 @@ class BadRows:
         self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
 
     def notes(self) -> list[str]:
-        """A line on all reasons; none where there are none."""
+        """Return a line on all reasons; none if there are no bad rows."""
         told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
         return [f"--skip-bad left out {self.counts.total():,} rows: {told}"] if told else []

@@ -1,6 +1,6 @@
-"""Rows of files of conversations as lines of JSON, whatever keeps them: lines, a JSON document, a table.
+"""Rows of conversation files as lines of JSON, from any container: lines, a JSON document, a table.
 
-Lines and documents may be packed (.gz, .zst). Memory holds a piece of a file; a document has a bound.
+Lines and documents may be packed (.gz, .zst). Memory holds one chunk of a file; a document has a size limit.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 BESIDE = frozenset(("system", "tools"))
-HEAD = 1 << 16  # bytes in which a row must begin that tells what a file holds
-ROWS = 64  # of a table, read together
+HEAD = 1 << 16  # bytes in which a row must begin that shows the kind of a file
+ROWS = 64  # rows of a table that are read together
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of what a file holds, without that of its packing."""
+    """Return the suffix of a file's content, without that of its packing."""
     return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
 
 
 def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """The first `HEAD` bytes of a file, with all of the line that they cut, within a bound, if need be."""
+    """Return the first `HEAD` bytes of a file; if need be, with the rest of a cut line, within a limit."""
     with TextStream(path) as stream:
         head = stream.read(HEAD)
         return head if is_enough(head) else head + stream.read(MOST).partition(b"\n")[0]
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a table that a conversation may have; none for an Arrow file of tokens."""
+    """Return the columns of a table that a conversation may have; none for an Arrow file of tokens."""
     is_arrow = suffix_of(path) == ARROW
     with open_table(path, TABLES[suffix_of(path)]) as found:
         names = found[0] if is_arrow else found.schema_arrow.names
@@ -46,7 +46,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """What a piece of a file is called, a line or a row, and all pieces; FileError for an unsound file."""
+    """Return the word for a unit of a file (line or row), and all units; FileError for an unsound file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
@@ -57,13 +57,13 @@ def _table(path: Path) -> Iterator[Any]:
     with open_table(path, TABLES[suffix]) as found:
         arrow = (each.select(columns) for each in found[1]) if suffix == ARROW else None
         for batch in arrow or found.iter_batches(ROWS, columns=columns):
-            batch.validate(full=True)  # what is in an Arrow file is not looked at before
+            batch.validate(full=True)  # an Arrow file's content was not checked before
             for start in range(0, batch.num_rows, ROWS):
                 yield from batch.slice(start, ROWS).to_pylist()
 
 
 def _document(path: Path) -> list[Any] | None:
-    """The rows of a JSON document: an array, `{"data": array}` or one object; None for lines."""
+    """Return the rows of a JSON document (an array, `{"data": array}` or one object); None for lines."""
     with TextStream(path) as stream:
         raw = stream.read(MOST + 1)
     if len(raw) > MOST:
@@ -77,6 +77,6 @@ def _document(path: Path) -> list[Any] | None:
 
 
 def _as_json(row: Any) -> bytes:
-    """A row as a line: what JSON has no name for as its text, and bytes as an object, which no content is."""
+    """Return a row as a JSON line: types unknown to JSON become text; bytes become {}, never a content."""
     text = json.dumps(row, ensure_ascii=False, default=lambda x: {} if isinstance(x, bytes) else str(x))
     return text.encode("utf-8", "surrogatepass")

@@ -2,13 +2,13 @@
 
 A template comes with a model and is a stranger's program. Jinja2's sandbox keeps it from the interpreter, but
 lets it loop for ever and double a text as often as it likes, also inside a filter or a comparison, where no
-code of ours runs. So the system ends this process once a rendering has taken its CPU time, and refuses it
-memory beyond a limit. The same conversation must be the same text whenever and wherever it is read: there is
-no `random`, and `strftime_now` tells of a given day.
+code of ours runs. So the system ends this process once a rendering has used its CPU time, and refuses it
+memory beyond a limit. A conversation must give the same text whenever and wherever it is read: there is
+no `random`, and `strftime_now` returns a given day.
 
 `chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
-`marshal` come in, each behind its length: the template (`source`, `day`), then variables of each rendering.
-Each has `seconds` of CPU time and is answered by one value, with those that are `left`.
+`marshal` come in, each after its length: the template (`source`, `day`), then variables of each rendering.
+Each has `seconds` of CPU time and is answered by one value, with the seconds that are `left`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 256 << 20  # bytes of this process, which has 20 MiB before it begins
-LETTERS, GROWTH = 1 << 20, 2  # of a text at most: so many, and so many for each byte of its variables
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
+MEMORY = 256 << 20  # bytes of this process, which has 20 MiB at its start
+LETTERS, GROWTH = 1 << 20, 2  # limits of a text: letters, and letters per byte of its variables
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # sent to the rank
 
 
 class Marks(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what a template's author says is the assistant's."""
+    """`{% generation %} ... {% endgeneration %}`: marks the assistant's text in a template."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own way)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block as a call, so that it is known where its text begins."""
+        """Parse the block as a call, so that the place where its text begins is known."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -65,7 +65,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
             value, ensure_ascii=ensure_ascii, **options
-        )  # as Transformers has it: nothing is made safe for HTML
+        )  # as in Transformers: no HTML escaping
         self.globals |= {"raise_exception": refuse}
 
     def compiled(self, source: str) -> Template:
@@ -79,7 +79,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.from_string(tree)
 
     def begin(self, value: object) -> None:
-        """Note where the text of a message begins, if `value` is one."""
+        """Note where the text of a message begins, if `value` is a message."""
         if id(value) in self._places:
             self.begins[self._places[id(value)]] = self.written
 
@@ -103,7 +103,7 @@ def refuse(message: object) -> NoReturn:
 
 
 def told(error: Exception) -> str:
-    """Return what went wrong in a template."""
+    """Return a description of what went wrong in a template."""
     name = type(error).__name__
     return {
         "MemoryError": f"it takes more than {MEMORY >> 20} MiB of memory",
@@ -123,7 +123,7 @@ def main() -> None:
     sandbox, template = Sandbox(), Template("")
     while size := int.from_bytes(sys.stdin.buffer.read(8), "little"):
         request = marshal.loads(sys.stdin.buffer.read(size))
-        signal.setitimer(signal.ITIMER_PROF, max(1e-6, request.pop("seconds")))  # ends it, whatever it does
+        signal.setitimer(signal.ITIMER_PROF, max(1e-6, request.pop("seconds")))  # always ends the process
         try:
             if "source" in request:
                 sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime

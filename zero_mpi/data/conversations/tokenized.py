@@ -1,8 +1,8 @@
-"""Conversations as tokens, each with a mark: whether the loss counts it where it is what comes next.
+"""Conversations as tokens, each with a mark: whether the loss counts that token as a target.
 
-The ids are those of the whole text. What a token stands for is as long as its spelling, so the sums of
-lengths tell which tokens have letters of an answer. One that has letters of both sides counts, for a model
-that answers has to say all of it.
+The ids are those of the full text. Each token stands for as many bytes as its spelling has, so the sums of
+lengths tell which tokens have letters of an answer. A token with letters of both sides counts, for a model
+that answers has to produce all of it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ GROUP = 1 << 20  # letters of conversations that are encoded together
 class TokenizedConversation(NamedTuple):
     """A conversation as text and as tokens.
 
-    name      of the file, and the number of the line in it
+    name      file, and line number in it
     ids       (n,) uint16 or uint32; counted (n,) bool: which of them the loss counts
-    lengths   (n,) int64: bytes of the text that each stands for
+    lengths   (n,) int64: bytes of the text that each token stands for
     facts     counts for the user
     """
 
@@ -55,12 +55,12 @@ class TokenizedConversation(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Of the text, and of what counts in it: the template and what the loss is on move it."""
+        """Digest of the text and of what counts in it: it depends on the template and on --loss-on."""
         return hashlib.sha256(hashlib.sha256(self.text.encode()).digest() + self.counted.tobytes()).digest()
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation as text, and where in it the answers are."""
+    """A conversation as text, and the places of the answers in it."""
 
     name: str
     text: str
@@ -71,11 +71,11 @@ class RenderedConversation(NamedTuple):
 class ConversationReader:
     """Reads conversations by a tokenizer and the chat template that came with it.
 
-    loss_on   what counts: "answers" of the assistant, or "all"
-    bos       the token that begins each, where the template does not write it
-    inputs    what flags give to templates
+    loss_on   tokens that count: "answers" of the assistant, or "all"
+    bos       token that begins each conversation, if the template does not write it
+    inputs    inputs that flags give to templates
 
-    Raises UsageError where there is no template.
+    Raises UsageError if there is no template.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ConversationReader:
             self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
 
     def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
-        """The conversations of files in their order; raises FileError, naming the line, and UsageError.
+        """Yield the conversations of files in order; raises FileError, naming the line, and UsageError.
 
         Rows in error go to `bad`, if it is given.
         """
@@ -108,13 +108,13 @@ class ConversationReader:
                 yield self._begun(marked(each, ids, lengths))
 
     def _begun(self, found: TokenizedConversation) -> TokenizedConversation:
-        """Return a conversation with bos in front, which stands for no bytes, and with the facts on it."""
+        """Return a conversation with bos in front, which stands for no bytes, and with its facts."""
         ids = with_bos(found.ids, self._bos)
         if len(ids) > len(found.ids):
             counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
             found = found._replace(ids=ids, counted=counted, lengths=lengths)
         begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
-        begins = begins[:1] if self._all else begins  # a row is one stretch, whatever is silent in it
+        begins = begins[:1] if self._all else begins  # a row is one segment, whatever is silent in it
         ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
         size, bos = {"tokens": len(ids), "counted": int(found.counted.sum())}, self._tokenizer.bos
         found.facts.update(size, bos=int(ids[:1].tolist() == [bos]), turns=begins.size)
@@ -122,7 +122,7 @@ class ConversationReader:
         return found
 
     def render(self, conversation: Conversation) -> RenderedConversation:
-        """The text of a conversation and its answers; ValueError, in one line, where the template fails."""
+        """Return the text of a conversation and its answers; ValueError, in one line, if rendering fails."""
         if self._system is not None:
             conversation = conversation.with_system(self._system)
         tools = conversation.tools
@@ -140,7 +140,7 @@ class ConversationReader:
 
 
 def between(spans: Sequence[Span], size: int) -> list[Span]:
-    """Return what lies before, between and behind places, in their order, of a text of so many letters."""
+    """Return the parts of a text of so many letters before, between and after places, which are in order."""
     starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), size]
     return list(zip(starts, stops, strict=True))
 
@@ -148,9 +148,9 @@ def between(spans: Sequence[Span], size: int) -> list[Span]:
 def marked(
     each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
 ) -> TokenizedConversation:
-    """A conversation whose tokens (n,) stand for so many bytes, with a mark on those of answers.
+    """Return a conversation whose tokens (n,) stand for so many bytes, with marks on the answers' tokens.
 
-    UsageError where they do not stand for all of the text.
+    Raises UsageError if they do not stand for all of the text.
     """
     ends, size = np.cumsum(lengths), len(each.text.encode())
     if lengths.sum() != size:
@@ -166,7 +166,7 @@ def marked(
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Places of letters as places of bytes in UTF-8."""
+    """Return places counted in letters as places counted in bytes of UTF-8."""
     if text.isascii():
         return list(spans)
     places = sorted({place for span in spans for place in span})

@@ -1,7 +1,7 @@
-"""Calls of tools in messages: arguments as objects or as text of JSON, whichever the template shows.
+"""Tool calls in messages: arguments as objects or as JSON text, whichever the template shows.
 
 Most templates write `arguments | tojson`, which puts a backslash before each quote of a text; others add the
-text to another one, which fails with an object. So a template is asked once for both, as llama.cpp does.
+text to another one, which fails for an object. So a template is probed once for both, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 
 class CallForm(NamedTuple):
-    """Form of calls that a template shows: the content of a message that only calls, and of arguments.
+    """Form of calls that a template shows: the content of a message that only calls, and the arguments.
 
-    Where it shows arguments both as text and as objects, or as neither, they stay as they are.
+    If it shows arguments both as text and as objects, or as neither, they stay unchanged.
     """
 
     content: str | None = ""
@@ -54,11 +54,11 @@ class CallForm(NamedTuple):
 
 
 def form_of(render: Callable[[list[Message], list[Any] | None], str]) -> CallForm:
-    """Return the form that a template shows: with tools or without, `render` raises ValueError for others."""
+    """Return the form that a template shows, with tools or without; `render` raises ValueError for others."""
 
     def shows(content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
         function = {"name": "f", "arguments": arguments}
-        call = {"id": "call12345", "type": "function", "function": function}  # an id as Mistral asks for it
+        call = {"id": "call12345", "type": "function", "function": function}  # an id in Mistral's form
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
             found = render([{"role": "user", "content": "a"}, answer], tools)

@@ -1,9 +1,9 @@
 """Byte-level BPE as a model file describes it: the ids are those of llama.cpp.
 
 A GGUF holds the tokens, their types and the merges, and names the splitting into words (`pretokenizers`). The
-`tokenizers` library splits and merges; what lies around that is `gguf_tokenizer`'s, but for a byte that the
-vocabulary lacks: it gives nothing. Long texts go through the library in pieces, on all its threads, always
-with the same ids.
+`tokenizers` library splits and merges; all around that is in `gguf_tokenizer`, except that a byte
+that the vocabulary lacks gives no id. Long texts go through the library in pieces, on all its threads, and
+always give the same ids.
 """
 
 import re
@@ -36,7 +36,7 @@ from zero_mpi.errors import UsageError, import_optional
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 20  # characters under way at once: its answers take 150 bytes for a character
+_BATCH = 1 << 20  # characters in progress at once: the answers take 150 bytes per character
 _WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
@@ -44,15 +44,15 @@ _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 
 
 def tokenizers() -> Any:
-    """The package `tokenizers`. UsageError, with the remedy, where it is not installed."""
+    """Return the package `tokenizers`. Raises UsageError with the remedy if it is not installed."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
 class BPETokenizer(GGUFTokenizer):
-    """The tokenizer of GGUF keys whose `tokenizer.ggml.model` is "gpt2".
+    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "gpt2".
 
-    UsageError for keys that do not fit together, a splitting that is not known, or a missing library. Like
-    llama.cpp it has no use for `add_space_prefix` in this kind.
+    Raises UsageError for keys that do not fit together, an unknown splitting, or a missing library. Like
+    llama.cpp it ignores `add_space_prefix` for this kind.
     """
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
@@ -63,7 +63,7 @@ class BPETokenizer(GGUFTokenizer):
         self.merges = _merges(self._keys, self.ids)
         both = self.ids_in_text().items() if self.rules.cut else ()
         self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
-        tokenizers()  # now, and not when only rank 0 encodes
+        tokenizers()  # fail now, not when only rank 0 encodes
 
     def adds_bos(self) -> bool:
         return self.pre.add_bos
@@ -81,20 +81,20 @@ class BPETokenizer(GGUFTokenizer):
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        if not self.rules.cut:  # each token stands for as many bytes as it is spelt with
+        if not self.rules.cut:  # each token stands for as many bytes as its spelling has
             found = self.encode_batch(documents, special=True)
             return [(ids, self.widths[ids]) for ids in found]
-        texts = [as_text(data) for data in documents]  # which bytes became which the library knows
+        texts = [as_text(data) for data in documents]  # the library knows which bytes became which ids
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
         return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
     def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
-        """The library's ids of a text, and how many of its bytes each stands for."""
+        """Return the library's ids of a text, and the number of its bytes that each stands for."""
         ids = np.array(encoding.ids, np.uint32)
         bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum.accumulate(np.maximum(ends, np.append(begins[1:], len(text))[: len(ends)]))
-        last = np.diff(ends, append=-1) != 0  # of the tokens that stand for the same letters
+        last = np.diff(ends, append=-1) != 0  # last of the tokens that stand for the same letters
         spelt = np.cumsum(self.widths[ids])
         stops = np.interp(spelt, [0, *spelt[last]], [0, *bytes_at[ends[last]]])
         lengths: Lengths = np.diff(stops.astype(np.int64), prepend=0)
@@ -102,14 +102,14 @@ class BPETokenizer(GGUFTokenizer):
 
     @cached_property
     def library(self) -> Any:
-        """The library's tokenizer for all of a text, without unused `[PADn]`: who reads it fills gaps."""
+        """The library's tokenizer for a full text, without unused `[PADn]`: readers fill those gaps."""
         filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == UNUSED}
         vocabulary = {token: place for token, place in self.ids.items() if token not in filler}
         tokenizer, lib = build(vocabulary, self.merges, self.pre, self.rules.normalizer), tokenizers()
         added = [
             (t, kind, self.rules.flags.get(t, ())) for t, kind in zip(self.tokens, self.types, strict=True)
         ]
-        tokenizer.add_tokens(  # all at once: each call looks at all that were added before
+        tokenizer.add_tokens(  # all at once: each call checks all tokens that were added before
             [
                 lib.AddedToken(t, special=kind != USER_DEFINED, **{flag: flag in flags for flag in FLAGS})
                 for t, kind, flags in added
@@ -127,7 +127,7 @@ class BPETokenizer(GGUFTokenizer):
         return [np.concatenate([row([]), *ids]) for ids in by_part]
 
     def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
-        """The ids of each text, a limited number of characters at a time."""
+        """Yield the ids of each text, a limited number of characters at a time."""
         start = 0
         while start < len(texts):
             stop, size = start, 0
@@ -141,23 +141,23 @@ class BPETokenizer(GGUFTokenizer):
             start = max(stop, start + 1)
 
     def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """The library's ids of each text."""
+        """Return the library's ids of each text."""
         found = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Of one text each id twice, plus one where a word ends; its first character, and that behind it."""
+        """Return of one text: each id * 2, plus 1 where a word ends; first characters; ends (exclusive)."""
         found = self._encoder.encode(texts[0], add_special_tokens=False)
         ends = np.diff(found.word_ids, append=-1) != 0
         return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
 
     def _by_windows(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
-        """The ids of a long text without seams, encoded in windows that overlap.
+        """Yield the ids of a long text without seams, encoded in windows that overlap.
 
-        Merges join the pair of the least rank first, and of equal ones the one further left. So tokens are
-        those of a word if each two neighbours, encoded by themselves, stay as they are. A window begins at a
-        token of the one before. If both have the same tokens and words from there on for a while, tokens of
-        the one up to there and all of the other are such a row; else a larger window is taken.
+        Merges join the pair of the least rank first, and of equal ones the leftmost. So tokens are
+        those of a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
+        token of the previous one. If both agree on tokens and words from there on for a while, the tokens of
+        the first up to there and all of the second form such a row; else a larger window is taken.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:
@@ -167,9 +167,9 @@ class BPETokenizer(GGUFTokenizer):
                 return
             end = int(np.searchsorted(stops, size - _OVERLAP // 2, "right"))
             near = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
-            near = near[firsts[near] == stops[near - 1]]  # none of them begins within a character
+            near = near[firsts[near] == stops[near - 1]]  # no token may begin within a character
             near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # beginnings of words first
-            # Within white space, what follows can move the beginning of a word.
+            # Within white space, the following text can move the beginning of a word.
             seams = (
                 edge for edge in near if not text[(at := start + int(firsts[edge])) - 1 : at + 1].isspace()
             )
@@ -183,17 +183,17 @@ class BPETokenizer(GGUFTokenizer):
                 size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
-        """The bytes of a token in a text. A character outside the byte alphabet stands for itself."""
+        """Return the bytes of a token in a text. A character outside the byte alphabet stands for itself."""
         if kind == NORMAL:
             return b"".join([bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in token])
         return token.encode() if kind == USER_DEFINED else b""
 
     @cached_property
     def _encoder(self) -> Any:
-        """The library's tokenizer, for text without tokens that stand in it; made where it is used.
+        """The library's tokenizer for text without tokens that stand in it, created at first use.
 
-        A byte without a token gets an id behind the vocabulary, to be dropped: the library would skip it
-        before it merges, and bytes from both sides of it could become one token.
+        A byte without a token gets an id above the vocabulary, dropped later: the library would skip the
+        byte before it merges, and bytes from both sides of it could become one token.
         """
         lacking = [character for character in byte_characters() if character not in self.ids]
         vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(lacking)}
@@ -206,10 +206,10 @@ _BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 def build(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], words: PreTokenizer, normalizer: Any = None
 ) -> Any:
-    """A tokenizer of the library with these parts. UsageError if it refuses them."""
+    """Return a tokenizer of the library with these parts. Raises UsageError if the library refuses them."""
     lib = tokenizers()
     pre = lib.pre_tokenizers
-    by_itself = words.regexes[-1] == GPT2  # which the library has compiled in, faster
+    by_itself = words.regexes[-1] == GPT2  # the library has a faster compiled version of it
     cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in words.regexes[: -1 if by_itself else None]]
     bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=by_itself)
     try:
@@ -225,7 +225,7 @@ def build(
 
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Pairs in the order of their rank, each where it comes first."""
+    """Return pairs in the order of their rank, each where it comes first."""
     merges: dict[tuple[str, str], None] = {}
     for merge in keys.texts(MERGES) or []:
         left, _, right = merge.partition(" ")
@@ -241,7 +241,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """A text in pieces of about `PIECE` characters, which have the ids of the whole; an id as it is."""
+    """Yield a text in pieces of about `PIECE` characters that have its ids as a whole; an id unchanged."""
     if isinstance(part, int) or len(part) <= PIECE:
         yield part
         return

@@ -1,10 +1,10 @@
-"""What a tokenizer is, and the one of bytes: the id of a byte is the byte.
+"""Interface of tokenizers, and the byte tokenizer: the id of a byte is the byte.
 
-So any data can be learnt and nothing is trained before. In a GGUF the same vocabulary is a GPT-2 one
+So it can represent any data without training. In a GGUF the same vocabulary is a GPT-2 one
 (llama.cpp's "gpt2" model): byte b is written as the printable character that GPT-2's byte-to-unicode map
 gives it, three special tokens follow, and one merge that never fires, because readers ask for at least one
+gives it, three special tokens follow, and one merge that never applies, because readers ask for at least one
 and want both its halves and the joined token in the vocabulary. The "llama" (SentencePiece) kind with <0xNN>
-tokens was not chosen: it turns spaces into U+2581.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _MODEL = "gpt2"
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Return GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(_BYTES) if byte not in printable]
     moved = {byte: _BYTES + place for place, byte in enumerate(others)}
@@ -34,61 +34,61 @@ def byte_characters() -> list[str]:
 
 
 class Tokenizer(Protocol):
-    """What training and generation need of a tokenizer."""
+    """Interface of a tokenizer for training and generation."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of its ids."""
+        """Number of ids."""
 
     @property
     def bos(self) -> int | None:
-        """The token that begins a text, if there is one."""
+        """Token that begins a text, if there is one."""
 
     @property
     def add_bos(self) -> bool:
-        """Whether the model asks for bos in front of a text."""
+        """Tell whether the model asks for bos in front of a text."""
 
     @property
     def eos(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """Token that ends a text, if there is one."""
 
     @property
     def ends(self) -> frozenset[int]:
-        """All tokens after which a text is over."""
+        """All tokens that end a text."""
 
     def encode(self, data: bytes | str, *, special: bool = False) -> NDArray[np.unsignedinteger[Any]]:
-        """Ids (n,) of `data`, uint16 or uint32, without bos and eos.
+        """Return the ids (n,) of `data`, uint16 or uint32, without bos and eos.
 
-        `special`: control tokens that are spelt in it are read as such; else they are text like any other.
+        `special`: control tokens that are spelt in it are read as such; else they are ordinary text.
         """
 
     def encode_batch(
         self, documents: Sequence[bytes | str], *, special: bool = False
     ) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """`encode` for each of the texts."""
+        """Return `encode` of each text."""
 
     def encode_with_lengths(
         self, documents: Sequence[bytes | str]
     ) -> list[tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.int64]]]:
-        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
+        """Return each text's ids, control tokens read as such, and the bytes (n,) that each id stands for."""
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """How often the texts hold each token that is read as one by `special` only."""
+        """Return how often the texts hold each token that is read as one only with `special`."""
 
     def encode_prompt(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Ids of a text that a model is to continue, with what has to stand before it."""
+        """Return the ids of a text that a model is to continue, with the ids that must stand before it."""
 
     def decode(self, ids: ArrayLike) -> bytes:
-        """The bytes behind `ids`; tokens that are no text give nothing."""
+        """Return the bytes of `ids`; tokens that are not text give nothing."""
 
     def metadata(self) -> dict[str, object]:
-        """The `tokenizer.*` keys of a GGUF, and its name where llama.cpp reads text by that."""
+        """Return the `tokenizer.*` keys of a GGUF, and its name if llama.cpp reads text by the name."""
 
 
 class ByteTokenizer:
-    """256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids.
+    """Tokenizer of 256 bytes, bos, eos, pad, and the token of the formal merge: 260 ids.
 
-    It has the chat template that is given to it, if one is.
+    It has the chat template that it is given, if any.
     """
 
     bos = 256
@@ -102,9 +102,9 @@ class ByteTokenizer:
         self._template = {} if chat_template is None else {TEMPLATE: chat_template}
 
     def encode(self, data: bytes | str, *, special: bool = False) -> NDArray[np.uint16]:
-        """The ids of `data`, shape (number of bytes,); text goes through UTF-8. No bos or eos is added.
+        """Return the ids of `data`, shape (number of bytes,); text becomes UTF-8. No bos or eos is added.
 
-        Bytes that Python smuggled into a string (a command line that is not UTF-8) come out as they were.
+        Bytes that Python smuggled into a string (a command line that is not UTF-8) are restored.
         `special`: a control token that is spelt in it becomes its one id.
         """
         raw = _raw(data)
@@ -115,30 +115,30 @@ class ByteTokenizer:
     def encode_batch(
         self, documents: Sequence[bytes | str], *, special: bool = False
     ) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """`encode` for each of the texts."""
+        """Return `encode` of each text."""
         return [self.encode(data, special=special) for data in documents]
 
     def encode_with_lengths(
         self, documents: Sequence[bytes | str]
     ) -> list[tuple[NDArray[np.unsignedinteger[Any]], NDArray[np.int64]]]:
-        """Ids of each, control tokens read as such, and the bytes of the text (n,) that each stands for."""
+        """Return each text's ids, control tokens read as such, and the bytes (n,) that each id stands for."""
         found = self.encode_batch(documents, special=True)
         return [(ids, _LENGTHS[ids]) for ids in found]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
-        """How often the texts spell bos, eos and pad."""
+        """Return how often the texts spell bos, eos and pad."""
         cut = (part for data in documents for part in _cut(_raw(data)))
         return Counter(_SPECIAL[part - _BYTES] for part in cut if isinstance(part, int))
 
     def encode_prompt(self, text: str) -> NDArray[np.uint16]:
-        """Ids to continue, control tokens read as such.
+        """Return ids to continue, control tokens read as such.
 
-        Nothing at all becomes eos, as what follows one begins the next document.
+        An empty text becomes eos, because the next document begins after it.
         """
         return self.encode(text, special=True) if text else np.array([self.eos], np.uint16)
 
     def decode(self, ids: ArrayLike) -> bytes:
-        """The bytes behind `ids`, any shape, in C order; special ids give nothing.
+        """Return the bytes of `ids`, any shape, in C order; special ids give nothing.
 
         Raises ValueError for an id outside the vocabulary.
         """
@@ -149,7 +149,7 @@ class ByteTokenizer:
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:
-        """The `tokenizer.ggml.*` keys of a GGUF. NumPy scalars and arrays carry the exact width to write."""
+        """Return the `tokenizer.ggml.*` keys of a GGUF, as NumPy values of the exact width to write."""
         bos, eos, _ = _SPECIAL
         return {
             "tokenizer.ggml.model": _MODEL,
@@ -168,23 +168,23 @@ class ByteTokenizer:
 
     @classmethod
     def is_in(cls, metadata: Mapping[str, object], place: str = THE_FILE) -> bool:
-        """Whether a GGUF's keys describe this tokenizer, by its model and tokens."""
+        """Return whether a GGUF's keys describe this tokenizer, by its model and tokens."""
         keys = GGUFKeys(metadata, place)
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
 
 def _raw(data: bytes | str) -> bytes:
-    """The bytes of a text."""
+    """Return the bytes of a text."""
     return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
 def _cut(raw: bytes) -> list[int | str]:
-    """Ids of the control tokens that are spelt in `raw`; the bytes between them as one letter each."""
+    """Return ids of the control tokens spelt in `raw`, and the bytes between them as one letter each."""
     return _SPELLINGS.cut(raw.decode("latin-1"))
 
 
 def _ids(part: int | str) -> NDArray[np.uint16]:
-    """The ids (n,) of a part that was cut."""
+    """Return the ids (n,) of a part that was cut."""
     if isinstance(part, int):
         return np.array([part], np.uint16)
     return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)

@@ -1,8 +1,8 @@
-"""What the tokenizers of GGUF files have in common: tokens, their types, and the rules around the text.
+"""Base of the tokenizers of GGUF files: tokens, their types, and the rules around the text.
 
-As llama.cpp does it, tokens that stand in the text themselves are cut out longest first, before anything
-else; a control token is read only where it is asked for, so that a document which mentions one stays text. A
-kind of tokenizer says how what lies between them becomes ids.
+As in llama.cpp, tokens that stand in the text themselves are cut out longest first, before anything
+else; a control token is read only on request, so that a document which mentions one stays text. Each
+kind of tokenizer decides how the text between them becomes ids.
 """
 
 import re
@@ -25,15 +25,15 @@ from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
-Parts = Sequence[int | str]  # of a text: ids of tokens that stood in it, and the texts between them
+Parts = Sequence[int | str]  # parts of a text: ids of tokens in it, and the texts between them
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
-STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # what is read in a text
+STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types that are read in a text
 KEY = "tokenizer.ggml."
-PIECE = 1 << 16  # characters that are worked on as one text
+PIECE = 1 << 16  # characters that are processed as one text
 LONGEST = 1 << 10  # characters of a token; those of models have up to 256
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Tokens that end a text, and are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
+# Tokens that end a text; they are control tokens whatever the file says (`special_eog_ids` in llama.cpp).
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
     | {"<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>"}
@@ -43,13 +43,13 @@ _ENDS = frozenset(
 
 
 class GGUFTokenizer(ABC):
-    """The tokenizer of GGUF keys, of a kind that a subclass knows.
+    """Tokenizer of GGUF keys; subclasses implement each kind.
 
-    UsageError for keys that do not fit together. `add_eos_token` is not followed: a prompt is to be
+    Raises UsageError for keys that do not fit together. `add_eos_token` is ignored: a prompt is to be
     continued, and the corpus ends its documents anyway.
     """
 
-    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file does not name them
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens that the file does not name
     longest: ClassVar = LONGEST
     run_batch = Batches()
 
@@ -70,30 +70,30 @@ class GGUFTokenizer(ABC):
 
     @abstractmethod
     def adds_bos(self) -> bool:
-        """Whether a prompt begins with bos where the file does not say."""
+        """Return whether a prompt begins with bos if the file does not say."""
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """The ids of each document; one beyond the vocabulary gives nothing."""
+        """Return the ids of each document; an id beyond the vocabulary gives nothing."""
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Bytes of a text between tokens (n,) that each of its ids stands for."""
+        """Return the number of bytes (n,) of a text between tokens that each of its ids stands for."""
         lengths: Lengths = self.widths[ids[ids < self.vocab_size]]
         return lengths
 
     @abstractmethod
     def spelling(self, token: str, kind: int) -> bytes:
-        """The bytes of a token in a text, by its type; empty for one that is no text."""
+        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
 
     def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
-        """Ids (n,) of `data`, uint16 if the vocabulary fits, else uint32. No bos or eos is added.
+        """Return the ids (n,) of `data`, uint16 if the vocabulary fits, else uint32. No bos or eos is added.
 
         A byte that is not UTF-8 becomes U+FFFD. `special`: control tokens in the text are read as such.
         """
         return self.encode_batch([data], special=special)[0]
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """`encode` of each, on all threads that the process may use."""
+        """Return `encode` of each text, run on all threads that the process may use."""
         cut = [self.cut(as_text(data), special) for data in documents]
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
 
@@ -111,9 +111,9 @@ class GGUFTokenizer(ABC):
         )
 
     def encode_prompt(self, text: str) -> Ids:
-        """Ids to continue: bos first if the file asks for it, control tokens read as such.
+        """Return ids to continue: bos first if the file asks for it, control tokens read as such.
 
-        Nothing at all becomes the token that ends a document, as what follows one begins the next.
+        An empty text becomes the token that ends a document, because the next document begins after it.
         """
         ids = self.encode(text, special=True).tolist()
         first = [self.bos] if self.add_bos and self.bos is not None else []
@@ -121,7 +121,7 @@ class GGUFTokenizer(ABC):
         return self._array(np.array(first + ids or edge, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
-        """The bytes behind `ids`, any shape, in C order; ValueError for one outside the vocabulary."""
+        """Return the bytes of `ids`, any shape, in C order; ValueError for an id outside the vocabulary."""
         flat = np.asarray(ids).ravel()
         strange = flat[(flat < 0) | (flat >= self.vocab_size)]
         if strange.size:
@@ -129,17 +129,17 @@ class GGUFTokenizer(ABC):
         return b"".join([self._bytes[i] for i in flat.tolist()])
 
     def metadata(self) -> dict[str, object]:
-        """The keys that it was made from, unchanged: `tokenizer.*`, and what else decides about ids."""
+        """Return the keys that it was made from, unchanged: `tokenizer.*`, and others that affect the ids."""
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:
-        """The id of `tokenizer.ggml.NAME_token_id`; without such a key the usual one of this kind, if any."""
+        """Return the id of `tokenizer.ggml.NAME_token_id`; without the key this kind's usual one, if any."""
         usual = self.usual_ids.get(name, self.vocab_size)
         given = self._keys.token_id(name, self.vocab_size)
         return given if given is not None or usual >= self.vocab_size else usual
 
     def stripping(self) -> frozenset[str]:
-        """Tokens that are read in a text and behind which white space is left out."""
+        """Return the tokens in a text after which white space is left out."""
         return frozenset()
 
     def _types(self) -> list[int]:
@@ -157,17 +157,17 @@ class GGUFTokenizer(ABC):
 
     @cached_property
     def widths(self) -> Lengths:
-        """Bytes (V,) of each token where it is read in a text, of control tokens too."""
+        """Bytes (V,) of each token as it is read in a text, control tokens included."""
         both = zip(self._bytes, self.tokens, strict=True)
         return np.array([len(found) or len(token.encode()) for found, token in both], np.int64)
 
     @cached_property
     def _standing(self) -> dict[bool, Spellings]:
-        """Tokens to look for in a text: with the control tokens, or only the user's."""
+        """Tokens to look for in a text: with control tokens (True), or only the user's (False)."""
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Ids of tokens that are read in a text: with the control tokens, or only the user's."""
+        """Return ids of tokens that are read in a text: with control tokens, or only the user's (False)."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -175,17 +175,17 @@ class GGUFTokenizer(ABC):
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        """What cuts these tokens out of a text."""
+        """Return the finder that cuts these tokens out of a text."""
         return Spellings(ids, self.stripping())
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
-        """A text as ids that stood in it and the texts between them; bytes of each id go into `sizes`."""
+        """Return a text as ids that stood in it and texts between them; `sizes` gets the ids' bytes."""
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
         self, parts: Parts, sizes: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
-        """The ids of all parts of a text, and how many of its bytes each stands for."""
+        """Return the ids of all parts of a text, and the number of its bytes that each stands for."""
         stood, lengths = iter(sizes), [np.zeros(0, np.int64)]
         for part, found in zip(parts, ids, strict=True):
             lengths.append(np.array([next(stood)]) if isinstance(part, int) else self.lengths(part, found))
@@ -204,7 +204,7 @@ def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
 
 
 def as_text(data: bytes | str) -> str:
-    """`data` as text, U+FFFD for every byte that is not UTF-8."""
+    """Return `data` as text, with U+FFFD for every byte that is not UTF-8."""
     raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
     try:
         return raw.decode()
@@ -213,7 +213,7 @@ def as_text(data: bytes | str) -> str:
 
 
 def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
-    """The tokens in the order of their ids; an empty one is named as llama.cpp names it."""
+    """Return the tokens in the order of their ids; an empty one is named as llama.cpp names it."""
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(keys.texts(TOKENS) or [])]
     if not tokens:
         raise UsageError(f"{keys.place} has no {TOKENS}: expected a vocabulary")

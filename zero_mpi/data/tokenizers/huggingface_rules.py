@@ -23,19 +23,19 @@ from zero_mpi.files.parse import parse_json
 RULES = "tokenizer.huggingface.rules"
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # what is far from a letter does not change how it is spelt
-_MOST_GROWTH, _MOST_JSON = 16, 2000  # times that a normalizer makes a text longer; letters of its definition
-_CHUNK = 1 << 16  # characters that the library, which takes 40 bytes for each, spells at once
-# Letters that no form joins to what is before them.
+_LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # a distant letter does not change the spelling under these
+_MOST_GROWTH, _MOST_JSON = 16, 2000  # growth of a text by a normalizer; letters of its definition
+_CHUNK = 1 << 16  # characters normalized at once; the library takes 40 bytes for each
+# Letters that no form joins to the text before them.
 _STABLE = re.compile("[\0-\x7f\u0400-\u0450\u3400-\u9fff\uac00-\ud7a3]")
 _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class Rules:
-    """The rules of a tokenizer's keys; FileError for what is none.
+    """Rules of a tokenizer's keys; FileError for keys that are no rules.
 
-    flags   of added tokens, by token
-    cut     whether they say how tokens are cut out of a text
+    flags   flags of added tokens, by token
+    cut     whether the rules say how tokens are cut out of a text
     """
 
     def __init__(self, keys: GGUFKeys) -> None:
@@ -52,7 +52,7 @@ class Rules:
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
-        """Return how words are cut and merged by these rules."""
+        """Return the splitting into words, and the merging, by these rules."""
         regexes = (self._original and pre.original) or pre.regexes
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
@@ -71,7 +71,7 @@ class Rules:
         return "".join(parts)
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
-        """Return the tokens that are looked for in text as it is, or as the normalizer spells it."""
+        """Return the tokens to look for in text as it is, or in text as the normalizer spells it."""
         found = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
             spelt = self.normalized(token) if normalized else token
@@ -89,7 +89,7 @@ class Rules:
 def rules_json(
     flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
 ) -> dict[str, object]:
-    """Return the key of rules, if there are any. `normalized` alone is none without a normalizer."""
+    """Return the key of rules, if there are any. `normalized` alone is no rule without a normalizer."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
     given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
     rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
@@ -97,7 +97,7 @@ def rules_json(
 
 
 def rules_in_words(metadata: Mapping[str, object]) -> str:
-    """Name the rules of keys; empty without any."""
+    """Return the names of the rules of keys; empty without any."""
     rules = parse_json(GGUFKeys(metadata).text(RULES) or "{}")
     flagged = [
         f"{flag} of {show(token)}" for token, flags in rules.pop("added_tokens", {}).items() for flag in flags
@@ -108,7 +108,7 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
 
 
 class FlaggedSpellings(Spellings):
-    """Tokens that the package tokenizers cuts out: from left to right, the longest, each by its flags."""
+    """Tokens that the package tokenizers cuts out: left to right, the longest first, each by its flags."""
 
     def __init__(self, ids: Mapping[str, int], flags: Mapping[str, frozenset[str]]) -> None:
         super().__init__(ids)
@@ -116,7 +116,7 @@ class FlaggedSpellings(Spellings):
 
     def spans(self, text: str) -> list[Span]:
         found = list[Span]()
-        at = before = white = 0  # behind the last match, behind its white space, behind a row of white space
+        at = before = white = 0  # end of the last match, of its white space, of a run of white space
         for start, rank in reversed([*self.longest(text)]):
             if start < at:
                 continue
@@ -147,25 +147,25 @@ def _library() -> Any:
 
 
 def _is_word(letter: str) -> bool:
-    r"""Return whether a character is `\w` to the library; none is not."""
+    r"""Return whether a character is `\w` to the library; "" is not."""
     cut = _library().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
     return letter != "" and cut[0][0] == "a" + letter
 
 
 def kinds_of(definition: Any) -> set[str]:
-    """Return the types in a normalizer."""
+    """Return the types in a normalizer's definition."""
     return set(re.findall(r'"type": "(\w+)"', json.dumps(definition)))
 
 
 def normalizer_of(definition: Any) -> Any:
-    """Return the library's normalizer."""
+    """Return the library's normalizer of a definition."""
     lib = _library()
     empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
     return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer
 
 
 def check_normalizer(definition: Any) -> None:
-    """Raise ValueError, naming it, for a normalizer that is not known, or makes much of little."""
+    """Raise ValueError, naming it, for a normalizer that is unknown or makes a text many times longer."""
     if definition is not None:
         if _growth(definition) > _MOST_GROWTH or len(json.dumps(definition)) > _MOST_JSON:
             raise ValueError(
@@ -178,7 +178,7 @@ def check_normalizer(definition: Any) -> None:
 
 
 def _growth(definition: Any) -> int:
-    """Return how many times as long a normalizer makes a text; ValueError for one that is not known."""
+    """Return how many times longer a normalizer may make a text; ValueError for an unknown one."""
     given = definition if isinstance(definition, dict) else {}
     kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
     old = pattern.get("String") if isinstance(pattern, dict) else None

@@ -1,4 +1,4 @@
-"""SentencePiece's merges by score: neighbours become tokens, that of the greatest score first."""
+"""SentencePiece's merges by score: neighbours become one token, the pair with the greatest score first."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LETTERS = 0x110000
 
 
 class _Symbols(NamedTuple):
-    """What merges work on: tokens, letters that are part of one, and the next number for all others.
+    """Data of the merges: tokens, letters that are part of a token, and the next number for all others.
 
-    of_letter   (letters of Unicode + 1,) int32; the last is that of no letter
-    pairs       of two symbols, to what they become
-    ranks       (symbols,) int64 by the score of each: the greatest is 0
+    of_letter   (letters of Unicode + 1,) int32; the last is for no letter
+    pairs       from two symbols to the symbol that they become
+    ranks       (symbols,) int64 by the score of each: the greatest score has rank 0
     bytewise    (256,) int32: the token of a byte
     """
 
@@ -35,7 +35,7 @@ class _Symbols(NamedTuple):
 
 
 class MergeTokenizer(SentencePieceTokenizer):
-    """The tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
+    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
 
     A letter without a token is written by the tokens of its bytes, "<0x00>" and so on.
     """
@@ -46,7 +46,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
         name = GGUFKeys(metadata, place).text(_NAME) or ""
-        # llama.cpp knows this family by its name alone, so the name is part of the tokenizer.
+        # llama.cpp recognises this family only by its name, so the name is part of the tokenizer.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
             self._metadata[_NAME] = name
 
@@ -63,11 +63,11 @@ class MergeTokenizer(SentencePieceTokenizer):
         return (" " + text if self.adds_space else text).replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        from zero_mpi.data.tokenizers import segmentation  # compiled where it is used
+        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
 
         table = self._symbols
         symbols = table.of_letter[np.maximum(letters, 0)]
-        symbols[letters < 0] = table.of_letter[-1]  # in no pair
+        symbols[letters < 0] = table.of_letter[-1]  # not in any pair
         space = int(table.of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
         after = segmentation.merge(symbols, *table.pairs, table.ranks, space)
         ids: NDArray[np.int32] = segmentation.spell(symbols, after, letters, table.bytewise, self.vocab_size)
@@ -75,7 +75,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _symbols(self) -> _Symbols:
-        """Made where it is used: it takes a second for a large vocabulary."""
+        """Data of the merges, made at first use: this takes a second for a large vocabulary."""
         symbols = dict(self.ids)
         for token in self.tokens:
             for letter in token:
@@ -97,7 +97,7 @@ class MergeTokenizer(SentencePieceTokenizer):
         return _Symbols(of_letter, pair_table(left, right, joined), ranks, self._bytewise())
 
     def _bytewise(self) -> NDArray[np.int32]:
-        """The token of each byte: "<0xNN>", the letter itself, or the unknown one; else none."""
+        """Return the token of each byte: "<0xNN>", the letter itself, or the unknown one; else none."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]

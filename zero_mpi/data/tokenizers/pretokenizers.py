@@ -1,11 +1,11 @@
-r"""How a byte-level BPE tokenizer cuts text into words before it merges, by the name in a GGUF.
+r"""Pre-tokenizers: how a byte-level BPE tokenizer cuts text into words before merges, by the name in a GGUF.
 
-`tokenizer.ggml.pre` names regexes that a file does not hold; whoever reads it must know them. They are
-applied in turn, each within the pieces of the one before, and what no regex matches is a piece too. Names and
-regexes are those of llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that ids of a GGUF
-are its ids. Some of them only come near the regexes that the vocabulary was made with (tekken, gpt-4o,
-deepseek): those stand beside them as `original` and cut the text of a folder, whose tokenizer.json has them.
-With another splitting text would be read wrong and nobody would notice, so an unknown name is refused.
+`tokenizer.ggml.pre` names regexes that a file does not hold, so its readers must know them. They are
+applied in turn, each within the pieces of the one before; text that no regex matches is a piece too. Names
+and regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that ids of a GGUF
+are its ids. Some of them only approximate the regexes that the vocabulary was made with (tekken, gpt-4o,
+deepseek): the exact ones are kept as `original` and cut the text of a folder whose tokenizer.json has them.
+With another splitting, text would be read wrong and nobody would notice, so an unknown name is refused.
 """
 
 # ruff: noqa: RUF001 (classes of letters of many scripts)
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-# Letters and digits are those of the library's Unicode: 16 at the time of writing, llama.cpp's is 15.1. So
-# some 4400 code points of 2024 are letters here and not there, which shows in ids where an apostrophe follows
-# one, or if a vocabulary merges its last byte with what stands beside it; for deepseek-v3 new signs too.
+# Letters and digits are those of the library's Unicode: 16 at the time of writing; llama.cpp has 15.1. So
+# some 4400 code points of 2024 are letters here and not there; ids differ where an apostrophe follows
+# one, or if a vocabulary merges its last byte with a neighbour; for deepseek-v3 with new signs too.
 
 # GPT-2's encoder.py (Radford et al. 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -35,15 +35,15 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
 def _by_case(upper: str, lower: str, contractions: str, digits: str) -> str:
-    """The regex of tekken and gpt-4o: a word ends before a capital behind small letters, too."""
+    """Return the regex of tekken or gpt-4o: a word also ends before a capital that follows small letters."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{contractions}|{lead}{upper}+{lower}*{contractions}"
     return f"{words}|{digits}" + _AFTER.replace(r"[\r\n]*", r"[\r\n/]*")
 
 
 _CASES = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # so llama.cpp takes "É" for a small letter too
-# llama.cpp has a tab in the place of a space outside ASCII where a regex names no category.
+_CASES_OF_ASCII = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"  # like llama.cpp, take "É" for a small letter
+# llama.cpp puts a tab in place of a space outside ASCII if a regex names no category.
 _LINE_ENDS, _CJK, _CJK_NO_SPACES = r"[\r\n]", "[一-龥ࠀ-一가-퟿]+", r"[一-龥ࠀ-一가-퟿&&\S]+"
 _CASED = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
@@ -60,12 +60,12 @@ _DEEPSEEK3 = (
 
 
 class PreTokenizer(NamedTuple):
-    """The regexes of a name, and the settings that llama.cpp ties to it."""
+    """Regexes of a name, and the settings that llama.cpp ties to it."""
 
     regexes: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
-    add_bos: bool = False  # where the file does not say
-    original: tuple[str, ...] = ()  # those of tokenizer.json, where llama.cpp's are others
+    ignore_merges: bool = False  # a word that is a token becomes that token, despite the merges
+    add_bos: bool = False  # default, if the file does not say
+    original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
     passes_letters: bool = False  # letters outside ASCII may be in no regex, and with spaces a piece
 
 
@@ -91,7 +91,7 @@ _CODER = PreTokenizer(
 )
 _V3 = PreTokenizer((_THREE_DIGITS, _KANA, _DEEPSEEK3))
 
-# The first name with certain regexes is the one that a tokenizer.json with them gets.
+# The first name with certain regexes is given to a tokenizer.json that has these regexes.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "trillion"), _PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
@@ -112,9 +112,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
-    """The entry of `tokenizer.ggml.pre` of the file at `place`; without one, as llama.cpp, "default".
+    """Return the entry of `tokenizer.ggml.pre` of the file at `place`; without one "default", as llama.cpp.
 
-    Raises UsageError for a name that is not known.
+    Raises UsageError for an unknown name.
     """
     if (name or "default") in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name or "default"]
@@ -125,8 +125,8 @@ def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
 
 
 def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict[str, bool]]:
-    """The name for a tokenizer.json's `pre_tokenizer`, and what it asks for that llama.cpp does not do:
-    `original` regexes, `ignore_merges`. UsageError, beginning with `where`, without a name.
+    """Return the name of a tokenizer.json's `pre_tokenizer`, and its requests that llama.cpp does not follow:
+    `original` regexes, `ignore_merges`. Raises UsageError, beginning with `where`, if there is no name.
     """
     steps = definition.get("pretokenizers") if _is(definition, "Sequence") else [definition]
     regexes = _regexes(steps if isinstance(steps, list) else [])
@@ -149,7 +149,7 @@ def _is(definition: Any, kind: str) -> bool:
 
 
 def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
-    """The regexes that pre-tokenizers in a row stand for; None if they are none of those known here."""
+    """Return the regexes that consecutive pre-tokenizers stand for; None if any is not known here."""
     *splits, last = steps or [None]
     if not _is(last, "ByteLevel") or last.get("add_prefix_space", True):
         return None

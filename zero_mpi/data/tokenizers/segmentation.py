@@ -1,8 +1,8 @@
-"""The loops over the characters of a text that cut it into tokens, compiled where numba is installed.
+"""Loops over the characters of a text that cut it into tokens, compiled if numba is installed.
 
-They are llama.cpp's rules to the letter, which no library on PyPI keeps: `sentencepiece` adds scores in
-float32, `tokenizers` has no equal ranks and looks at a letter with its marks as a whole, and each of these
-shows in ids. Without numba the same functions run in the interpreter: right, and a hundred times slower.
+They follow llama.cpp's rules exactly, which no library on PyPI does: `sentencepiece` adds scores in
+float32, `tokenizers` has no equal ranks and treats a letter with its marks as one, and each of these
+changes ids. Without numba the same functions run in the interpreter: correct, and a hundred times slower.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ except ImportError:
 
 
 def compiled(function: F) -> F:
-    """`function` as machine code, kept between runs; itself where numba is not installed."""
+    """Return `function` as machine code, cached between runs; unchanged if numba is not installed."""
     if numba is None:
         return function
     try:
         machine: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to keep it in
+    except RuntimeError:  # no folder for its cache
         machine = numba.njit(nogil=True)(function)
     return machine
 
 
 find = compiled(pair_table.find)
-_PLACE = 32  # bits of a place in a key of the heap, below the rank
+_PLACE = 32  # bits of a place in a heap key, below the rank
 _MASK = (1 << _PLACE) - 1
 
 
@@ -54,10 +54,10 @@ def merge(
 ) -> NDArray[np.int64]:
     """Join neighbours of `symbols` (n,) as long as a pair of them is in the table, in place.
 
-    Each pair has the rank of what it becomes; the smallest comes first, and of equal ones the one further
-    left (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: a word begins where it
-    follows another symbol, and no pair reaches over that place; FREE if pairs may. Returns for each place
-    (n,) that of the next symbol; FREE at one that was joined to what is before it.
+    Each pair has the rank of what it becomes; the smallest comes first, and of equal ones the leftmost
+    one (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: a word begins where it
+    follows another symbol, and no pair crosses that place; FREE if pairs may. Returns for each place
+    (n,) that of the next symbol; FREE at a symbol that was joined to the one before it.
     """
     count = len(symbols)
     before, after = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -81,7 +81,7 @@ def merge_word(
     ranks: NDArray[np.int64],
     chain: tuple[NDArray[np.int64], NDArray[np.int64], int],
 ) -> None:
-    """`merge` of the symbols from the place that is last in `chain`, whose links change with them."""
+    """Apply `merge` to the symbols from the place that is last in `chain`; update the links of `chain`."""
     before, after, start = chain
     heap = [np.int64(0)]
     heap.pop()
@@ -98,7 +98,7 @@ def merge_word(
             continue
         found = find(keys, values, symbols[left], symbols[right])
         if found == FREE or ranks[found] != best >> _PLACE:
-            continue  # one of the two was joined to another meanwhile
+            continue  # one of the two was joined to another in the meantime
         symbols[left] = found
         beyond = after[right]
         after[left], after[right] = beyond, FREE
@@ -121,7 +121,7 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """The ids of merged symbols; one that is no token, a letter then, by the bytes of its UTF-8.
+    """Return the ids of merged symbols; a symbol that is no token (a letter then) by its UTF-8 bytes.
 
     `letters` (n,): code points, or -1 - id of a token that stood in the text. `bytewise` (256,): the token of
     each byte.
@@ -137,7 +137,7 @@ def spell(
             count += 1
         else:
             point = letters[place]
-            more = int(point > 0x7F) + int(point > 0x7FF) + int(point > 0xFFFF)  # bytes behind the first
+            more = int(point > 0x7F) + int(point > 0x7FF) + int(point > 0xFFFF)  # bytes after the first
             first = point if more == 0 else (0xFF00 >> more + 1 & 0xFF) | point >> 6 * more
             ids[count] = bytewise[first]
             for number in range(more):
@@ -159,12 +159,12 @@ def likeliest(
     scores: NDArray[np.float64],
     unknown: tuple[int, float],
 ) -> NDArray[np.int32]:
-    """The tokens (m,) of letters (n,) with the greatest sum of scores (Viterbi; unigram model of Kudo 2018).
+    """Return the tokens (m,) of letters (n,) with the greatest sum of scores (Viterbi; unigram, Kudo 2018).
 
     The table leads from a node of a trie and a letter to the next node, `ends` from a node to its token or
-    FREE. `unknown`: the token of a letter that is none itself, and its score; neighbours become one. Of equal
-    sums the one found first stays: that whose last token is longer. A letter may be -1 - id of a token that
-    stood in the text: what is before it and behind it are texts of their own.
+    FREE. `unknown`: the token of a letter without a token, and its score; neighbours become one. Of equal
+    sums the first one found stays: that whose last token is longer. A letter may be -1 - id of a token that
+    stood in the text: the letters before it and after it are separate texts.
     """
     count = len(letters)
     best, token, origin = (
@@ -197,7 +197,7 @@ def likeliest(
 def backwards(
     letters: NDArray[np.int32], token: NDArray[np.int32], origin: NDArray[np.int64], unknown: int
 ) -> NDArray[np.int32]:
-    """The tokens along the best way (n + 1,) from the end to the beginning, in the order of the text."""
+    """Return the tokens along the best way (n + 1,), followed from its end, in the order of the text."""
     ids = np.empty(len(letters), np.int32)
     first, place, in_unknown = len(ids), len(letters), False
     while place > 0:
@@ -218,9 +218,9 @@ def respell(
 ) -> int:
     """Write UTF-8 with its longest prefixes replaced, from left to right, as a charsmap says.
 
-    Returns the length, which alone is right if `out` is too short; FREE for a map that points outside of
+    Returns the length, which alone is right if `out` is too short; FREE for a map that points outside
     itself. `nodes`: a double array (Kanda 2018). A node has its letter, whether a prefix ends in it, and the
-    base of what follows; the value of a prefix is where in `spellings`, which end in zeros, the new one is.
+    base of its children; a prefix's value is the place of its new spelling in `spellings`, each ended by 0.
     """
     place = length = 0
     while place < len(text):
@@ -250,7 +250,7 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[int, int]:
-    """(length of the longest prefix in the map, where its new spelling is); (0, 0) without one."""
+    """Return (length of the longest prefix in the map, place of its new spelling); (0, 0) without one."""
     taken = spelling = 0
     if len(nodes) == 0:
         return 0, 0
@@ -273,5 +273,5 @@ def longest_prefix(text: NDArray[np.uint8], nodes: NDArray[np.int64]) -> tuple[i
 
 @compiled
 def base_of(node: int) -> int:
-    """Where the nodes behind a node begin, relative to it."""
+    """Return where the children of a node begin, relative to it."""
     return node >> 10 << ((node & 0x200) >> 6)

@@ -2,8 +2,8 @@
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
 those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
-and sums are of float64. The loops are `segmentation`'s. Where no token reaches over the beginning of a word,
-long texts are cut there and go through all threads.
+and sums are in float64. The loops are in `segmentation`. If no token crosses the beginning of a word,
+long texts are cut there and processed by all threads.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
 from zero_mpi.data.tokenizers.pair_table import FREE
 from zero_mpi.files.gguf_keys import THE_FILE
 
-SPACE = "▁"  # U+2581, for a space
+SPACE = "▁"  # U+2581, stands for a space
 SCORES = KEY + "scores"
-_BATCH = 64  # pieces that threads take together
+_BATCH = 64  # pieces that all threads take together
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -43,10 +43,10 @@ Letters = NDArray[np.int32]
 
 
 class SentencePieceTokenizer(GGUFTokenizer):
-    """What both kinds have in common. UsageError for keys that do not fit together."""
+    """Base of both kinds. Raises UsageError for keys that do not fit together."""
 
-    longest = 512  # SentencePiece trains no longer ones
-    usually_adds_space: ClassVar[bool] = False  # where the file does not say
+    longest = 512  # SentencePiece trains no longer tokens
+    usually_adds_space: ClassVar[bool] = False  # default, if the file does not say
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
@@ -57,7 +57,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         self.unknown = self.special_id("unknown")
 
     def spelling(self, token: str, kind: int) -> bytes:
-        """The bytes of a token in a text, by its type; empty for one that is no text."""
+        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
         if kind == NORMAL:
             return token.replace(SPACE, " ").encode()
         if kind == BYTE:
@@ -66,8 +66,8 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return token.encode() if kind == USER_DEFINED else b""
 
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
-        """The ids of each document; all are worked on as one text, of which threads take pieces."""
-        end = self.vocab_size  # stands behind each
+        """Return the ids of each document; all are processed as one text, pieces of which go to threads."""
+        end = self.vocab_size  # put after each document
         pieces = self._pieces(self._letters([part for parts in documents for part in (*parts, end)]))
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
         ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
@@ -75,7 +75,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
-        """The ids of each piece."""
+        """Return the ids of each piece."""
         threads = min(environment.within_quota(environment.cores()), len(pieces))
         if threads == 1:
             return [self.segment(piece) for piece in pieces]
@@ -83,9 +83,9 @@ class SentencePieceTokenizer(GGUFTokenizer):
             return list(pool.map(self.segment, pieces))
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
-        """Bytes of a text between tokens (n,) that each of its ids stands for.
+        """Return the number of bytes (n,) of a text between tokens that each of its ids stands for.
 
-        None of the space that was put before it; three where the text itself has the sign for a space.
+        The space that was put before it counts 0; a sign for a space in the text itself counts 3.
         """
         lengths = super().lengths(text, ids)
         lengths[:1] -= int(self.adds_space)
@@ -98,14 +98,14 @@ class SentencePieceTokenizer(GGUFTokenizer):
 
     @abstractmethod
     def prepared(self, text: str) -> str:
-        """A text between tokens as it is segmented: spelt and spaced as the kind wants it."""
+        """Return a text between tokens as it is segmented: spelt and spaced as the kind requires."""
 
     @abstractmethod
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        """The ids (m,) of letters (n,)."""
+        """Return the ids (m,) of letters (n,)."""
 
     def _letters(self, parts: Parts) -> Letters:
-        """The code points (n,) of parts; in the place of a token that stood in the text -1 - its id."""
+        """Return the code points (n,) of parts; a token that stood in the text is -1 - its id."""
         texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
@@ -114,7 +114,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return letters
 
     def _pieces(self, letters: Letters) -> list[Letters]:
-        """Letters in pieces of about `PIECE` that have the ids of the whole."""
+        """Return letters in pieces of about `PIECE` that have the ids of the full text."""
         begins = letters < 0
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
@@ -124,5 +124,5 @@ class SentencePieceTokenizer(GGUFTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Whether no token reaches over the beginning of a word."""
+        """Tell whether no token crosses the beginning of a word."""
         return not any(_SEAM.search(token) for token in self.tokens)

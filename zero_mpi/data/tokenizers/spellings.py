@@ -1,7 +1,7 @@
-"""Tokens that stand in a text as they are spelt: found in one pass, and cut out as llama.cpp does it.
+"""Finds tokens that are spelt out in a text in one pass, and cuts them out as llama.cpp does.
 
-It takes the longest token first and cuts it out everywhere, then the next. So of two tokens that overlap the
-longer one is read, wherever it begins, which a regex from left to right would not do.
+llama.cpp takes the longest token first and cuts it out everywhere, then the next. So of two tokens that
+overlap the longer one is read, wherever it begins, which a regex from left to right would not do.
 """
 
 import re
@@ -13,14 +13,14 @@ from heapq import heapify, heappop, heappush
 
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
-_WHITE = frozenset(" \t\n\v\f\r")  # of ASCII
-Span = tuple[int, int, str]  # where a token begins and ends, with white space that is left out
+_WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
+Span = tuple[int, int, str]  # begin and end of a token, with white space that is left out
 
 
 class Spellings:
-    """The ids of tokens by their spelling, none of which is empty.
+    """Ids of tokens by their spelling, none of which is empty.
 
-    stripping   tokens behind which white space is left out
+    stripping   tokens after which white space is left out
     """
 
     def __init__(self, ids: Mapping[str, int], stripping: Collection[str] = ()) -> None:
@@ -28,9 +28,9 @@ class Spellings:
         self.tokens = sorted(ids, key=lambda token: -len(token.encode()))
 
     def cut(self, text: str, sizes: list[int] | None = None) -> list[int | str]:
-        """`text` as ids of the tokens that are spelt in it, and the texts between them; whole without any.
+        """Return `text` as ids of the tokens spelt in it and the texts between them; `[text]` without any.
 
-        The bytes that each id stands for go into `sizes`.
+        `sizes` gets the bytes that each id stands for.
         """
         parts, at = list[int | str](), 0
         for start, stop, token in self.spans(text):
@@ -43,7 +43,7 @@ class Spellings:
         return [*parts, text[at:]] if at < len(text) or not parts else parts
 
     def spans(self, text: str) -> list[Span]:
-        """Where tokens are spelt that are cut out, in the order of the text."""
+        """Return where the tokens to cut out are spelt, in the order of the text."""
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
@@ -54,7 +54,7 @@ class Spellings:
         nodes, fails, ranks = self._automaton
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
-            if not node:  # nothing of a token was read: go on where one may end
+            if not node:  # no token has begun: continue where one may end
                 if (found := self._end.search(text, at)) is None:
                     return
                 at = found.start()
@@ -66,8 +66,8 @@ class Spellings:
                 yield len(text) - at, ranks[node]
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
-        """(start, stop, token) of those that are cut out, of `places` where those of each rank start."""
-        taken, ranks = bytearray(len(text) + 1), [*places]  # by letters, and one that stays free
+        """Yield (start, stop, token) of those that are cut out, from `places`, the starts of each rank."""
+        taken, ranks = bytearray(len(text) + 1), [*places]  # per letter, and one that stays free
         heapify(ranks)
         while ranks:
             rank = heappop(ranks)
@@ -98,7 +98,7 @@ class Spellings:
 
     @cached_property
     def _shorter(self) -> list[int]:
-        """The rank of the longest token that each token begins with, not counting itself, or -1."""
+        """Rank of the longest token that each token begins with, not counting itself, or -1."""
         found, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):
@@ -109,9 +109,9 @@ class Spellings:
 
     @cached_property
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
-        """Aho and Corasick's, of the tokens backwards, so that each letter of a text is read once or twice.
+        """Automaton of Aho and Corasick for the reversed tokens: it reads each letter once or twice.
 
-        Nodes of a trie; the node of the longest proper suffix of each; the rank of its longest token, or -1.
+        Nodes of a trie; the node of each node's longest proper suffix; the rank of its longest token, or -1.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
         depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
@@ -128,7 +128,7 @@ class Spellings:
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """Matches where a token may end, in a text backwards, by its last two letters."""
+        """Pattern of places where a token may end, in a reversed text, by the token's last two letters."""
         longer = [token for token in self._ids if len(token) > 1]
         letters = {t for t in self._ids if len(t) == 1}, {t[-1] for t in longer}, {t[-2] for t in longer}
         alone, first, second = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in letters)

@@ -1,9 +1,9 @@
-"""A Hugging Face tokenizer.json as GGUF keys, and the way back.
+"""Converts a Hugging Face tokenizer.json to GGUF keys, and back.
 
 Reading follows llama.cpp's converter: tokens in the order of their ids, `[PADn]` of type "unused" where there
-is none, added tokens as control tokens (if special, or of that look) or the user's, bos, eos and the chat
-template from the files beside it. What a GGUF has no key for, and would change ids, are `huggingface_rules`,
-which stay with the model; what they cannot say is refused.
+is none, added tokens as control tokens (if special, or by their look) or the user's, bos, eos and the chat
+template from the files beside it. Rules without a GGUF key that would change ids are `huggingface_rules`,
+which stay with the model; anything these cannot express is refused.
 """
 
 import json
@@ -25,20 +25,20 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 _KEY = "tokenizer.ggml."
-_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # there: here
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "give --data as token files (1-D .npy)"
-_MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # bytes of tokenizer.json and of each file beside it
-_MOST_TEMPLATES, _MOST_NAME = 32, 99  # of a folder; letters of the name of one
-_GAP = 1 << 16  # ids without a token that a model may have besides as many as the tokenizer has tokens
+_MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
+_MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits of a folder's templates; of letters in a template's name
+_GAP = 1 << 16  # extra ids without a token that a model may have, besides doubling
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
 _WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
-    """The tokenizer of a tokenizer.json; of what lies beside it, tokenizer_config.json, chat_template.jinja,
+    """Return the tokenizer of a tokenizer.json; beside it, tokenizer_config.json, chat_template.jinja,
     config.json and generation_config.json are read for the special tokens and the chat template.
 
-    `vocab_size`: the model's, if it is larger: the rest is filled. UsageError for what is no byte-level BPE.
+    `vocab_size`: the model's, if it is larger: the rest is filled. UsageError unless it is a byte-level BPE.
     """
     path = Path(path)
     content = _read(path, _MOST)
@@ -70,9 +70,9 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """The content of a tokenizer.json for GGUF keys of a byte-level BPE; the bytes' own tokenizer is one too.
+    """Return the content of a tokenizer.json for GGUF keys of a byte-level BPE (also of the byte tokenizer).
 
-    UsageError as `BPETokenizer` raises it. Unused `[PADn]` are left out: whoever reads it fills gaps.
+    Raises UsageError as `BPETokenizer` does. Unused `[PADn]` are left out: readers fill the gaps.
     """
     bpe = BPETokenizer(metadata, place)
     tokenizer, lib = bpe.library, tokenizers()
@@ -85,7 +85,7 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
 
 
 def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
-    """The content of a tokenizer_config.json: the special tokens by their text, and the chat template."""
+    """Return the content of a tokenizer_config.json: special tokens by their text, and the chat template."""
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
@@ -107,7 +107,7 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
 
 
 def _read(path: Path, most: int) -> dict[str, Any]:
-    """A JSON object of at most `most` bytes. UsageError for anything else."""
+    """Return a JSON object of at most `most` bytes. Raises UsageError for anything else."""
     raw = read_file(path, most, "JSON")
     try:
         content = parse_json(raw)
@@ -119,7 +119,7 @@ def _read(path: Path, most: int) -> dict[str, Any]:
 
 
 def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A value of one of these types, or None. UsageError for another one."""
+    """Return a value of one of these types, or None. Raises UsageError for another type."""
     value = content.get(name)
     if value is not None and type(value) not in kinds:
         names = " or ".join(_SPELLED[kind] for kind in kinds)
@@ -132,11 +132,11 @@ def _list(value: object) -> list[Any]:
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The model. UsageError for a kind that GGUF keys of a byte-level BPE cannot describe."""
+    """Return the model. Raises UsageError for a kind that GGUF keys of a byte-level BPE cannot describe."""
     model = content.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     if kind is None and isinstance(model, dict) and "merges" in model:
-        kind = "BPE"  # files of early versions do not say
+        kind = "BPE"  # files of early versions omit the type
     if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
@@ -156,8 +156,8 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The added tokens. UsageError unless they are objects. As in Transformers, those of
-    tokenizer_config.json are added and go before those of the same text.
+    """Return the added tokens. Raises UsageError unless they are objects. As in Transformers, those of
+    tokenizer_config.json are added and override those of the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
     by_id = (
@@ -184,13 +184,13 @@ def _number(text: str) -> int | str:
 def _vocabulary(
     path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
 ) -> tuple[list[str], list[int]]:
-    """Tokens and their types in the order of ids, gaps filled."""
+    """Return tokens and their types in the order of ids, gaps filled."""
     known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
     _check_numbers(path, {token: place for place, token in known.items()}, extra)
     control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
     size = max([*known, *extra, -1]) + 1
-    if size > 2 * len(known) + 1024:  # a vocabulary has few gaps, and they must not cost memory
+    if size > 2 * len(known) + 1024:  # a vocabulary has few gaps, and gaps must not cost memory
         raise UsageError(
             f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
         )
@@ -210,7 +210,7 @@ def _vocabulary(
 
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
-    """Tokens by their ids. UsageError for other values, or an id that comes twice."""
+    """Return tokens by their ids. Raises UsageError for other values, or a repeated id."""
     found: dict[int, str] = {}
     for place, token in pairs:
         if type(place) is not int or place < 0 or place in found or not _is_text(token):
@@ -221,8 +221,8 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str]) -> None:
-    """UsageError if an added token has another id than the library gives it, whatever the file says: its own
-    in the vocabulary, or the next one.
+    """Raise UsageError if an added token's id differs from the one that the library gives it, whatever the
+    file says: its own id in the vocabulary, or the next free one.
     """
     following = len(ids)
     for place, token in extra.items():
@@ -236,18 +236,18 @@ def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str])
 
 
 def _is_text(token: Any) -> bool:
-    """Whether a token can stand in a file: JSON can hold halves of characters."""
+    """Return whether a token can stand in a file: JSON can hold halves of characters."""
     return isinstance(token, str) and not any("\ud800" <= c <= "\udfff" for c in token)
 
 
 def _looks_special(token: str) -> bool:
-    """Whether an added token is a control token by its look, as llama.cpp's converter decides."""
+    """Return whether an added token looks like a control token, as llama.cpp's converter decides."""
     framed = token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>"))  # noqa: RUF001
     return framed or token in ("<pad>", "<mask>") or (token.startswith("<unused") and token.endswith(">"))
 
 
 def _merge(path: Path, merge: object) -> str:
-    """A merge as text; newer files hold pairs."""
+    """Return a merge as text; newer files hold pairs."""
     if isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge):
         return " ".join(merge)
     if not isinstance(merge, str):
@@ -256,7 +256,7 @@ def _merge(path: Path, merge: object) -> str:
 
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
-    """Keys of special tokens: from tokenizer_config.json, then the model's configurations."""
+    """Return keys of special tokens: from tokenizer_config.json, then the model's configurations."""
     beside = {name: _beside(path, name) for name in ("tokenizer_config", "config", "generation_config")}
     by_config = path.with_name("tokenizer_config.json")
     config, ids = beside["tokenizer_config"], {token["content"]: token["id"] for token in reversed(added)}
@@ -285,13 +285,13 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the same folder; empty if there is none."""
+    """Return a JSON file of the same folder; empty if there is none."""
     file = path.with_name(f"{name}.json")
     return _read(file, _MOST_BESIDE) if os.path.lexists(file) else {}
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
-    """The templates that Transformers takes, by their names: if there are files, those of files."""
+    """Return the templates that Transformers takes, by their names: those of files, if there are any."""
     given = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
@@ -313,7 +313,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which is given as text or as an object."""
+    """Return the text of a token, which is given as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -323,7 +323,7 @@ def _first(value: Any) -> Any:
 
 
 def _template_bos(definition: Any) -> str | None:
-    """The special token that a post-processor puts before a text."""
+    """Return the special token that a post-processor puts before a text."""
     steps = definition.get("processors", [definition]) if isinstance(definition, dict) else []
     for step in _list(steps):
         single = _list(step.get("single")) if isinstance(step, dict) else []

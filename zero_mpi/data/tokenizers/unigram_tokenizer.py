@@ -1,4 +1,4 @@
-"""SentencePiece's unigram model: of all ways to cut a text the one whose tokens have the greatest scores."""
+"""SentencePiece's unigram model: of all ways to cut a text, the one whose tokens have the greatest score."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE
 
 CHARSMAP = KEY + "precompiled_charsmap"
-_UNKNOWN_BELOW = np.float32(10.0)  # as far is the score of what is no token below the least of all
+_UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the least score of all tokens
 
 
 class _Trie(NamedTuple):
-    """What the likeliest tokens are looked for with: nodes by node and letter, and tokens by node."""
+    """Tables for finding the likeliest tokens: nodes by node and letter, and tokens by node."""
 
     nodes: PairTable
     ends: NDArray[np.int32]
 
 
 class UnigramTokenizer(SentencePieceTokenizer):
-    """The tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": the tokens of the greatest score.
+    """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "t5": the tokens with the greatest score sum.
 
-    Text is spelt as the file's charsmap wants it (mostly NFKC) before. A letter without a token is unknown.
+    Text is first spelt as the file's charsmap says (mostly NFKC). A letter without a token is unknown.
     """
 
     usual_ids: ClassVar = {"eos": 1, "unknown": 2, "padding": 0}
@@ -46,7 +46,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return False
 
     def prepared(self, text: str) -> str:
-        """A text as the charsmap spells it, with its spaces replaced, removed and put as the file says."""
+        """Return a text as the charsmap spells it, spaces replaced, removed and added as the file says."""
         text = self._respelt(text)
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
@@ -55,7 +55,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return SPACE * (len(text) - len(bare) + before) + bare.replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        from zero_mpi.data.tokenizers import segmentation  # compiled where it is used
+        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
 
         table = self._trie
         ids: NDArray[np.int32] = segmentation.likeliest(
@@ -65,7 +65,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Unknown letters become one token with what is before them, unless that is a token."""
+        """Tell whether words can be cut: a space without a token would join unknown letters before it."""
         return SPACE in self.ids and super().is_cut_at_words
 
     @cached_property
@@ -79,7 +79,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
-        """Scores (V,), of what the user defined 0: likelier than all others."""
+        """Scores (V,), 0 for tokens that the user defined: likelier than all others."""
         return np.where(np.array(self.given_types) == USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property
@@ -88,7 +88,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _charsmap(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """The nodes and the spellings of the charsmap, both empty without one."""
+        """Return the nodes and the spellings of the charsmap, both empty without one."""
         given = self._keys.octets(CHARSMAP)
         if not given:
             return np.zeros(0, np.int64), np.zeros(0, np.uint8)
@@ -103,14 +103,14 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return nodes, spellings
 
     def _respelt(self, text: str) -> str:
-        """The text as the charsmap spells it."""
-        from zero_mpi.data.tokenizers import segmentation  # compiled where it is used
+        """Return the text as the charsmap spells it."""
+        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
 
         if not len(self._nodes):
             return text
         given = np.frombuffer(text.encode(), np.uint8)
         out = np.empty(len(given) + len(given) // 8 + 64, np.uint8)
-        most = 16 * len(given) + MOST_SPELT  # NFKC makes a text 11 times as long at most
+        most = 16 * len(given) + MOST_SPELT  # NFKC makes a text at most 11 times as long
         while len(out) < (length := segmentation.respell(given, self._nodes, self._spellings, out)) <= most:
             out = np.empty(length, np.uint8)
         if length == FREE or length > most:

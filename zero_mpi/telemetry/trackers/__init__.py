@@ -1,8 +1,8 @@
-"""Where else the records of a run go: a module for each tracker, and the table of them.
+"""Trackers, other places for the records of a run: a module for each tracker, and the table of them.
 
-The setting of a module's name is what is wished of it; nothing is where it is empty. A module has
-`check(wish)`, which raises UsageError where it cannot work here, and `begin(run, wish)`, which returns a
-`tracker.Tracker`. All are given the records of `metrics.jsonl` as they are; `tags.numbers` makes tags and
+The setting with a module's name is passed to it as `wish`; empty: the tracker is off. A module has
+`check(wish)`, which raises UsageError if it cannot work here, and `begin(run, wish)`, which returns a
+`tracker.Tracker`. All get the records of `metrics.jsonl` as they are; `tags.numbers` makes tags and
 numbers of one.
 """
 
@@ -24,16 +24,16 @@ TABLE: Mapping[str, ModuleType] = {
 
 
 def wishes(config: object) -> dict[str, Any]:
-    """What the settings of a run ask of which tracker."""
+    """Return the trackers that the settings of a run ask for, and their settings."""
     return {name: getattr(config, name) for name in TABLE if getattr(config, name)}
 
 
 def check(config: object) -> None:
-    """Raise UsageError where a tracker that is asked for cannot work here."""
+    """Raise UsageError if a requested tracker cannot work here."""
     for name, wish in wishes(config).items():
         TABLE[name].check(wish)
 
 
 def begin(config: object, run: TrackedJob) -> list[Tracker]:
-    """The trackers of a job that begins. Raises JobError or OSError where one cannot."""
+    """Return the trackers of a job that begins. Raises JobError or OSError if one cannot begin."""
     return [TABLE[name].begin(run, wish) for name, wish in wishes(config).items()]

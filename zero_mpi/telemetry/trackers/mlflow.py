@@ -1,7 +1,7 @@
-"""`--mlflow EXPERIMENT`: the records of a run in MLflow, where MLFLOW_TRACKING_URI says.
+"""`--mlflow EXPERIMENT`: the records of a run in MLflow, at MLFLOW_TRACKING_URI.
 
-Each job of a run is a run of its own there, with the tag `zero_mpi.run` that they have in common. Records are
-handed over once a second at most, and sent by a thread, so no step waits for a server.
+Each job of a run is a separate run there, and all share the tag `zero_mpi.run`. Records are
+handed over once per second at most, and sent by a thread, so no step waits for a server.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zero_mpi.errors import import_optional
 from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, numbers
 
 EVERY_SECONDS = 1.0
-MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # that a request may have; letters of a value
+MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # limits of a request; letters of a value
 
 
 def check(wish: str) -> Any:
-    """The library's entities and its client. Raises UsageError where it is not installed."""
+    """Return the library's entities and its client. Raises UsageError where it is not installed."""
     return import_optional("--mlflow", "mlflow", "mlflow.entities", "mlflow.tracking")
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:
-    """The run of a job in the experiment `wish`."""
+    """Return the run of a job in the experiment `wish`."""
     return Guarded("--mlflow", lambda: Experiment(run, wish))
 
 
 class Experiment:
-    """A run in an experiment. Raises what the library raises."""
+    """MLflow run in an experiment. Raises the errors of the library."""
 
     def __init__(self, run: TrackedJob, name: str) -> None:
         self._entities, tracking = check(name)
@@ -50,7 +50,7 @@ class Experiment:
             self._client.log_batch(self._id, params=said[first : first + MOST_PARAMS])
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Keep the numbers of one step, and hand over what there is once a second."""
+        """Keep the numbers of one step, and hand over the collected ones once per second."""
         if self._failure is not None:
             raise self._failure
         now = int(time.time() * 1000)
@@ -70,11 +70,11 @@ class Experiment:
             while metrics := self._queue.get():
                 for first in range(0, len(metrics), MOST_METRICS):
                     self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
-        except Exception as error:  # for the thread of the run, at its next step
+        except Exception as error:  # reported by the thread of the run, at its next step
             self._failure = error
 
     def close(self) -> None:
-        """End the run there, after all was taken."""
+        """End the run there, after all numbers were taken."""
         self._hand_over()
         self._queue.put([])
         self._sender.join()

@@ -1,7 +1,7 @@
 """`--prometheus FOLDER`: the newest record in a file for node_exporter's textfile collector.
 
-The file is replaced by a rename, once a second at most, so a scrape never sees half of it and a fast run
-writes no more than a slow one. Its name has the folder of the run in it, and so has the label `run`.
+The file is replaced by a rename, once per second at most, so a scrape never sees half of it and a fast run
+writes no more than a slow one. Its name contains the folder of the run, as does the label `run`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANK = re.compile(r"(?P<name>\w+)/rank_(?P<rank>\d+)")
 
 
 def check(wish: str) -> Any:
-    """prometheus_client. Raises UsageError where it is missing, or the folder."""
+    """Return prometheus_client. Raises UsageError where it is missing, or the folder."""
     if not os.path.isdir(wish):
         raise UsageError(
             f"--prometheus: {shown(Path(wish))}: expected a folder, that of the textfile collector"
@@ -33,12 +33,12 @@ def check(wish: str) -> Any:
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:
-    """The file of a job."""
+    """Return the file of a job."""
     return Guarded("--prometheus", lambda: TextFile(Path(wish), run.out))
 
 
 class TextFile:
-    """The file of a run in `folder`. Raises OSError."""
+    """File of a run in `folder`. Raises OSError."""
 
     def __init__(self, folder: Path, out: Path) -> None:
         self._client, self._run = check(str(folder)), os.path.abspath(out)
@@ -47,14 +47,14 @@ class TextFile:
         self._written, self._record = 0.0, dict[str, Any]()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a record, unless one was written a moment ago; what it does not say stays as it was."""
+        """Write a record, unless one was written a moment ago; numbers that it lacks stay as they were."""
         self._record |= record
         if time.monotonic() - self._written >= EVERY_SECONDS:
             self._write(running=1)
             self._written = time.monotonic()
 
     def close(self) -> None:
-        """Write the last record; the run is said not to be running any more."""
+        """Write the last record, and that the run is no longer running."""
         self._write(running=0)
 
     def _write(self, running: int) -> None:
@@ -91,7 +91,7 @@ HELP = {
 
 
 def samples(record: Mapping[str, Any]) -> Iterator[tuple[str, str | None, float]]:
-    """Names, ranks (None: of the run) and values of a record."""
+    """Yield names, ranks (None: of the run) and values of a record."""
     for name in ("step", "tokens", "skipped"):
         if name in record:
             yield name, None, record[name]

@@ -1,8 +1,8 @@
 """`OUT/tensorboard`: the records of a run as TensorBoard's event files, through tensorboardX.
 
-Its writer of files is used directly: its SummaryWriter puts each scalar through a queue between processes,
-which costs more and loses what is in it when a job is killed. Each job of a run writes a file of its own and
-begins it with the mark at which TensorBoard forgets what it has of the steps that come again.
+Its file writer is used directly: its SummaryWriter passes each scalar through a queue between processes,
+which costs more and loses the queue's content when a job is killed. Each job of a run writes its own file and
+begins it with the mark at which TensorBoard discards the steps that are repeated.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ NEEDS = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
 
 
 def check(wish: bool) -> Any:
-    """tensorboardX's writer and its messages. Raises UsageError where it is not installed."""
+    """Return tensorboardX's writer and its messages. Raises UsageError where it is not installed."""
     return import_optional("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in NEEDS))
 
 
 def begin(run: TrackedJob, wish: bool) -> TensorBoard:
-    """The files of a job."""
+    """Return the files of a job."""
     return TensorBoard(run.out, run.done)
 
 
 class TensorBoard:
-    """A job's file; steps after `done` in files of earlier jobs are forgotten. Raises OSError."""
+    """File of a job; steps after `done` in files of earlier jobs are discarded. Raises OSError."""
 
     def __init__(self, out: Path, done: int) -> None:
         writer, self._events, self._summaries = check(True)
@@ -43,7 +43,7 @@ class TensorBoard:
         self._write(self._events.Event(step=done + 1, session_log=mark))
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """The numbers of one step."""
+        """Write the numbers of one step."""
         value = self._summaries.Summary.Value
         values = [value(tag=tag, simple_value=number) for tag, number in numbers(record)]
         self._write(self._events.Event(step=record["step"], summary=self._summaries.Summary(value=values)))

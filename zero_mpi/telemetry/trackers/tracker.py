@@ -1,4 +1,4 @@
-"""What a tracker is to a run, and how one that may fail is kept from ending the run."""
+"""Interface of trackers, and a wrapper that keeps a failing tracker from ending the run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_mpi.errors import JobError
 from zero_mpi.files.foreign import one_line
 from zero_mpi.telemetry import log
 
-CLOSE_SECONDS = 60.0  # that the end of a run waits for what is still on its way to a server
+CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for pending records
 
 
 @dataclass(frozen=True)
 class TrackedJob:
-    """A job of a run: its folder, the steps that were done before it, and its settings."""
+    """Job of a run: its folder, the steps that were done before it, and its settings."""
 
     out: Path
     done: int
@@ -25,19 +25,19 @@ class TrackedJob:
 
 
 class Tracker(Protocol):
-    """What is told of each step. An OSError ends the run, as one of its own records does."""
+    """Receives the record of each step. An OSError ends the run, as an error of its own records does."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Take the record of one step."""
 
     def close(self) -> None:
-        """The steps of this job are done."""
+        """Close the tracker: the steps of this job are done."""
 
 
 class Guarded:
-    """A tracker whose failures are said once and end nothing: a server, or a library that talks to one.
+    """Tracker whose failures are logged once and end nothing: a server, or the client of one.
 
-    `begin` makes it, and raises what it likes; that becomes a JobError, before the first step.
+    `begin` makes it, and may raise anything; that becomes a JobError, before the first step.
     """
 
     def __init__(self, flag: str, begin: Any) -> None:
@@ -48,11 +48,11 @@ class Guarded:
             raise JobError(f"{flag}: {explained(error)}") from error
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Hand a record on, as long as that has worked."""
+        """Pass a record on, as long as that has worked."""
         self._attempt(lambda tracker: tracker.step(record))
 
     def close(self) -> None:
-        """Let the tracker send what it has left, for a minute at most."""
+        """Let the tracker send the rest, for a minute at most."""
         closing = threading.Thread(target=self._attempt, args=(lambda tracker: tracker.close(),), daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -72,17 +72,17 @@ class Guarded:
 
 
 def explained(error: Exception) -> str:
-    """An exception of a library in one line."""
+    """Return an exception of a library in one line."""
     return one_line(f"{type(error).__name__}: {error}")
 
 
 TAGS = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "wait_seconds", "sent_bytes")
 OF_RANKS = ("memory_bytes", "micro_batch_seconds")
-MOST_RANKS = 16  # who have tags of their own; of more there is the largest figure only
+MOST_RANKS = 16  # most ranks with their own tags; beyond that only the largest figure is sent
 
 
 def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values of a record."""
+    """Yield tags and values of a record."""
     for tag in TAGS:
         if tag in record:
             yield tag, record[tag]

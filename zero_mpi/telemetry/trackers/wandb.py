@@ -1,7 +1,7 @@
 """`--wandb PROJECT`: the records of a run at Weights & Biases; with WANDB_MODE=offline in a folder below OUT.
 
-Each job of a run is a run of its own there, in a group with the name of OUT: their server cannot forget the
-steps that a resume makes again. Records go through the library's own process, so no step waits for a network.
+Each job of a run is a separate run there, in a group with the name of OUT: the server cannot discard the
+steps that a resume repeats. Records go through the library's own process, so no step waits for a network.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob, numbers
 
 
 def check(wish: str) -> Any:
-    """The library. Raises UsageError where it is not installed."""
+    """Return the library. Raises UsageError where it is not installed."""
     return import_optional("--wandb", "wandb", "wandb")
 
 
 def begin(run: TrackedJob, wish: str) -> Guarded:
-    """The run of a job in the project `wish`."""
+    """Return the run of a job in the project `wish`."""
     return Guarded("--wandb", lambda: Project(run, wish))
 
 
 class Project:
-    """A run in a project. Raises what the library raises."""
+    """W&B run in a project. Raises the errors of the library."""
 
     def __init__(self, run: TrackedJob, project: str) -> None:
         wandb = check(project)
-        # The terminal and what is printed there stay the run's own, and it measures machines itself.
+        # The terminal and its output stay the run's own, and the run measures machines itself.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=project,
@@ -40,9 +40,9 @@ class Project:
         )
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """The numbers of one step."""
+        """Send the numbers of one step."""
         self._run.log(dict(numbers(record)), step=record["step"])
 
     def close(self) -> None:
-        """End the run there; what is on its way is sent first."""
+        """End the run there; pending records are sent first."""
         self._run.finish()
