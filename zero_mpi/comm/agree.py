@@ -1,9 +1,9 @@
-"""How ranks agree: on what they are about to make, on what went wrong, on what rank 0 has found.
+"""Agreement among ranks on what they are about to make, on errors, and on what rank 0 has found.
 
-Each rank looks at what it was given, which may fail, and says in a few facts what it has. The problems and a
-digest of the facts are brought together: one short message where all is well. A problem of one rank is raised
-on all of them; where the digests differ, the facts themselves are exchanged, and all ranks raise the same
-error that names the first difference. A group of one rank agrees with itself in the same way.
+Each rank checks its arguments, which may fail, and describes them by a few facts. The problems and a digest
+of the facts are gathered, in one short message if all is well. A problem of one rank is raised on all of
+them. If the digests differ, the facts themselves are exchanged, and all ranks raise the same error that
+names the first difference. A group of one rank agrees with itself in the same way.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
 def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
-    """The first of look(), once its facts are the same on all ranks. Collective.
+    """Return the first item of look(), once its facts are the same on all ranks. Collective.
 
-    `what` is about to be made, for people. Raises on all ranks the ValueError that `look` raises on any of
-    them, and UsageError where the facts differ. `look` must not communicate.
+    `what` names the thing to be made, for people. Raises on all ranks the ValueError that `look` raises on
+    any of them, and UsageError where the facts differ. `look` must not communicate.
     """
     return alike(comm, look, (ValueError,), partial(first_difference, what))
 
 
 def together(comm: Comm, action: Callable[[], T]) -> T:
-    """action() on every rank; if it raises UsageError or JobError on any, all raise the first. Collective.
+    """Return action(); if it raises UsageError or JobError on any rank, all raise the first. Collective.
 
-    It must not communicate.
+    `action` must not communicate.
     """
     return exchange(comm, action, REFUSALS, lambda result: None)[0]
 
 
 def results(comm: Comm, action: Callable[[], T]) -> list[T]:
-    """action() of every rank, in order of ranks; raises as `together`. Collective."""
+    """Return action() of every rank, in order of ranks; raises as `together`. Collective."""
     return exchange(comm, action, REFUSALS, lambda result: result)[1]
 
 
@@ -54,9 +54,9 @@ def alike(
     caught: tuple[type[Exception], ...],
     difference: Callable[[Comm, Spelled], str],
 ) -> T:
-    """The first of look(), once no rank has a problem of the `caught` kinds and all have the same facts.
+    """Return the first item of look(), once no rank has a `caught` problem and all have the same facts.
 
-    `difference` is asked on all ranks for the text of the UsageError where facts differ. Collective.
+    `difference` makes the text of the UsageError on all ranks where facts differ. Collective.
     """
     looked, digests = exchange(
         comm, look, caught, lambda looked: hashlib.sha256(repr(spelled(looked)).encode()).hexdigest()
@@ -67,7 +67,7 @@ def alike(
 
 
 def spelled(looked: tuple[T, Facts] | None) -> Spelled:
-    """The facts of a look as texts; of one that failed there are none."""
+    """Return the facts of a look as texts; a look that failed has none."""
     return {name: str(value) for name, value in looked[1].items()} if looked else {}
 
 
@@ -77,9 +77,9 @@ def exchange(
     caught: tuple[type[Exception], ...],
     word: Callable[[T], Any],
 ) -> tuple[T, list[Any]]:
-    """The result of action(), and word(result) of all ranks; raises the first problem that is `caught`.
+    """Return the result of action(), and word(result) of all ranks; raise the first `caught` problem.
 
-    A rank whose own problem is the same raises its own, the others say whose it is. Collective.
+    A rank with the same problem raises its own error, the others name the rank that has it. Collective.
     """
     result: Any = None
     problem: Exception | None = None
@@ -98,7 +98,7 @@ def exchange(
 
 
 def first_difference(what: str, comm: Comm, facts: Spelled) -> str:
-    """The ranks differ in `what`: the first fact that is not the same on all, and who is alone with it."""
+    """Return the message that ranks differ in `what`: the first fact that differs, and the odd rank."""
     told = comm.allgather_object(facts)
     name, values, rank, usual = odd_fact(told)
     others = "rank 0 has" if len(values) == 2 else f"{values.count(usual)} of {len(values)} ranks have"
@@ -109,7 +109,7 @@ def first_difference(what: str, comm: Comm, facts: Spelled) -> str:
 
 
 def odd_fact(told: Sequence[Spelled]) -> tuple[str, list[str], int, str]:
-    """The first fact that differs: its name, the values of all ranks, the odd rank, the value of most."""
+    """Return the first fact that differs: its name, the values of all ranks, the odd rank, the usual one."""
     for name in dict.fromkeys(name for facts in told for name in facts):
         values = [facts.get(name, NOTHING) for facts in told]
         odd = odd_one(values)
@@ -119,9 +119,9 @@ def odd_fact(told: Sequence[Spelled]) -> tuple[str, list[str], int, str]:
 
 
 def odd_one(values: Sequence[str]) -> tuple[int, str] | None:
-    """The first rank whose value is not that of most ranks, and the value of most; None if all are equal.
+    """Return the first rank whose value is not that of most ranks, and that of most; None if all are equal.
 
-    Where as many have one as have another, rank 0 is taken to be right.
+    If two values are equally frequent, rank 0 is taken to be right.
     """
     usual = Counter(values).most_common(1)[0][0]  # the first met, among equals
     return next(((rank, usual) for rank, value in enumerate(values) if value != usual), None)

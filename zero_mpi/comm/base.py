@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport: who owns what, and collectives that start and finish separately.
+"""The interface of a transport: who owns what, and collectives that start and finish separately.
 
 Every collective returns a `Handle`; between its start and `wait()` the caller may compute, and must leave
 the buffers alone. All ranks start, and wait for, the same collectives in the same order. `label` says what
@@ -25,20 +25,20 @@ from zero_mpi.device.types import Array
 
 
 class Handle:
-    """A collective under way; `kind` and `label` tell who waits for it what it is."""
+    """A collective under way; `kind` and `label` name it for those who wait."""
 
     kind, label = "collective", ""
 
     def wait(self) -> None:
-        """Return when it is complete; its buffers may then be used."""
+        """Return when the collective is complete; its buffers may then be used."""
 
     def test(self) -> bool:
-        """Push it on without blocking; True when it is complete."""
+        """Push the collective on without blocking; return True when it is complete."""
         return True
 
 
 class AllOf(Handle):
-    """Several transfers that are one for who waits."""
+    """Several transfers that are waited for as one."""
 
     def __init__(self, handles: Sequence[Handle], kind: str = "collective", label: str = "") -> None:
         self._handles, self.kind, self.label = handles, kind, label
@@ -56,12 +56,12 @@ DONE = Handle()
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What a transport gives a module to keep its units in.
+    """Memory that a transport gives a module for its units.
 
-    wholes    for each partition that was asked for: one array that all ranks see, of which each writes its
-              slice; or None, where each rank keeps its slice to itself
-    buffers   where gradients are written before they are reduced
-    gathers   where parameters are gathered that have no whole
+    wholes    for each requested partition: one array that all ranks see and each writes its slice of, or
+              None where each rank keeps its slice to itself
+    buffers   pool for gradients before they are reduced
+    gathers   pool for gathered parameters that have no whole
     """
 
     wholes: list[Array | None]
@@ -75,18 +75,18 @@ class Comm(ABC):
     rank: int
     size: int
     exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
-    kind: Transport = MPI  # which of them this is; messages, unless it says otherwise
-    replicates_by_node = False  # what is replicated is better dealt out to the ranks of each node
-    sums_in_place = False  # `full` may be `out` where nothing was added yet: one rank's sum is its own
+    kind: Transport = MPI  # the kind of this transport; messages by default
+    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+    sums_in_place = False  # `full` may be `out` before anything was added: one rank's sum is its own
 
     @property
     def about(self) -> str:
-        """A text for people: what the transport uses."""
+        """A description, for people, of what the transport uses."""
         return self.kind.name
 
     @cached_property
     def meter(self) -> Meter:
-        """The meter of what this rank's communication has cost so far."""
+        """The meter of this rank's communication costs so far."""
         return Meter()
 
     @abstractmethod
@@ -104,9 +104,9 @@ class Comm(ABC):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        """out = the sum over ranks of this rank's slice of their `full`; added to `out` if `accumulate`.
+        """Set `out` to the sum over ranks of this rank's slice of their `full`, or add it if `accumulate`.
 
-        Ranks from `contributors` on give nothing (their `full` is not read when exact; it must be zeros
+        Ranks from `contributors` on contribute nothing (their `full` is not read when exact; it must be zeros
         when fast). Exact: ((out + rank 0) + rank 1) + ..., one addition after the other in float32.
         """
 
@@ -122,19 +122,19 @@ class Comm(ABC):
     def gather(
         self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `room` on `root` with a piece of a buffer, of which every rank gives its `part`; blocking."""
+        """Fill `room` on `root` with a piece of a buffer, from the `part` of every rank; blocking."""
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's `value` in order of ranks on `root`, None elsewhere; any small object; blocking."""
+        """Return every rank's `value` in order of ranks on `root`, else None; any small object; blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """`value` of `root`, on all ranks; any small object; blocking."""
+        """Return `value` of `root` on all ranks; any small object; blocking."""
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of ranks; any small object; blocking."""
+        """Return every rank's `value`, in order of ranks; any small object; blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -142,28 +142,28 @@ class Comm(ABC):
 
     @abstractmethod
     def background(self) -> Comm:
-        """A transport of the same ranks for another thread, whose waits sleep. Collective."""
+        """Return a transport of the same ranks for another thread, whose waits sleep. Collective."""
 
     @abstractmethod
     def split(self, group: int) -> Comm:
-        """A transport of the ranks that give the same number, in the order of ranks. Collective."""
+        """Return a transport of the ranks that give the same number, in the order of ranks. Collective."""
 
     def nodes(self) -> list[int]:
-        """The node of each rank, by number. Collective."""
+        """Return the node of each rank, by number. Collective."""
         return [0] * self.size
 
     def shard_group(self) -> Comm:
-        """The ranks of this one's node as owners of slices that every node has, for HYBRID_SHARD. Collective.
+        """Return the ranks of this node as owners of slices that every node has (HYBRID_SHARD). Collective.
 
-        Its collectives are those of the node, but a reduction sums over the ranks of all nodes, by which
-        `contributors` counts. Where there is one node only, the transport itself. Raises UsageError.
+        Its collectives are those of the node, but a reduction sums over the ranks of all nodes, which
+        `contributors` counts. On a single node it is the transport itself. Raises UsageError.
         """
         return self
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        """Room for a module: for buffers that ranks own slices of, and for its gradients. Collective.
+        """Return memory for a module: arrays that ranks own slices of, and gradient buffers. Collective.
 
         `buffers`, `gathers`: lengths of all gradients and of all gathered units that are ever lent at once,
         float32 elements. Raises UsageError where ranks share memory and there is not enough of it.
@@ -171,7 +171,7 @@ class Comm(ABC):
         return ModuleMemory([None] * len(wholes), BufferPool())
 
     def signal_written(self) -> None:  # noqa: B027  (nothing is shared)
-        """Say that what this rank wrote into its slices of shared wholes is complete."""
+        """Announce that this rank has completely written its slices of shared wholes."""
 
     def wait_written(self) -> None:  # noqa: B027
         """Return when every rank has published as often as this one: shared wholes may be read."""
@@ -180,17 +180,17 @@ class Comm(ABC):
         """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
 
     def clock_offset(self) -> Offset:
-        """How far `time.perf_counter` is ahead of rank 0's here. Collective."""
+        """Return how far `time.perf_counter` here is ahead of rank 0's. Collective."""
         return Offset(0.0, 0.0, time.perf_counter())
 
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
-        """Push on what is under way; the runtime calls it between layers."""
+        """Push the transfers under way; the runtime calls it between layers."""
 
     def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
-        """Give up what the transport holds; nothing may be under way. Collective."""
+        """Release what the transport holds; nothing may be under way. Collective."""
 
     def sum_vector(self, values: Array) -> Array:
-        """The sum over ranks of float64 vectors, of which at most one rank holds a non-zero in a place.
+        """Return the sum over ranks of float64 vectors; in each place at most one rank has a non-zero.
 
         Then every addition is x + 0, which is exact, and the result does not depend on the order.
         """

@@ -1,8 +1,8 @@
-"""How far clocks of other hosts are apart from rank 0's, by messages to and fro.
+"""Offsets of other hosts' clocks from that of rank 0, measured by messages to and fro.
 
-A clock is read between two readings of ours; of several tries the one with the shortest way tells most, and
-its error is at most half of that way (F. Cristian, Probabilistic clock synchronization, 1989). `now` is the
-clock that is meant. The communicators are the library's.
+The other clock is read between two readings of ours. Of several tries the one with the shortest round trip
+counts, and its error is at most half of that time (F. Cristian, Probabilistic clock synchronization, 1989).
+`now` reads the clock. The communicators are those of the MPI library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 
 
 class Offset(NamedTuple):
-    """A clock is `ahead` seconds ahead of rank 0's, `wrong` more or less, when it shows `at`."""
+    """Offset of a clock: `ahead` seconds ahead of rank 0's, `wrong` more or less, when it shows `at`."""
 
     ahead: float
     wrong: float
@@ -23,7 +23,7 @@ class Offset(NamedTuple):
 
 
 def ask(world: Any, other: int, now: Clock) -> Offset:
-    """How far the clock of rank `other` is ahead."""
+    """Return how far the clock of rank `other` is ahead."""
 
     def once() -> tuple[float, float, float]:
         begun = now()
@@ -37,14 +37,14 @@ def ask(world: Any, other: int, now: Clock) -> Offset:
 
 
 def answer(world: Any, now: Clock) -> None:
-    """The other side of `ask`."""
+    """Answer `ask` on the other rank."""
     for _ in range(TRIES):
         world.recv(None, 0)
         world.send(now(), 0)
 
 
 def offset_of_node(world: Any, node: Any, now: Clock) -> Offset:
-    """How far the clock of this rank's node is ahead: ranks of a node have one clock. Collective.
+    """Return how far the clock of this rank's node is ahead: ranks of a node have one clock. Collective.
 
     `node`: the ranks of this node, in the order of `world`.
     """

@@ -1,10 +1,10 @@
-"""Transports that hear of each collective before another one starts it.
+"""Transports that are notified of each collective before another one starts it.
 
-`NumberedComm` keeps a record of what was started. By it ranks find out, when they have waited for a while,
-that they wait for different things or for a rank that has ended (`launch.watchdog`). `GuardedComm`, a
+`NumberedComm` keeps a record of what was started. From it, ranks that have waited for a while find out that
+they wait for different things or for a rank that has ended (`launch.watchdog`). `GuardedComm`, a
 script's, also belongs to one thread: collectives of two threads have no order, so ranks would pair those of
-one with those of the other. `CheckedComm` (`--check-collectives`) compares what the ranks are about to start:
-digests of it are brought together over communicators of their own, and if one differs all ranks learn which
+one with those of the other. `CheckedComm` (`--check-collectives`) compares what the ranks are about to
+start: digests of it are gathered over communicators of their own, and if one differs all ranks learn which
 rank starts what. The collectives themselves, and so their bits, are those of the transport below.
 """
 
@@ -33,7 +33,7 @@ DIGEST = 16  # bytes
 
 
 def _heard(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Make a method that hands a collective on after a word; `about`: what its arguments must have alike."""
+    """Make a method that reports a collective, then hands it on; `about`: what arguments must have alike."""
 
     def method(self: NotifyingWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))
@@ -43,21 +43,21 @@ def _heard(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ())
 
 
 class NotifyingWrapper(CommWrapper):
-    """Hands every call on to `inner`, after `on_collective` of those that are collective."""
+    """Wrapper that hands every call on to `inner`; `on_collective` sees those that are collective first."""
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
         self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
-        self._owners: tuple[Comm, Comm] | None = None  # those of the inner transport, and what hears of them
+        self._owners: tuple[Comm, Comm] | None = None  # the inner transport's, and their wrapper
 
     @abstractmethod
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """A collective is about to start: what all ranks must have alike. Arrays come as they are: it is
-        their size and type that must be, and most who listen need not spell them out."""
+        """Note that a collective is about to start; ranks must have `about` alike. Arrays come as they are:
+        their size and type must be alike, and most implementations need not spell them out."""
 
     @abstractmethod
     def beside(self, other: Comm) -> Comm:
-        """This kind of wrapper around another transport of these ranks, or of some of them. Collective."""
+        """Wrap another transport of these ranks, or of some of them, in the same way. Collective."""
 
     # -------------------------------------------------------------------------------------- on arrays
 
@@ -164,7 +164,7 @@ class CollectiveRecords:
     """The last collectives that this process has started.
 
     of_comms   one record for each communicator, in the order in which all ranks made them
-    threads    that have started a collective of a script, or wanted to
+    threads    the threads that have started a collective of a script, or tried to
     ended      the exit status of a rank that will start nothing more; None before
     """
 
@@ -174,7 +174,7 @@ class CollectiveRecords:
         self.ended: int | None = None
 
 
-records = CollectiveRecords()  # those of this process
+records = CollectiveRecords()  # the records of this process
 
 
 class NumberedComm(NotifyingWrapper):
@@ -184,7 +184,7 @@ class NumberedComm(NotifyingWrapper):
         super().__init__(inner)
         self._record: Record = deque(maxlen=MOST_KEPT)
         records.of_comms.append(self._record)
-        self._number = 0  # of the next collective
+        self._number = 0  # number of the next collective
 
     def beside(self, other: Comm) -> Comm:
         return type(self)(other)
@@ -196,21 +196,21 @@ class NumberedComm(NotifyingWrapper):
 
 
 class GuardedComm(NumberedComm):
-    """The same for a script. Raises ThreadError where another thread starts a collective than the first did.
+    """NumberedComm for a script. Raises ThreadError if another thread than the first starts a collective.
 
-    A thread that has ended leaves it to the next.
+    After a thread has ended, the next one may take over.
     """
 
-    _thread = 0  # that starts collectives
+    _thread = 0  # identifier of the thread that starts collectives
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Write a collective down; raise ThreadError if this thread may not start it."""
+        """Record a collective; raise ThreadError if this thread may not start it."""
         if threading.get_ident() != self._thread:
             self._take_over(collective((kind, label)))
         super().on_collective(kind, label, *about)
 
     def _take_over(self, what: str) -> None:
-        """The collectives are this thread's from now on, if nobody else has them."""
+        """Give the collectives to this thread from now on, if no other running thread has them."""
         me = threading.current_thread()
         assert me.ident is not None
         records.threads.add(me.ident)
@@ -234,13 +234,13 @@ class CheckedComm(NotifyingWrapper):
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
         self._control = inner.background()
-        self._number = 0  # of the next collective
+        self._number = 0  # number of the next collective
 
     def beside(self, other: Comm) -> Comm:
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Raise JobError on all ranks unless all of them start this."""
+        """Raise JobError on all ranks unless all of them start this collective."""
         details = ", ".join(map(spelled, about))
         mine = f"{collective((kind, label))} ({details})" if about else collective((kind, label))
         number, self._number = self._number, self._number + 1
@@ -258,7 +258,7 @@ class CheckedComm(NotifyingWrapper):
         )
 
     def _all_equal(self, mine: str) -> bool:
-        """Whether all ranks describe the same; what is under way below is pushed on meanwhile."""
+        """Return whether all ranks describe the same; push the transfers of `inner` meanwhile."""
         digest = np.frombuffer(hashlib.sha256(mine.encode()).digest()[:DIGEST], np.uint8)
         found = np.empty(DIGEST * self._control.size, np.uint8)
         handle = self._control.allgather(digest, found, Partition(found.size, self._control.size), "digests")
@@ -278,7 +278,7 @@ class CheckedComm(NotifyingWrapper):
 
 
 def spelled(about: Array | Partition | str) -> str:
-    """The facts that all ranks must share, in words: how many of what an array has, how a buffer is cut."""
+    """Return the facts that all ranks must share, in words: an array's size and type, a buffer's cuts."""
     if isinstance(about, str):
         return about
     if isinstance(about, Partition):

@@ -1,7 +1,7 @@
-"""The transports there are, as data: what each is called, and the facts that a plan or a summary asks for.
+"""The transports, as data: their names, and the facts that a plan or a summary asks for.
 
-Every `Comm` says which one it is (`comm.kind`). This is the one list of them: the values of `--transport`,
-what a run chooses from and what a plan counts with all come from here. Nothing here needs MPI or a GPU.
+Every `Comm` has its kind (`comm.kind`). This is the only list: the values of `--transport`, the choices of a
+run and the numbers of a plan all come from here. Nothing here needs MPI or a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from zero_mpi.comm import scratch
 from zero_mpi.comm.scratch import Reductions
 from zero_mpi.errors import UsageError
 
-AUTO = "auto"  # of --transport: the best that is there
+AUTO = "auto"  # value of --transport: the best transport that is there
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the collectives of a run.
+    """Carrier of the collectives of a run.
 
     name            in one word
     flag            the value of --transport that asks for it; empty: none does
@@ -42,11 +42,11 @@ class Transport:
     takes: Callable[[Reductions], int] = scratch.nothing
 
     def scratch(self, asked: Reductions) -> int:
-        """Bytes that a rank needs beside its arrays, where these lie, for what arrives before it is added."""
+        """Return the bytes that a rank needs, where its arrays lie, for what arrives before it is added."""
         return self.takes(asked) if asked.ranks > 1 else 0
 
     def pinned(self, ranks: int) -> int:
-        """Bytes of pinned memory of the host that a rank's transfers go through."""
+        """Return bytes of pinned memory of the host that a rank's transfers go through."""
         return scratch.pinned(ranks) if self.stages and ranks > 1 else 0
 
 
@@ -75,7 +75,7 @@ CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
 
 
 def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
-    """Those that a value of --transport may become on a device; none: it is of the other device only."""
+    """Return the transports that a --transport value may mean on a device; none: it is of the other one."""
     return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
 
 
@@ -90,11 +90,11 @@ def check_flag(flag: str, on_gpu: bool) -> None:
 
 
 def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
-    """What a value of --transport becomes where everything is in order.
+    """Return the transport that a --transport value becomes where everything is in order.
 
-    On the host that is memory that is shared wherever several ranks are on a node. Of `auto` on GPUs it is
-    taken that what they send goes through the host: that works everywhere. Whether a value is one
-    of the device, `asked_for` tells.
+    On the host this is shared memory wherever several ranks are on a node. `auto` on GPUs is taken to send
+    through the host, which works everywhere. `asked_for` tells whether a value
+    is one of the device.
     """
     if ranks == 1 and (on_gpu or flag == AUTO):
         return SERIAL

@@ -1,4 +1,4 @@
-"""Which ranks are on which node, without asking anybody."""
+"""The ranks of each node, found without communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
-    """The ranks of each node in ascending order, from the node of each rank; nodes as they first come."""
+    """Return each node's ranks, ascending, from the node of each rank; nodes in order of appearance."""
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)

@@ -9,7 +9,7 @@ from zero_mpi.device.types import Array
 
 
 def mpi_type(array: Array) -> Any:
-    """The MPI type of an array's elements; of low precision one that is moved and never added."""
+    """Return the MPI type of an array's elements; for low precision a type that is moved and never added."""
     assert array.flags.c_contiguous, "a collective needs a contiguous array"
     if array.dtype.itemsize == 2:
         return MPI.UINT16_T

@@ -1,8 +1,8 @@
-"""What communication costs a rank, and what it waits for: bytes given to others, seconds spent standing.
+"""Meters of a rank's communication: bytes given to others, seconds spent waiting, and the current wait.
 
-A wait is `with meter.waiting("allgather", label):`. It leaves behind, in two plain attributes, what is waited
-for and since when, so that a thread which watches the process can tell it at any moment, also while the main
-thread is inside the MPI library. All meters of the process are known by `meters()`.
+A wait is `with meter.waiting("allgather", label):`. It records in two plain attributes what is waited for
+and since when, so that a thread which watches the process can tell it at any moment, also while the main
+thread is inside the MPI library. `meters()` lists all meters of the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _known: list[weakref.ref[Meter]] = []
 
 
 class Meter:
-    """Counts from the start of a transport; take the difference over a step.
+    """Counters since the start of a transport; take the difference over a step.
 
-    wait_seconds   in waits for transfers and for other ranks; what is done in a wait to complete a transfer
-                   (adding pieces of a reduction) is part of it, what moves while layers compute is not
+    wait_seconds   seconds in waits for transfers and other ranks, with the work in a wait that completes one
+                   (adding pieces of a reduction), without transfers that move while layers compute
     sent_bytes     slices of parameters, gradients and vectors given to other ranks, in a message or, where
                    memory is shared, by letting them read (gathers are free there)
     what           the collective of the last wait: its kind, and the label of what travels
-    changed        when that wait began, or ended if nothing is waited for now; of `time.perf_counter`
+    changed        `time.perf_counter` when that wait began, or ended if nothing is waited for now
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Meter:
 
     @property
     def waits(self) -> bool:
-        """Whether a thread stands in a wait now."""
+        """Return whether a thread stands in a wait now."""
         return self._depth > 0
 
     def beat(self) -> None:
@@ -45,7 +45,7 @@ class Meter:
         self.changed = time.perf_counter()
 
     def waiting(self, kind: str, label: str = "") -> Meter:
-        """A context to wait in, which notes the collective (`kind`) and what travels (`label`)."""
+        """Return a context to wait in, which notes the collective (`kind`) and what travels (`label`)."""
         if self._depth == 0:  # a wait may lead to another one; the outer one is what the caller wants
             self.what = kind, label
         return self
@@ -68,21 +68,21 @@ class Meter:
             self.changed = now
 
     def account(self) -> int:
-        """The bytes that were counted since the last call."""
+        """Return the bytes that were counted since the last call."""
         nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
         return nbytes
 
     def transfer(self, kind: str, label: str) -> spans.OpenTransfer | None:
-        """The record of a transfer that begins now and gives what was just counted; None: nobody records."""
+        """Return the record of a transfer that begins now, with the bytes just counted; None: no recorder."""
         recorder = spans.active
         return None if recorder is None else recorder.transfer(kind, label, self.account())
 
 
 def meters() -> list[Meter]:
-    """The meters of this process that are in use, the oldest first."""
+    """Return the meters of this process that are in use, the oldest first."""
     return [meter for known in _known if (meter := known()) is not None]
 
 
 def collective(what: tuple[str, str]) -> str:
-    """A collective by its kind and label, for people."""
+    """Return the name of a collective from its kind and label, for people."""
     return " of ".join(part for part in what if part)

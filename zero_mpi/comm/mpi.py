@@ -31,7 +31,7 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
-MOST_ELEMENTS = 1 << 30  # in one message: counts are C ints in older interfaces
+MOST_ELEMENTS = 1 << 30  # elements in one message: counts are C ints in older interfaces
 FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
 
@@ -41,10 +41,10 @@ class MPIComm(MessageComm):
 
     exact     reductions add in the order of ranks; otherwise the library adds, in an order of its own
     threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
-    poll      seconds between its looks
+    poll      seconds between two looks of the thread
     patient   waits sleep instead of spinning, for the calls of a thread in the background
 
-    The others are sizes, in elements: of one call, and of the pieces that a reduction goes in.
+    The other arguments are sizes, in elements: of one call, and of the pieces that a reduction goes in.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MPIComm(MessageComm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """A progress thread needs the library's consent, and a core or another host to gain anything."""
+        """Return whether a progress thread gains: with the library's consent, and a core or another host."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
@@ -131,7 +131,7 @@ class MPIComm(MessageComm):
     def _exact_reduce(
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
     ) -> Running:
-        """Round by round: post the next piece, wait for the oldest, add its slices in order of ranks."""
+        """Reduce in rounds: post the next piece, wait for the oldest, add its slices in order of ranks."""
         tag = next(self._tags) % TAGS
         starts = range(0, max(partition.counts), self._exact_piece)
         scratch = [self._take(contributors, full.dtype) for _ in starts[:EXACT_DEPTH]]
@@ -148,12 +148,12 @@ class MPIComm(MessageComm):
         self._scratch[contributors, full.dtype].extend(scratch)
 
     def _take(self, contributors: int, dtype: Any) -> Array:
-        """Room for one piece from each contributor; kept for the next reduction."""
+        """Return room for one piece from each contributor; kept for the next reduction."""
         free = self._scratch[contributors, dtype]
         return free.pop() if free else empty(contributors * self._exact_piece, dtype)
 
     def _span(self, partition: Partition, rank: int, start: int) -> slice:
-        """The part of `rank`'s slice that belongs to the piece that begins at `start` of every slice."""
+        """Return the part of `rank`'s slice in the piece that begins at `start` of every slice."""
         first, last = partition.bounds[rank], partition.bounds[rank + 1]
         return slice(min(first + start, last), min(first + start + self._exact_piece, last))
 
@@ -163,7 +163,7 @@ class MPIComm(MessageComm):
     def _post(
         self, full: Array, room: Array, partition: Partition, contributors: int, start: int, tag: int
     ) -> list[Any]:
-        """Receives first, then sends; the nearest neighbour first, so that ranks do not all hit one."""
+        """Post receives, then sends; the nearest neighbour first, so that ranks do not all hit one."""
         mine = self._span(partition, self.rank, start)
         length, kind, requests = mine.stop - mine.start, mpi_type(full), []
         for step in range(1, self.size):
@@ -240,7 +240,7 @@ class MPIComm(MessageComm):
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
-        """Wait for one request: at once, or so that other threads and ranks keep the cores."""
+        """Wait for one request: blocking, or asleep so that other threads and ranks keep the cores."""
         with self.meter.waiting(kind, label):
             if not self._patient:
                 request.Wait()
@@ -248,7 +248,7 @@ class MPIComm(MessageComm):
                 time.sleep(POLL_SECONDS)
 
     def _gathering(self, kind: str) -> Any:
-        """The communicator of objects, once all ranks are there: a patient rank does not spin for them."""
+        """Return the communicator of objects once all ranks are there: a patient rank does not spin."""
         if self._patient:
             self._finish(self._control.Ibarrier(), kind)
         return self._control

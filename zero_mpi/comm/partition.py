@@ -1,4 +1,4 @@
-"""How a flat array is dealt out to ranks: which slice each has, and the pieces that it travels in."""
+"""Partitions of a flat array among ranks: the slice of each rank, and the pieces that it travels in."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Partition:
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def part(self, rank: int) -> slice:
-        """The slice of the flat buffer that `rank` owns."""
+        """Return the slice of the flat buffer that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def outside(self, rank: int) -> int:
-        """Elements that others own."""
+        """Return the number of elements that other ranks own."""
         return self.length - self.counts[rank]
 
     def cut(self, most: int) -> Iterator[Piece]:
-        """The buffer in contiguous pieces of at most `most` elements."""
+        """Yield the buffer in contiguous pieces of at most `most` elements."""
         for start in range(0, self.length, most):
             stop = min(start + most, self.length)
             inside = [min(max(bound, start), stop) - start for bound in self.bounds]
@@ -62,7 +62,7 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int) -> Partition:
-    """A partition that all who ask for the same one share: its bounds take 72 bytes a rank.
+    """Return a partition, one object for all callers with these arguments: its bounds take 72 bytes a rank.
 
     A model has many units and few lengths.
     """
@@ -71,7 +71,7 @@ def dealt_out(length: int, parts: int, quantum: int) -> Partition:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
+    """A segment [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
 
     start: int
     stop: int
@@ -79,6 +79,6 @@ class Piece:
     offsets: tuple[int, ...]
 
     def of_slice(self, partition: Partition, rank: int) -> slice:
-        """What the piece takes of `rank`'s slice, counted from the slice's own beginning."""
+        """Return the part of `rank`'s slice that is in the piece, counted from the slice's own beginning."""
         first = self.start + self.offsets[rank] - partition.bounds[rank]
         return slice(first, first + self.counts[rank])

@@ -1,4 +1,4 @@
-"""Pushes transfers on while layers compute, politely.
+"""A thread that pushes transfers on while layers compute, politely.
 
 Neither MPICH nor Open MPI moves a nonblocking collective unless somebody calls into the library. Where
 a core is free one thread tests what is under way and sleeps between rounds; where ranks fill the cores
@@ -16,7 +16,7 @@ POLL_SECONDS = 2e-4  # seconds; a busier or an adaptive poll hid no more in meas
 
 
 class ProgressEngine:
-    """The transfers under way, and who pushes them: a thread of its own or calls of `push`."""
+    """The transfers under way, pushed by a thread of its own or by calls of `push`."""
 
     def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
         self._active: list[Handle] = []

@@ -15,7 +15,7 @@ from zero_mpi.comm.wrapper import CommWrapper
 
 
 class ProgressingWrapper(CommWrapper):
-    """Forwards to `inner`, and pushes while it waits."""
+    """Wrapper that forwards to `inner`, and pushes all transfers while it waits."""
 
     def __init__(self, inner: MessageComm, ranks_here: int) -> None:
         super().__init__(inner)
@@ -23,7 +23,7 @@ class ProgressingWrapper(CommWrapper):
         self._crowded = ranks_here > environment.node_cores()
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push on what is under way until `ready()`; `kind` and `label` say what is waited for."""
+        """Push the transfers under way until `ready()`; `kind` and `label` name what is waited for."""
 
         def pushed() -> bool:
             self.progress()

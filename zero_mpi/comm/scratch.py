@@ -1,4 +1,4 @@
-"""What transports take beside the arrays that they carry: sizes of pieces, and the bytes that these need.
+"""Scratch memory of transports beside the arrays that they carry: sizes of pieces, and their bytes.
 
 The transports cut their buffers by these numbers and a plan asks for their sum, so neither can be wrong about
 the other. Nothing here needs MPI or a GPU.
@@ -27,7 +27,7 @@ AWARE_PIECE = 1 << 20  # elements of a slice per round: long enough for a fast l
 AWARE_DEPTH = 2  # rounds under way
 NCCL_PIECE = 1 << 20  # elements of a slice per round of an exact reduction
 NCCL_DEPTH = 1  # everything is in the order of one stream, so that rooms are used again at once
-STAGE_BYTES = 8 << 20  # of a stage in each direction, shared by the other ranks' pieces
+STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' pieces
 LEAST_STAGE = 64 << 10  # bytes of a piece, where ranks are many
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
 STAGED_ALIGNED = 1024  # elements, at whose multiples longer pieces end
@@ -35,7 +35,7 @@ STAGED_ALIGNED = 1024  # elements, at whose multiples longer pieces end
 
 @dataclass(frozen=True)
 class Reductions:
-    """What is reduced, as far as a transport's scratch depends on it, from the view of rank 0.
+    """The reductions of a job, as far as a transport's scratch depends on them, from the view of rank 0.
 
     slices          elements of its slice of each unit that is trained
     itemsize        bytes of an element of a gradient on its way
@@ -64,19 +64,19 @@ class Reductions:
 
 
 def nothing(asked: Reductions) -> int:
-    """No bytes: sums are made where gradients were written."""
+    """Return 0: sums are made where gradients were written."""
     return 0
 
 
 def of_messages(asked: Reductions) -> int:
-    """Bytes of what arrives at a rank of the host before it is added."""
+    """Return the bytes for what arrives at a rank of the host before it is added."""
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
     return in_order(asked) if asked.exact else by_library(asked)
 
 
 def in_order(asked: Reductions) -> int:
-    """Pages that pieces of the other ranks' slices lie in, while an exact reduction over messages adds them.
+    """Return the bytes of pages for pieces of the other ranks' slices in an exact reduction over messages.
 
     Each reduction under way has up to two pieces of every contributor; rounds with fewer contributors have
     rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
@@ -87,24 +87,24 @@ def in_order(asked: Reductions) -> int:
 
 
 def by_library(asked: Reductions) -> int:
-    """Bytes for slices that arrive and are added to those of earlier rounds; others arrive in place."""
+    """Return the bytes for slices that are added to those of earlier rounds; others arrive in place."""
     return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
 
 
 def of_nodes(asked: Reductions) -> int:
-    """Bytes for sums that arrive; ranks that share memory read gradients where they lie."""
+    """Return the bytes for sums that arrive; ranks that share memory read gradients where they lie."""
     return by_chain(asked, posted=0)
 
 
 def chain_piece(nodes: int) -> int:
-    """Elements of a piece of a sum that passes so many nodes; the last one waits for the first piece."""
+    """Return the elements of a piece of a sum that passes `nodes` nodes; the last waits for the first."""
     return max(LEAST_CHAIN_PIECE, CHAIN_PIECE * WHOLE_PIECES // max(WHOLE_PIECES, nodes))
 
 
 def by_chain(asked: Reductions, posted: int) -> int:
-    """Pieces of sums that come from the node before, and of `posted` gradients that ranks of the node send.
+    """Return the bytes of pieces from the node before, and of `posted` gradients from ranks of the node.
 
-    A lane carries a slice of each node's owners, or where every node has all of them the rank's own.
+    A lane carries a slice of each node's owner, or only the rank's own slice where every node has all slices.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
     piece = chain_piece(asked.nodes)
@@ -114,37 +114,37 @@ def by_chain(asked: Reductions, posted: int) -> int:
 
 
 def from_gpu_to_gpu(asked: Reductions) -> int:
-    """Bytes for what arrives by an MPI library that takes memory of a GPU."""
+    """Return the bytes for what arrives by an MPI library that takes memory of a GPU."""
     return rooms(asked, AWARE_DEPTH, AWARE_PIECE) if asked.exact else arrivals(asked)
 
 
 def by_nccl(asked: Reductions) -> int:
-    """Bytes that NCCL needs for what arrives."""
+    """Return the bytes that NCCL needs for what arrives."""
     return rooms(asked, NCCL_DEPTH, NCCL_PIECE) if asked.exact else arrivals(asked)
 
 
 def through_host(asked: Reductions) -> int:
-    """Bytes on the GPU, beside the memory of the host that everything passes through."""
+    """Return the bytes on the GPU, beside the memory of the host that everything passes through."""
     place = staged_piece(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return rooms(asked, STAGED_DEPTH, place)
 
 
 def rooms(asked: Reductions, depth: int, place: int) -> int:
-    """On a GPU, for pieces of `place` elements of the other ranks' slices, of each reduction under way."""
+    """Return the bytes on a GPU for pieces of `place` elements of other ranks, for reductions under way."""
     return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
 
 
 def arrivals(asked: Reductions) -> int:
-    """On a GPU, for sums of the library that are added to earlier ones: one of each size."""
+    """Return the bytes on a GPU for sums of the library that are added to earlier ones: one of each size."""
     return SUM * sum(set(asked.slices)) if asked.accumulates else 0
 
 
 def staged_piece(others: int) -> int:
-    """Bytes of pinned memory for a piece of one of the other ranks."""
+    """Return the bytes of pinned memory for a piece of one of the other ranks."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
 def pinned(ranks: int) -> int:
-    """Bytes of pinned memory of the host, for as many transfers as may be under way through it."""
+    """Return the bytes of pinned memory of the host, for as many transfers as may be under way through it."""
     others = ranks - 1
     return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(others) * others

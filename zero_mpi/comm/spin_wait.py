@@ -1,4 +1,4 @@
-"""How to wait for another rank that will soon have written something into shared memory."""
+"""Waiting for another rank that will soon have written something into shared memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first one, and what they
 def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
     """Return when `ready()` is true.
 
-    Whoever waits is in the way of the one who is waited for if they share a core (`crowded`): then it sleeps
-    at once. To hand over the core without sleeping is not enough, the scheduler may hand it back. Otherwise
-    answers come within microseconds, and only a long wait turns to sleep, for the other threads' sake.
+    A waiting rank is in the way of the other one if they share a core (`crowded`): then it sleeps at once.
+    Yielding the core without sleep is not enough, the scheduler may hand it back. Otherwise answers come
+    within microseconds, and only a long wait turns to sleep, for the other threads' sake.
     """
     spins, pause = 0 if crowded else SPINS, SHORTEST
     while not ready():

@@ -1,6 +1,6 @@
-"""Which ranks are on which node.
+"""Topology of a job: the ranks of each node.
 
-What goes between nodes costs ten times what stays inside, so the transports that know several nodes let ranks
+Traffic between nodes costs ten times that inside a node, so the transports that know several nodes let ranks
 of the same position on their nodes carry it, each its share: such ranks form a lane. That needs nodes with
 equally many ranks; and where sums pass from node to node in the order of ranks, each node's ranks must follow
 one another.
@@ -27,7 +27,7 @@ PRETEND = "ZERO_MPI_RANKS_PER_NODE"
 
 @dataclass(frozen=True)
 class Topology:
-    """members: the ranks of each node in ascending order, nodes in the order of their first ranks."""
+    """Ranks of all nodes. members: those of each node, ascending; nodes in the order of their first ranks."""
 
     members: tuple[tuple[int, ...], ...]
     rank: int
@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.members)
 
     @property
@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def problem(self) -> str:
-        """Why no lanes can be formed that keep the order of ranks, or an empty text."""
+        """The reason why no lanes can be formed that keep the order of ranks, or an empty text."""
         if self.nodes == 1:
             return "there is one node"
         counts = sorted({len(ranks) for ranks in self.members})
@@ -66,7 +66,7 @@ class Topology:
 
 
 def node_communicator(world: Any) -> Any:
-    """The ranks of `world` that share this one's memory, in the same order. Collective."""
+    """Return the ranks of `world` that share this one's memory, in the same order. Collective."""
     pretended = os.environ.get(PRETEND, "")
     if pretended.isdigit() and int(pretended) > 0:
         return world.Split(world.Get_rank() // int(pretended), world.Get_rank())
@@ -75,21 +75,21 @@ def node_communicator(world: Any) -> Any:
 
 @contextmanager
 def ranks_of_node(world: Any) -> Iterator[Any]:
-    """`node_communicator` for a while. Collective."""
+    """Lend `node_communicator` for the time of a context. Collective."""
     node = node_communicator(world)
     yield node
     node.Free()
 
 
 def nodes_of(world: Any) -> list[int]:
-    """The node of each rank of `world`, by number. Collective."""
+    """Return the node of each rank of `world`, by number. Collective."""
     with ranks_of_node(world) as node:
         members = find_topology(world, node).members
     return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
 
 
 def find_topology(world: Any, node: Any) -> Topology:
-    """The nodes of `world`, of which `node` is this rank's communicator. Collective."""
+    """Return the nodes of `world`, of which `node` is this rank's communicator. Collective."""
     leader = node.bcast(world.Get_rank())
     members = members_of(world.allgather(leader)).values()
     return Topology(tuple(map(tuple, members)), world.Get_rank())

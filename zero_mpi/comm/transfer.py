@@ -1,4 +1,4 @@
-"""A transfer of several steps, as a generator that whoever has time pushes on.
+"""A transfer of several steps, as a generator that any idle thread pushes on.
 
 It yields what it needs next: a list of MPI requests that must be complete, or a function that says whether
 something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that goes on
@@ -24,10 +24,10 @@ POLL_SECONDS = 2e-5  # seconds between looks at something that is no request
 
 
 class Transfer(Handle):
-    """Runs a generator that yields what it needs next; `test` and `wait` drive it.
+    """Runner of a generator that yields what it needs next; `test` and `wait` drive it.
 
-    The lock lets the progress thread and the owner push the same transfer. `record`: of a whole that this is
-    a part of, for the time line.
+    The lock lets the progress thread and the owner push the same transfer. `record`: that of the collective
+        which this is a part of, for the time line.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Transfer(Handle):
         self._advance(lambda: True)  # the first requests start now, in program order
 
     def _advance(self, has_come: Callable[[], bool]) -> bool:
-        """Go on if what is needed has come about; whether there is more to do then.
+        """Go on if what is needed has come about; return whether there is more to do then.
 
-        Whatever fails, of MPI or of a device as well, is raised where the owner waits, whoever pushed.
+        Any error, of MPI or of a device, is raised where the owner waits, whichever thread pushed.
         """
         try:
             if not has_come():
@@ -69,7 +69,7 @@ class Transfer(Handle):
 
     def test(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return False  # somebody else is at it
+            return False  # another thread pushes it
         try:
             while not self._done and self._advance(self._may_advance):
                 pass
@@ -98,7 +98,7 @@ class MessageComm(Comm):
 
     @abstractmethod
     def over(self, comm: Any) -> MessageComm:
-        """Messages of another communicator, that of a node for example, pushed on by whoever waits."""
+        """Return a transport over another communicator, such as that of a node; whoever waits pushes it."""
 
     @abstractmethod
     def start(
@@ -108,8 +108,8 @@ class MessageComm(Comm):
         label: str = "",
         record: spans.OpenTransfer | None = None,
     ) -> Handle:
-        """Begin a transfer and look after it until it is complete; `record` of what it is a part of."""
+        """Begin a transfer and look after it until it is complete; `record`: that of the whole around it."""
 
     @abstractmethod
     def poke_progress(self) -> None:
-        """Let the library move what it still owes to others, though the request it is of was complete."""
+        """Let the library move what it still owes to others, though the request for it was complete."""

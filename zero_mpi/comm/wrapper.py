@@ -1,4 +1,4 @@
-"""A transport that leaves to another one whatever it does not do in a better way itself."""
+"""A transport that leaves to another one all that it does not do in a better way itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_mpi.device.types import Array
 
 
 class CommWrapper(Comm):
-    """Hands every call on to `inner`; `wrapped` sees the handles of its transfers."""
+    """Wrapper that hands every call on to `inner`; `wrapped` sees the handles of its transfers."""
 
     def __init__(self, inner: Comm) -> None:
         self._inner = inner
@@ -23,7 +23,7 @@ class CommWrapper(Comm):
         return self._inner.about
 
     def wrapped(self, inner: Handle) -> Handle:
-        """What the caller gets for a handle of the inner transport."""
+        """Return what the caller gets for a handle of the inner transport."""
         return inner
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:

@@ -1,4 +1,4 @@
-"""Where arrays live: in the host's memory, or in that of the one GPU that a rank uses.
+"""Devices: arrays live in the host's memory, or in that of the one GPU that a rank uses.
 
 A process computes on one device, chosen once, before the first large array (`current`). A device offers the
 few things that both kinds have: flat memory, memory lent to an array that tells when it comes back, copies

@@ -1,4 +1,4 @@
-"""Arrays: which module they belong to, and buffers that are used again.
+"""Arrays: the module that they belong to, and buffers that are used again.
 
 Everything above this module computes on "an array", NumPy's or CuPy's; `namespace` gives the module
 whose functions apply to it, `device` says where they lie. `BufferPool` hands out the large flat buffers of
@@ -22,13 +22,13 @@ from zero_mpi.device import HOST, Device
 
 ALIGNMENT = device.ALIGNMENT
 Array = device.Array
-Scalar = Any  # a float; of a GPU an array without dimensions, so that nobody has to wait for it
+Scalar = Any  # a float; on a GPU an array without dimensions, so that nobody has to wait for it
 namespace = device.namespace
 empty, zeros = HOST.empty, HOST.zeros  # in the host's memory, whatever the device is
 
 
 def read_only(whole: Array) -> Array:
-    """A view of what all ranks see, through which this one cannot write."""
+    """Return a view of what all ranks see, through which this one cannot write."""
     view = whole.view()
     if not device.is_cupy(view):  # which has no such flag
         view.flags.writeable = False
@@ -36,17 +36,17 @@ def read_only(whole: Array) -> Array:
 
 
 def address(x: Array) -> int:
-    """Where an array begins in its memory."""
+    """Return the address at which an array begins in its memory."""
     return int(x.data.ptr) if device.is_cupy(x) else int(x.ctypes.data)
 
 
 def beside(x: Array, other: Array) -> Array:
-    """`x` where `other` lies: itself, or a copy on the GPU."""
+    """Return `x` where `other` lies: itself, or a copy on the GPU."""
     return device.in_use().from_host(x) if device.is_cupy(other) else x
 
 
 def side_by_side(parts: tuple[Array, ...]) -> Array | None:
-    """The array (..., W) whose columns, without gaps, the parts (..., heads, width) are, or None."""
+    """Return the array (..., W) whose columns, without gaps, the parts (..., heads, width) are, or None."""
     joint = parts[0].base
     if not isinstance(joint, type(parts[0])) or any(part.base is not joint for part in parts):
         return None
@@ -78,7 +78,7 @@ class BufferPool:
         self.peak_lent = 0  # the most buffers that were out at once
 
     def take(self, size: int) -> Array:
-        """A buffer of at least `size` elements: the smallest free one that fits, else a new one."""
+        """Return a buffer of at least `size` elements: the smallest free one that fits, else a new one."""
         fitting = [buffer for buffer in self._free if buffer.size >= size]
         if fitting:
             buffer = min(fitting, key=lambda candidate: int(candidate.size))
@@ -116,7 +116,7 @@ RECYCLED_FROM = 16 << 10  # bytes; below it the library's own allocator is as go
 
 
 def size_class(nbytes: int) -> int:
-    """`nbytes` rounded up to one of eight sizes between a power of two and the next."""
+    """Return `nbytes` rounded up to one of eight sizes between a power of two and the next."""
     step = 1 << max(6, (nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step
 
@@ -165,11 +165,11 @@ class Recycler:
         self._device = where
         self._blocks: list[_Block] = []
         self._free: dict[int, list[_Block]] = {}  # by size class; append and pop of a list need no lock
-        self._rest: Array | None = None  # of the last chunk
+        self._rest: Array | None = None  # rest of the last chunk
         self._cuts = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """An uninitialised array, aligned, on memory that was used before if there is any of its size."""
+        """Return an uninitialised, aligned array, on memory that was used before if some has its size."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if nbytes < RECYCLED_FROM:
             return self._device.small(shape, dtype)
@@ -188,7 +188,7 @@ class Recycler:
         return array
 
     def _cut(self, size: int) -> Array:
-        """Memory for a block: of the last chunk, or of a new one."""
+        """Return memory for a block: of the last chunk, or of a new one."""
         with self._cuts:
             if self._rest is None or self._rest.size < size:
                 self._rest = self._device.lasting(max(size, self._device.chunk))
@@ -196,7 +196,7 @@ class Recycler:
             return memory
 
     def trim(self) -> None:
-        """Let go of all memory that is not lent, as after work of other sizes than what will come.
+        """Free all memory that is not lent, as after work of other sizes than those that will come.
 
         A chunk goes when none of its blocks is left.
         """
@@ -207,7 +207,7 @@ class Recycler:
             home.clear()
 
     def stats(self) -> RecycledStats:
-        """What the pool holds now."""
+        """Return what the pool holds now."""
         blocks = list(self._blocks)
         lent = sum(int(block.memory.nbytes) for block in blocks if block.lease is not None)
         return RecycledStats(sum(int(block.memory.nbytes) for block in blocks), lent, len(blocks))
@@ -215,11 +215,11 @@ class Recycler:
 
 _host = Recycler(HOST)
 _pools: dict[int, Recycler] = {id(HOST): _host}
-recycled, recycled_stats = _host.take, _host.stats  # of the host, whatever the device is
+recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever the device is
 
 
 def pool_of(where: Device) -> Recycler:
-    """The recycled memory of a device, one pool for the process."""
+    """Return the recycled memory of a device, one pool for the process."""
     pool = _pools.get(id(where))
     if pool is None:
         pool = _pools.setdefault(id(where), Recycler(where))

@@ -25,7 +25,7 @@ class CudaMark:
 
     @property
     def done(self) -> bool:
-        """Whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
+        """Return whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
         return self._gpu.has_passed(self.event)
 
     def wait(self) -> None:
@@ -53,7 +53,7 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """A text for people: which GPU it is."""
+        """A description of the GPU, for people."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -69,42 +69,42 @@ class Cuda:
         self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
     def empty(self, size: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """An uninitialised array, flat or of a shape; CuPy aligns to 512 bytes."""
+        """Return an uninitialised array, flat or of a shape; CuPy aligns to 512 bytes."""
         return self.cupy.empty(size, dtype)
 
-    small = empty  # of the pool's
+    small = empty  # small arrays come from CuPy's pool as well
 
     def lasting(self, nbytes: int) -> Array:
-        """Uninitialised bytes that a pool keeps."""
+        """Return uninitialised bytes that a pool keeps."""
         return self.empty(nbytes, np.uint8)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat array of zeros."""
+        """Return a flat array of zeros."""
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """As `Host.lend`: arrays and their views hold the memory object, which holds the owner."""
+        """Return (owner, array) as `Host.lend`: views hold the memory object, which holds the owner."""
         owner, cuda = _Owner(), self.cupy.cuda
         lent = cuda.UnownedMemory(memory.data.ptr, memory.nbytes, owner, self.number)
         return owner, self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(lent, 0))
 
     def from_host(self, x: Array) -> Array:
-        """A copy of a host's array on the GPU, in the order of its work."""
+        """Return a copy of a host's array on the GPU, in the order of its work."""
         return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
 
     def to_host(self, x: Array) -> Array:
-        """A copy of a GPU's array on the host, complete."""
+        """Return a copy of a GPU's array on the host, complete."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """Copies of vectors on the GPU, complete; one copy of all, since each is waited for."""
+        """Return copies of vectors on the GPU, complete; one copy of all, since each is waited for."""
         if not arrays:
             return []
         whole, ends = self.to_host(self.cupy.concatenate(arrays)), np.cumsum([x.size for x in arrays])
         return np.split(whole, ends[:-1])
 
     def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source, wherever the two are; what comes to or from the host is complete."""
+        """Copy: target[...] = source, wherever the two are; what comes to or from the host is complete."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
         if here and not there:
             target.set(np.ascontiguousarray(source, target.dtype).reshape(target.shape), stream=self.stream)
@@ -115,13 +115,13 @@ class Cuda:
             target[...] = source
 
     def mark(self) -> CudaMark:
-        """A mark behind all work that was asked for so far."""
+        """Return a mark behind all work that was asked for so far."""
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self.stream)
         return CudaMark(event, self)
 
     def has_passed(self, event: Any) -> bool:
-        """Whether the GPU has come to an event. CuPy's `Event.done` says no for ever where it has failed."""
+        """Return whether the GPU has come to an event. CuPy's `Event.done` says no for ever if it failed."""
         self.choose()
         runtime = self.cupy.cuda.runtime
         status = runtime.eventQuery(event.ptr)
@@ -130,7 +130,7 @@ class Cuda:
         return bool(status == COMPLETE)
 
     def wait_for(self, mark: Any) -> None:
-        """Let what is computed from now on come after a mark, which may be on another stream."""
+        """Order later computing after a mark, which may be on another stream."""
         self.stream.wait_event(mark.event)
 
     def synchronize(self) -> None:
@@ -138,22 +138,22 @@ class Cuda:
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
-        """Bytes of the GPU that are not free, those of other processes on it included."""
+        """Return the bytes of the GPU that are not free, those of other processes on it included."""
         free, total = self.cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
     def stopwatch(self) -> CudaStopwatch:
-        """A stopwatch for what the GPU computes."""
+        """Return a stopwatch for what the GPU computes."""
         return CudaStopwatch(self.cupy.cuda, self.stream)
 
 
 class CudaStopwatch:
     """Events on the stream that computes, whose times are asked for when all is done.
 
-    Two events of which the host's time is known, the first one and one made when times are asked for, tell
-    how the GPU's clock lies to the host's; between them it is taken to run evenly. The host's own times,
-    which are floats, stay what they are. CUDA tells times in float32: a microsecond in ten seconds since the
-    first event, a quarter of a millisecond in an hour, and never one mark before another that it follows.
+    Two events with a known time of the host, the first one and one made when times are asked for, relate the
+    GPU's clock to the host's; between them it is taken to run evenly. The host's own times, which are floats,
+    stay what they are. CUDA tells times in float32: a microsecond in ten seconds since the first event, a
+    quarter of a millisecond in an hour, and never one mark before another that it follows.
     """
 
     def __init__(self, cuda: Any, stream: Any) -> None:
@@ -162,13 +162,13 @@ class CudaStopwatch:
         self._rate = 0.0  # seconds of the host in a millisecond of the GPU; 0: not known yet
 
     def stamp(self) -> Any:
-        """A mark behind all that was asked for so far."""
+        """Return a mark behind all work that was asked for so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
 
     def _known(self) -> tuple[Any, float]:
-        """An event, and when the GPU came to it."""
+        """Return an event, and when the GPU came to it."""
         self._stream.synchronize()
         before = time.perf_counter()
         event = self.stamp()
@@ -176,7 +176,7 @@ class CudaStopwatch:
         return event, (before + time.perf_counter()) / 2
 
     def seconds(self, stamp: Any) -> float:
-        """When the GPU came to a mark, by the host's `time.perf_counter`."""
+        """Return when the GPU came to a mark, by the host's `time.perf_counter`."""
         if isinstance(stamp, float):
             return stamp
         if not self._rate:
@@ -186,7 +186,7 @@ class CudaStopwatch:
 
 
 def import_cupy() -> Any:
-    """CuPy. Raises UsageError where it is not installed."""
+    """Return CuPy. Raises UsageError where it is not installed."""
     others = " or 'zero-mpi[cuda13]', as the driver is"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
@@ -204,7 +204,7 @@ def libraries(other: type[Exception] = OSError) -> Iterator[None]:
 
 
 def gpus() -> int:
-    """How many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
+    """Return how many GPUs CuPy finds; 0 also where there is no CuPy or no driver."""
     try:
         import cupy
 
@@ -214,7 +214,7 @@ def gpus() -> int:
 
 
 def why_no_gpu() -> str:
-    """What CuPy says where it finds no GPU, in one line. Raises UsageError where it is not installed."""
+    """Return in one line why CuPy finds no GPU. Raises UsageError where CuPy is not installed."""
     cupy = import_cupy()
     try:
         cupy.cuda.runtime.getDeviceCount()

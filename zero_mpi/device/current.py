@@ -19,7 +19,7 @@ _in_use: Device = HOST
 
 
 def in_use() -> Device:
-    """The device of this process."""
+    """Return the device of this process."""
     return _in_use
 
 
@@ -40,8 +40,8 @@ def use(name: str, on_node: int = 0) -> Device:
 def claim(name: str) -> None:
     """Take this rank's GPU before MPI starts, where the launcher tells which it is.
 
-    MPI libraries look for the GPU of the thread that starts them. What goes wrong is not said here: `use`
-    meets it again, when all ranks can agree on it.
+    MPI libraries look for the GPU of the thread that starts them. Errors are not reported here: `use`
+    meets them again, when all ranks can agree on them.
     """
     number, count = environment.local_rank(), 0 if name == "cpu" else gpus()
     if number is not None and count:
@@ -59,15 +59,15 @@ def adopt(chosen: Device) -> Device:
 
 
 def is_cupy(x: Array) -> bool:
-    """Whether `x` is a CuPy array, without importing CuPy for the answer."""
+    """Return whether `x` is a CuPy array, without importing CuPy for the answer."""
     return type(x).__module__.partition(".")[0] == "cupy"
 
 
 def home_of(x: Array) -> Device:
-    """The device that an array lies on."""
+    """Return the device that an array lies on."""
     return in_use() if is_cupy(x) else HOST
 
 
 def namespace(x: Array) -> Any:
-    """The array module of `x`: cupy for a CuPy array, numpy for anything else."""
+    """Return the array module of `x`: cupy for a CuPy array, numpy for anything else."""
     return sys.modules["cupy"] if is_cupy(x) else np

@@ -29,11 +29,11 @@ class Host:
     """NumPy arrays in the process's own memory."""
 
     name = about = "cpu"
-    stream: Any = None  # that computes, of a GPU
-    chunk = 64 << 20  # bytes that a pool takes at once; what nobody has written to takes no memory
+    stream: Any = None  # on a GPU the stream that computes
+    chunk = 64 << 20  # bytes that a pool takes at once; pages without a write take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat uninitialised array that starts at a cache line.
+        """Return a flat uninitialised array that starts at a cache line.
 
         The same alignment everywhere keeps vector code on the same path whatever slice a rank holds.
         """
@@ -43,15 +43,15 @@ class Host:
         return raw[skip : skip + size * itemsize].view(dtype)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat array of zeros, aligned as `empty`."""
+        """Return a flat array of zeros, aligned as `empty`."""
         array = self.empty(size, dtype)
         array.fill(0)
         return array
 
     def lasting(self, nbytes: int) -> Array:
-        """Uninitialised bytes that a pool keeps: in huge pages, where the system has them.
+        """Return uninitialised bytes that a pool keeps: in huge pages, where the system has them.
 
-        A processor knows by heart where some thousand pages lie. In pages of 4 KiB these are a few megabytes,
+        A processor keeps the addresses of some thousand pages. In pages of 4 KiB these are a few megabytes,
         and a step walks through all of its activations.
         """
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -62,24 +62,24 @@ class Host:
         return raw[skip : skip + nbytes]
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """(owner, array): an array on flat `memory`, and an object that lives as long as any view of it."""
+        """Return (owner, array): an array on flat `memory`, and an object that lives as long as its views."""
         owner: Any = (ctypes.c_char * memory.nbytes).from_buffer(memory)
         return owner, np.ndarray(shape, dtype, owner)
 
     def small(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised array too small to be worth more than the library's own allocator."""
+        """Return an uninitialised array too small to be worth more than the library's own allocator."""
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
-        """The array `x` itself."""
+        """Return the array `x` itself."""
         return x
 
     def to_host(self, x: Array) -> Array:
-        """The array `x` itself."""
+        """Return the array `x` itself."""
         return x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """The list `arrays` itself, unchanged."""
+        """Return the list `arrays` itself, unchanged."""
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
@@ -87,17 +87,17 @@ class Host:
         target[...] = source
 
     def mark(self) -> Any:
-        """A mark in the order of work; on the host, work is complete when its call returns."""
+        """Return a mark in the order of work; on the host, work is complete when its call returns."""
         return Done()
 
     def wait_for(self, mark: Any) -> None:
-        """Let what is computed from now on come after a mark."""
+        """Order later computing after a mark."""
 
     def synchronize(self) -> None:
         """Return when all work is complete."""
 
     def memory_in_use(self) -> int:
-        """Bytes of this process in the host's memory, what it shares with others included."""
+        """Return the bytes of this process in the host's memory, what it shares with others included."""
         try:
             with open("/proc/self/statm") as file:
                 return int(file.read().split()[1]) * mmap.PAGESIZE
@@ -105,7 +105,7 @@ class Host:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def stopwatch(self) -> HostStopwatch:
-        """A stopwatch for what the host computes."""
+        """Return a stopwatch for what the host computes."""
         return HostStopwatch()
 
 
@@ -115,12 +115,12 @@ class HostStopwatch:
     stamp = staticmethod(time.perf_counter)
 
     def seconds(self, stamp: float) -> float:
-        """`stamp` itself, by `time.perf_counter`."""
+        """Return `stamp` itself, a time of `time.perf_counter`."""
         return stamp
 
 
 class _Owner:
-    """Lives as long as the memory of a lent array is referred to."""
+    """An object that lives as long as the memory of a lent array is referred to."""
 
     __slots__ = ("__weakref__",)
 

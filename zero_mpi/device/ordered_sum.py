@@ -1,7 +1,7 @@
 """The ordered sum of arrays, on the host and, by one small kernel with the same bits, on a GPU.
 
-It is the transports' own, because they add pieces as these arrive, on a stream beside the one that computes,
-and because `comm` does not know the operations.
+The transports have this sum of their own, because they add pieces as these arrive, on a stream beside the
+one that computes, and because `comm` does not know the operations.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS = ("float32", "bfloat16", "float16")
 MAX_PARTS = 8  # parts that one launch adds, as the source says
-THREADS, BLOCKS = 256, 1024  # of a block; blocks at most: enough to fill any GPU, few enough to share it
+THREADS, BLOCKS = 256, 1024  # threads a block; most blocks: enough to fill any GPU, few enough to share it
 PER_THREAD = 4  # elements that a thread takes at a time
 
 
 @cache
 def kernels() -> dict[str, Any]:
-    """The kernel of each type of parts."""
+    """Return the kernel of each type of parts."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
         return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream.
+    """Set out = parts[0] + parts[1] + ..., or out + parts[0] + ..., on a stream.
 
     `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
     """
@@ -54,7 +54,7 @@ def launch(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) ->
 
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
-    """out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
+    """Set out = parts[0] + parts[1] + ..., or out + parts[0] + ..., from left to right, in place.
 
     Parts of a lower type are widened before they are added.
     """

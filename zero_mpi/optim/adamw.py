@@ -11,7 +11,7 @@ from zero_mpi.optim.rule import Part, Rule
 
 @dataclass(frozen=True)
 class AdamW(Rule):
-    """betas: decay of the two moments; eps: what is added to the root of the second."""
+    """AdamW. betas: decay of the two moments; eps: a number added to the root of the second."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

@@ -1,7 +1,7 @@
 """A moving average of the parameters, which often predicts better than the last of them.
 
 After each update e = keep e + (1 - keep) p, in float32, beginning with the first parameters; an update
-that is left out leaves it as it is. It lies where the moments lie: each rank has that of what it updates.
+that is left out leaves it as it is. It lies where the moments lie: each rank has it for what it updates.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class MovingAverage:
         return int(sum(array.nbytes for array in self.values.values()))
 
     def begin(self, units: Iterable[ShardedUnit]) -> None:
-        """Let it be the parameters as they are."""
+        """Set the averages to the parameters as they are."""
         for unit in units:
             device.in_use().copy(self.values[unit.name], unit.updated[0])
 
     def follow(self, unit: ShardedUnit) -> None:
-        """Take in the parameters of a unit that was updated."""
+        """Update the averages by the parameters of a unit that was updated."""
         ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
 def check_average(ema: Any, offload: str) -> None:
-    """Raise ValueError for what no average can keep, UsageError where what it follows is not at hand."""
+    """Raise ValueError for an impossible `ema`, UsageError with `offload`: parameters are not at hand."""
     if ema is None:
         return
     number("ShardedAdamW: ema", ema, above=0, below=1)

@@ -1,4 +1,4 @@
-"""Gradients held to a largest global norm."""
+"""Clipping of gradients to a largest global norm."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zero_mpi.sharding.module import ShardedModule
 
 
 def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
-    """Raise ValueError for what no norm can be held to; infinity is a way to ask for the norm alone."""
+    """Raise ValueError for an impossible largest norm; infinity is a way to ask for the norm alone."""
     if (max_norm is not None or required) and max_norm != math.inf:
         number(f"{what}: max_norm", max_norm, above=0)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `max_norm`."""
+    """Return the factor that makes the norm of gradients at most `max_norm`."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 

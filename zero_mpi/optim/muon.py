@@ -31,7 +31,7 @@ JIACHENG = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-SCALES = {  # how large an update of (rows, columns) is
+SCALES = {  # the size of an update of (rows, columns)
     "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
@@ -117,7 +117,7 @@ class Muon(MatrixRule):
 
 
 def norm(x: Array) -> float:
-    """The Euclidean norm of a matrix, its squares summed in float64 in one fixed order."""
+    """Return the Euclidean norm of a matrix, its squares summed in float64 in one fixed order."""
     flat = x.reshape(-1)
     whole = flat.size // QUANTUM * QUANTUM
     sums = [ops.chunk_squares(flat[:whole], QUANTUM)] if whole else []

@@ -25,7 +25,7 @@ ROOMS = 3  # one that is filled, one that is updated, one that is emptied
 
 
 def piece_of(quantum: int) -> int:
-    """Elements of a piece: whole runs of decay, so at least one."""
+    """Return the elements of a piece: whole runs of decay, so at least one."""
     return max(1, PIECE_ELEMENTS // quantum) * quantum
 
 
@@ -53,7 +53,7 @@ class HostState(Mapping[str, Array]):
         return len(self.names)
 
     def pieces(self) -> Iterator[tuple[slice, list[Array]]]:
-        """(part, each state's), complete or not."""
+        """Yield (part, that part of each state), whether its copies are complete or not."""
         for start in range(0, self.size, self.piece):
             stop = min(start + self.piece, self.size)
             firsts = range(0, len(self.names) * self.size, self.size)
@@ -61,7 +61,7 @@ class HostState(Mapping[str, Array]):
 
 
 class GpuRoom:
-    """A place on the GPU for a piece of each array, and the events of those who use it in turn."""
+    """Buffers on the GPU for a piece of each array, and the events of the streams that use them in turn."""
 
     def __init__(self, where: Cuda, size: int, arrays: int) -> None:
         event = where.cupy.cuda.Event
@@ -83,7 +83,7 @@ class Offload:
         self._turn = 0
 
     def states(self, sizes: Iterable[tuple[int, int, Sequence[str]]]) -> list[HostState]:
-        """States of (elements, quantum, names) each, and rooms for the longest of their pieces."""
+        """Return states of (elements, quantum, names) each, and rooms for the longest of their pieces."""
         made = [HostState(self.where, *size) for size in sizes]
         longest = max((min(states.size, states.piece) for states in made), default=0)
         arrays = max((len(states) for states in made), default=0) + self.masters
@@ -97,11 +97,11 @@ class Offload:
         return int(sum(array.nbytes for room in self.rooms for array in room.arrays))
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
-        """(part, states and more) on the GPU, piece by piece; `more`: of the host, as long as a state.
+        """Yield (part, states and more) on the GPU, piece by piece; `more`: of the host, as long as a state.
 
-        What the GPU is asked to compute before the next piece is asked for may change them; it goes back.
+        Work that the GPU is asked for before the next piece is asked for may change them; they go back.
         """
-        self._up.wait_event(states.stored)  # in the step before
+        self._up.wait_event(states.stored)  # the pieces of the step before
         for part, own in states.pieces():
             there = [*own, *(array[part] for array in more)]
             room, self._turn = self.rooms[self._turn], (self._turn + 1) % ROOMS
@@ -118,7 +118,7 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Return when all that passed is back: states look for themselves, parameters anybody may read."""
+        """Return when all pieces are back: reads of states wait by themselves, reads of parameters do not."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:
@@ -128,7 +128,7 @@ class Offload:
 
 
 def make_offload(name: str) -> Offload | None:
-    """What `--offload` asks for; raises UsageError for an unknown name and where there is no GPU to spare."""
+    """Return what `--offload` asks for; raise UsageError for an unknown name, or without a GPU to spare."""
     if name not in CHOICES:
         raise UsageError(f"--offload {name}: expected one of {', '.join(CHOICES)}")
     return None if name == NONE else Offload(gpu_to_spare(name), masters=name == STATE)

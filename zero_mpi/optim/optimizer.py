@@ -32,14 +32,14 @@ from zero_mpi.telemetry import spans
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the gradient's norm before clipping, and whether the update was left out."""
+    """Result of a step: the gradient's norm before clipping, and whether the update was left out."""
 
     grad_norm: float
     skipped: bool
 
 
 States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
-Key = str | int  # of an array of one's own: its name, or its place in a list
+Key = str | int  # key of a user's array: its name, or its place in a list
 Arrays = Mapping[str, Array] | Sequence[Array]
 
 
@@ -61,16 +61,16 @@ class ShardedOptimizer:
 
     rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule; the last match wins
     lr            learning rate; `step` may be given another one each time
-    weight_decay  a step takes lr * weight_decay of what decays away, apart from the gradient: of matrices,
+    weight_decay  a step takes away lr * weight_decay of what decays, apart from the gradient: of matrices,
                   unless `decay_scale` says otherwise
-    lr_scale      name pattern -> what multiplies the learning rate of parameters that it matches ("*.lora_b":
+    lr_scale      name pattern -> factor of the learning rate of parameters that it matches ("*.lora_b":
                   16); the last match wins, 0 leaves them as they are
     decay_scale   the same for the weight decay
     ema           keep a moving average of what `step` trains too: ema * average + (1 - ema) * parameter after
                   each update, from the first parameters on; `zero_mpi.save` writes it as a model of its own
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
-    Making one is collective; raises ValueError for settings that cannot be, UsageError where ranks differ.
+    Making one is collective; raises ValueError for impossible settings, UsageError where ranks differ.
     `offload`: "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
     with `offload_masters`; raises UsageError where there is no GPU.
     """
@@ -121,14 +121,14 @@ class ShardedOptimizer:
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
-        """The rule of a parameter; raises ValueError where there is none."""
+        """Return the rule of a parameter; raises ValueError where there is none."""
         found: list[Rule] = [rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)]
         if not found:
             raise ValueError(f"rules: none is for {name}: give one for the pattern *")
         return found[-1]
 
     def _check_matrices(self) -> None:
-        """Raise ValueError unless what needs whole matrices has them, in units of its own."""
+        """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
         for unit in self.units:
             if (
                 unit.unit.whole
@@ -150,7 +150,7 @@ class ShardedOptimizer:
         return [unit for unit in self.module.units if unit.unit.trainable]
 
     def averages(self) -> Mapping[str, Array]:
-        """The moving averages by unit, where they are kept; before any update they are the parameters."""
+        """Return the moving averages by unit, where they are kept; before any update, the parameters."""
         assert self.average is not None, "made with ema=X"
         if not self.steps:
             self.average.begin(self.units)
@@ -193,12 +193,12 @@ class ShardedOptimizer:
         return StepResult(norm, not finite)
 
     def names_of_states(self, unit: ShardedUnit) -> tuple[str, ...]:
-        """The states of a unit: of all its parameters, those that each one's rule keeps."""
+        """Return the names of a unit's states: of all its parameters, those that each one's rule keeps."""
         rules = (self.rule_of(name) for name in unit.unit.params)
         return tuple(dict.fromkeys(name for rule in rules for name in rule.states))
 
     def kept_states(self) -> Iterator[tuple[str, ShardedUnit, frozenset[str]]]:
-        """(state, unit, names of the parameters of it that have the state), one state after the other."""
+        """Yield (state, unit, names of its parameters that have the state), one state after the other."""
         rules = (self.rule_of(name) for unit in self.units for name in unit.unit.params)
         for state in dict.fromkeys(state for rule in rules for state in rule.states):
             for unit in self.units:
@@ -207,12 +207,12 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """The part of a unit that this rank keeps states of: of whole matrices its own alone."""
+        """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
         name = next(iter(unit.unit.params))
         return unit.part if isinstance(self.rule_of(name), MatrixRule) else unit.parameters.updated_part
 
     def _make_states(self) -> dict[str, States]:
-        """Zeros for each unit, where they are kept."""
+        """Return zeros for each unit, where they are kept."""
         sizes = {
             unit.name: (part.stop - part.start, unit.unit.quantum, self.names_of_states(unit))
             for unit in self.units
@@ -226,7 +226,7 @@ class ShardedOptimizer:
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
-        """Let the owners of whole matrices turn gradients into directions, and bring these to who updates."""
+        """Let owners of whole matrices turn gradients into directions, and send them to updating ranks."""
         handles = []
         for unit in self.units:
             if not unit.unit.whole:
@@ -259,7 +259,7 @@ class ShardedOptimizer:
                 rule.update(taken, lr * factor, scale, self.steps)
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
-        """A unit's parameters and states where they are updated: all, or if offloaded piece by piece."""
+        """Yield a unit's parameters and states where they are updated: all, or offloaded ones by pieces."""
         kept = self.states[unit.name]
         if not isinstance(kept, HostState):
             yield slice(0, parameters.size), parameters, kept
@@ -277,7 +277,7 @@ class ShardedOptimizer:
         The name, or the place in the list, is the identity: under it moments and a count of steps are kept,
         beside the module's, from the first call on; names may come later or be left out of a call. Under the
         names of the module's parameters that is its local shard: `dict(module.named_parameters())` and
-        gradients of the same elements. Whoever updates those calls `drop_gathered` before and
+        gradients of the same elements. A caller that updates those calls `drop_gathered` before and
         `broadcast_updated_params` after it. What decays: the module's matrices by their names, also where
         the shard is flat, and other arrays of two or more dimensions. Not collective.
 
@@ -315,7 +315,7 @@ class ShardedOptimizer:
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        """Bytes of states and averages on this rank, wherever they are."""
+        """Return the bytes of states and averages on this rank, wherever they are."""
         plain = [states for states, _ in self._plain.values()]
         average = 0 if self.average is None else self.average.nbytes
         return average + sum(map(bytes_of, [*self.states.values(), *plain]))
@@ -344,12 +344,12 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 def bytes_of(states: States) -> int:
-    """Bytes of the states of a unit or an array."""
+    """Return the bytes of the states of a unit or an array."""
     return int(sum(state.nbytes for state in states.values()))
 
 
 def keyed(what: str, arrays: Any) -> dict[Key, Array]:
-    """Arrays by name, or by place in a list; raises ValueError for anything but arrays of float numbers."""
+    """Return arrays by name, or by place in a list; raise ValueError for anything but float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
         raise ValueError(
             f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "

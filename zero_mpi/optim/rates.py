@@ -1,4 +1,4 @@
-"""What an update of a parameter takes by its name: whether it decays, and what multiplies its learning rate.
+"""Weight decay and factors of the learning rate, which an update takes by the parameter's name.
 
 Both are the same within a chunk of a unit. Decay is a table with a number for each chunk, which the update
 reads. Rates differ rarely: a unit is cut into stretches of one factor, and the update of each is given its
@@ -24,9 +24,9 @@ from zero_mpi.sharding.sharded_unit import ShardedUnit
 
 @dataclass(frozen=True)
 class UnitRates:
-    """Of what an optimizer updates of one unit.
+    """Factors of the part of one unit that an optimizer updates.
 
-    decays      for each chunk what multiplies its decay, 0 where none does: (chunks,) float64, on the device
+    decays      for each chunk the factor of its decay, 0 where none decays: (chunks,) float64, on the device
     stretches   (elements, factor of the rate, rule), one after the other
     """
 
@@ -34,7 +34,7 @@ class UnitRates:
     stretches: tuple[tuple[slice, float, Rule], ...]
 
     def within(self, part: slice) -> Iterator[tuple[slice, float, Rule]]:
-        """The stretches of a part, cut to it."""
+        """Yield the stretches of a part, cut to it."""
         for run, factor, rule in self.stretches:
             start, stop = max(run.start, part.start), min(run.stop, part.stop)
             if start < stop:
@@ -42,7 +42,7 @@ class UnitRates:
 
 
 class ParameterRates:
-    """Of all units, by their names.
+    """Factors of all units, by their names.
 
     scales, decays: pattern -> factor of the learning rate, or of the decay; the last match wins.
     """
@@ -61,7 +61,7 @@ class ParameterRates:
         return self._units[unit]
 
     def factor(self, name: str) -> float:
-        """What multiplies the learning rate of a parameter."""
+        """Return the factor of a parameter's learning rate."""
         return matched(self.scales, name, 1.0)
 
     def _of(self, unit: ShardedUnit) -> UnitRates:
@@ -83,13 +83,13 @@ class ParameterRates:
 
 
 def matched(factors: Mapping[str, float], name: str, otherwise: float) -> float:
-    """The factor of the last pattern that matches a name."""
+    """Return the factor of the last pattern that matches a name."""
     found = [factor for pattern, factor in factors.items() if fnmatchcase(name, pattern)]
     return found[-1] if found else otherwise
 
 
 def stretches(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
-    """Neighbouring chunks of one factor and rule as runs of elements."""
+    """Yield neighbouring chunks of one factor and rule as runs of elements."""
     start = 0
     for (factor, rule), same in groupby(updates):
         stop = start + quantum * sum(1 for _ in same)
@@ -98,7 +98,7 @@ def stretches(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[t
 
 
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
-    """Factors of learning rates by pattern; raises ValueError for what is none or names no parameter."""
+    """Return factors by pattern; raise ValueError for what is none or names no trained parameter."""
     instance(what, scales, Mapping, "a mapping of name patterns to numbers")
     for pattern in scales:
         instance(what, pattern, str, "name patterns")

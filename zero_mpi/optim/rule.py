@@ -1,4 +1,4 @@
-"""What an optimizer does to parameters: rules of one interface, chosen by name patterns."""
+"""Update rules of an optimizer: one interface, chosen by name patterns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rule(ABC):
     """A rule of update. Make one by a subclass with the two attributes and `update`.
 
     type     its name, in `optimizer.gguf`
-    states   names of what it keeps: float32 arrays as long as the parameters, zeros at first. A file holds
+    states   names of its states: float32 arrays as long as the parameters, zeros at first. A file holds
              them in full shape as `optimizer.STATE.PARAMETER`
     """
 
@@ -40,7 +40,7 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update parameters and states in place. Elements may come in any cuts, so each is on its own.
+        """Update parameters and states in place. Elements may be cut in any way, so each is on its own.
 
         `grad_scale` multiplies gradients (clipping, loss scale); `step` counts from 1.
         """

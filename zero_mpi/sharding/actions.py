@@ -1,4 +1,4 @@
-"""What a rank does in a step, one action at a time, and the only loop that does it.
+"""Actions of a rank in a step, one at a time, and the only loop that does them.
 
 A schedule is lists of actions. Training, evaluation, the sizes of buffers, plans and pictures take the same
 lists through `run`, and differ in what their units and stages do.
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class UnitVerbs(Protocol):
-    """What actions ask of a unit."""
+    """Methods that actions call on a unit."""
 
     def start_gather(self) -> None:
         """Start a unit's gather."""
@@ -26,16 +26,16 @@ class UnitVerbs(Protocol):
         """Give up the gathered parameters."""
 
     def start_reduce(self, contributors: int) -> None:
-        """Start to sum a unit's gradients: the first so many ranks contribute."""
+        """Start to sum a unit's gradients: the first `contributors` ranks contribute."""
 
     def wait_reduce(self) -> None:
         """Wait for the unit's reduction."""
 
 
 class StageVerbs(Protocol):
-    """What actions ask of whoever takes a micro-batch through the stages."""
+    """Methods that actions call on whoever takes a micro-batch through the stages."""
 
-    contributors: int  # ranks with a micro-batch in this round: the first so many
+    contributors: int  # number of ranks with a micro-batch in this round: the first ones
 
     def forward(self, stage: int) -> None:
         """Run a stage forward."""
@@ -60,19 +60,19 @@ class Action(ABC):
 
     @abstractmethod
     def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        """Do it; `run` is the only one to ask."""
+        """Do the action; only `run` calls this."""
 
 
 @dataclass(frozen=True)
 class UnitAction(Action):
-    """What a unit does."""
+    """Action of a unit."""
 
     unit: int
 
 
 @dataclass(frozen=True)
 class StageAction(Action):
-    """What whoever takes a micro-batch through the stages does."""
+    """Action of whoever takes a micro-batch through the stages."""
 
     stage: int
 
@@ -172,18 +172,18 @@ REDUCING = Reduce | WaitReduce
 
 
 def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-    """Do what a list of actions says."""
+    """Do the actions of a list, in order."""
     for action in actions:
         action.do(units, work)
 
 
 def without(kinds: UnionType, actions: Iterable[Action]) -> Actions:
-    """The actions that are none of `kinds`."""
+    """Return the actions that are none of `kinds`."""
     return tuple(action for action in actions if not isinstance(action, kinds))
 
 
 def by_stage(actions: Sequence[Action]) -> Iterator[Actions]:
-    """The actions cut into one list for each stage that computes; each list ends in `Progress`."""
+    """Yield the actions cut into one list for each stage that computes; each list ends in `Progress`."""
     start = 0
     for end, action in enumerate(actions, 1):
         if isinstance(action, Progress):

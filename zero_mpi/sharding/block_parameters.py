@@ -35,7 +35,7 @@ class BlockParameters(Parameters):
         self._buffer: Array | None = None
 
     def _make_master(self) -> None:
-        """Do nothing: what is frozen has no copy to update."""
+        """Do nothing: frozen parameters have no copy to update."""
 
     # -------------------------------------------------------------------------------- the whole, for layers
 
@@ -88,7 +88,7 @@ class BlockParameters(Parameters):
 
     @property
     def in_use(self) -> bool:
-        """Whether a rank may have read the bytes since all ranks last met."""
+        """Return whether a rank may have read the bytes since all ranks last met."""
         return self.stored.in_use
 
     @in_use.setter
@@ -98,7 +98,7 @@ class BlockParameters(Parameters):
     # ------------------------------------------------------------------------------------------- the bytes
 
     def load(self, read: ReadBytes) -> None:
-        """Fill what this rank keeps of the bytes."""
+        """Fill the bytes that this rank keeps."""
         for target, part in self.stored.filled:
             for segment in self.unit.words.segments(part):
                 start = segment.offset * target.itemsize

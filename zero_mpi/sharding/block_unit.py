@@ -1,4 +1,4 @@
-"""Units that stay in the blocks of a file: how their bytes lie, and which units a model has of them.
+"""Units that stay in the blocks of a file: the layout of their bytes, and those that a model has.
 
 Nothing computes with the bytes, so they may be cut anywhere. Transports see them as float32 words, in a unit
 of their own: each tensor is a run of words, and runs begin at multiples of 64 bytes.
@@ -17,7 +17,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
 from zero_mpi.sharding.unit import BYTES, QUANTUM, Unit
 
-WORDS = 16  # what runs and slices are multiples of: 64 bytes, as the lines of a cache
+WORDS = 16  # runs and slices are multiples of this: 64 bytes, as the lines of a cache
 
 Stored = Mapping[str, BlockKind]
 
@@ -30,12 +30,12 @@ class BlockUnit(Unit):
 
     @cached_property
     def words(self) -> Unit:
-        """The unit of what is kept: each tensor's bytes as words."""
+        """The unit of the kept bytes: each tensor's bytes as words."""
         runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
         return Unit(self.name, runs, WORDS, False)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of one parameter's blocks."""
+        """Return the bytes of one parameter's blocks."""
         return self.kinds[name].bytes_of(self.params[name].size)
 
     def room(self, compute: Any) -> int:
@@ -56,7 +56,7 @@ class BlockUnit(Unit):
 
 
 def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
-    """One unit a scope, of the parameters that are stored; by scope also where others are cut by bytes.
+    """Return one unit a scope of the stored parameters; by scope also where others are cut by bytes.
 
     A unit is what a rank has unpacked at a time.
     """

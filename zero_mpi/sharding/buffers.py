@@ -1,4 +1,4 @@
-"""How many buffers of which lengths are lent at once: a schedule's own lists, run by units that only borrow.
+"""Lengths of the buffers that are lent at once: a schedule's own lists, run by units that only borrow.
 
 A transport that shares memory is asked for these buffers before the model is there, so their lengths must be
 known beforehand, and every rank's steps must find the same ones.
@@ -19,14 +19,14 @@ from zero_mpi.sharding.precision import FP32, Precision, floats
 from zero_mpi.sharding.schedule import Indices, Schedule
 from zero_mpi.sharding.unit import Unit
 
-ROUNDS = 3  # of micro-batches in a step, after which the same buffers are lent again
+ROUNDS = 3  # rounds of a step, after which the same buffers are lent again
 
 
 class LengthOnly(Host):
-    """Arrays that have a length and no memory, for those who only count them."""
+    """Arrays that have a length and no memory, for code that only counts them."""
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """A flat array whose elements all lie in one place."""
+        """Return a flat array whose elements all lie in one place."""
         return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (size,), (0,))
 
 
@@ -44,16 +44,16 @@ class BufferOnlyUnit:
         self._unpacks = unit.room_unpacked(precision.compute) > 0
         self._parameters, self._gradients, self._unpacked = parameters, gradients, False
         self._whole: Array | None = None
-        self._gradient: Array | None = None  # what backward adds to
+        self._gradient: Array | None = None  # the buffer that backward adds to
         self._reducing: Array | None = None
 
     def start_gather(self) -> None:
-        """Borrow what the parameters are gathered in."""
+        """Borrow the buffer in which the parameters are gathered."""
         if self._whole is None and not self._unpacked:
             self._whole = self._parameters.take(self._room)
 
     def wait_gather(self) -> None:
-        """Give back what was gathered, if something else was made of it."""
+        """Give back the gathered buffer if it was unpacked into another one."""
         if self._unpacks and self._whole is not None:
             self._give_back()
             self._unpacked = True
@@ -69,7 +69,7 @@ class BufferOnlyUnit:
             self._whole = None
 
     def open_gradient(self) -> None:
-        """Borrow what backward adds to, unless it is there; the round before must have been summed."""
+        """Borrow the buffer that backward adds to, unless it is there, once the round before is summed."""
         if self._trainable and self._gradient is None:
             self.wait_reduce()
             self._gradient = self._gradients.take(self._of_gradient)
@@ -113,7 +113,7 @@ class BufferOnlyStages:
 def buffer_lengths(
     units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule, precision: Precision = FP32
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths of all buffers that steps and evaluations in any order ever hold: (gradients, parameters).
+    """Return lengths of all buffers that steps and evaluations in any order hold: (gradients, parameters).
 
     Float32 elements, longest first; of stored units the bytes alone, as what is made of them is not shared.
     """
@@ -131,7 +131,7 @@ def buffer_lengths(
 
 
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
-    """Steps by their rounds: (actions, whether the rank has no micro-batch).
+    """Yield steps by their rounds: (actions, whether the rank has no micro-batch).
 
     The gathers that an evaluation follows, and those that begin before it, are as in a run.
     """

@@ -1,7 +1,7 @@
 """Losses without gradients: micro-batches are dealt out as in training, each loss keeps its place.
 
-The losses of all ranks meet in one vector, of which a rank fills the places of its own micro-batches. What is
-added to them is zeros, so the vector does not depend on the number of ranks, nor does any sum of it.
+The losses of all ranks are added in one vector; a rank fills the places of its own micro-batches. Only zeros
+are added to these, so the vector does not depend on the number of ranks, nor does any sum of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PartedBatch:
     """A micro-batch of which each part has a loss of its own.
 
     x, targets   (b, T) ids
-    parts        indices of targets, such as (row, slice(3, 9)); what no part has does not count
+    parts        indices of targets, such as (row, slice(3, 9)); targets in no part do not count
     first        the place of the first part's loss among those of all micro-batches
-    scale        times the loss; 0: the number of targets that are not the likeliest ids
+    scale        factor of the loss; 0: the number of targets that are not the likeliest ids
     """
 
     x: Any
@@ -39,7 +39,7 @@ class PartedBatch:
 def evaluate(
     module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
 ) -> float:
-    """The summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
+    """Return the summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
 
     `read(i)` gives input and criterion of micro-batch i.
     """
@@ -53,7 +53,7 @@ def evaluate(
 def part_losses(
     module: ShardedModule, micro_batches: int, count: int, read: Callable[[int], PartedBatch]
 ) -> Array:
-    """The losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
+    """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
 
     `read(i)` gives micro-batch i. A loss is the sum over its part's targets.
     """
@@ -70,7 +70,7 @@ def part_losses(
 def dealt_out(
     module: ShardedModule, micro_batches: int, count: int, compute: Callable[[int, Array], None]
 ) -> Array:
-    """`count` losses, of which compute(i, losses) fills in those of micro-batch i on its rank. Collective."""
+    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective."""
     with spans.during(spans.STEPS, "evaluation"):
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
         losses = no_losses(count)
@@ -84,7 +84,7 @@ def dealt_out(
 
 
 def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
-    """The loss of one micro-batch, without gradients. Collective."""
+    """Return the loss of one micro-batch, without gradients. Collective."""
     if not isinstance(criterion, CrossEntropy):
         return criterion(module.forward(x, training=False))[0]
     loss = module.evaluate(x, criterion.targets, criterion.scale)

@@ -26,7 +26,7 @@ Criterion = Callable[[Any], tuple[Scalar, Any]]  # output of the model -> (loss,
 
 
 class Rounds:
-    """How M micro-batches fall to the ranks."""
+    """Distribution of M micro-batches among the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
         self.micro_batches = whole("micro-batches a step, over all ranks", micro_batches, least=1)
@@ -36,17 +36,17 @@ class Rounds:
         return -(-self.micro_batches // self.ranks)
 
     def mine(self, number: int) -> int | None:
-        """This rank's micro-batch in round `number`; None where it has none."""
+        """Return this rank's micro-batch in round `number`; None where it has none."""
         index = number * self.ranks + self.rank
         return index if index < self.micro_batches else None
 
     def contributors(self, number: int) -> int:
-        """How many ranks have a micro-batch in round `number`: the first so many."""
+        """Return the number of ranks that have a micro-batch in round `number`: the first ones."""
         return min(self.ranks, self.micro_batches - number * self.ranks)
 
 
 class GradAccum:
-    """Accumulates one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
+    """Accumulator of one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
 
         for micro_batch in accum:
             accum.accumulate(*read(step, micro_batch))
@@ -63,12 +63,12 @@ class GradAccum:
         self.rounds = agreed(module.comm, "this GradAccum", lambda: self._look(module, steps))
         self.losses = no_losses(self.rounds.micro_batches)
         self.round = 0
-        self._since = module.forgotten  # as the step began
+        self._since = module.forgotten  # its value when the step began
         self._inside = False  # a round that was begun and has not come to its end
         warn_of_idle(self.rounds)
 
     def _look(self, module: ShardedModule, steps: int) -> tuple[Rounds, dict[str, object]]:
-        """What was given, and what ranks must share."""
+        """Return the rounds, and the facts that ranks must share."""
         try:
             rounds = Rounds(steps, module.comm.rank, module.comm.size)
         except ValueError as error:
@@ -77,7 +77,7 @@ class GradAccum:
 
     @property
     def complete(self) -> bool:
-        """Whether all rounds of the step are done."""
+        """Return whether all rounds of the step are done."""
         return self.round == len(self.rounds)
 
     @property
@@ -86,7 +86,7 @@ class GradAccum:
         return self.rounds.mine(0 if self._begins else self.round)
 
     def __iter__(self) -> Iterator[int | None]:
-        """The rounds of a step that are still to come: for each the number of this rank's micro-batch.
+        """Yield the rounds of a step that are still to come: for each the number of this rank's micro-batch.
 
         None where this rank has none: it takes part in the round all the same. Whoever leaves the loop early
         goes on with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
@@ -122,11 +122,11 @@ class GradAccum:
 
     @property
     def _begins(self) -> bool:
-        """Whether the next round is the first of a step: the one before is complete, or was forgotten."""
+        """Return whether the next round is a step's first: the one before is complete, or was forgotten."""
         return self.complete or self._since != self.module.forgotten
 
     def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
-        """One round: forward, loss and backward of this rank's micro-batch. Returns its loss.
+        """Run one round: forward, loss and backward of this rank's micro-batch. Returns its loss.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
         maps the output to (loss, gradient), both scaled by 1 over the tokens of the whole step. Collective;
@@ -137,12 +137,12 @@ class GradAccum:
         return self._one_round(mine, lambda: self._forward_backward(x, criterion))
 
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
-        """One round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
+        """Run one round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
 
         `gradients`: for each parameter that is not frozen, by name, those of this rank's micro-batch in full
         shape, scaled as in `accumulate`; a rank without a micro-batch in this round passes None. In a round
         all ranks add gradients, or all accumulate. `loss` is the micro-batch's part of `total_loss`. Raises
-        ValueError for missing or surplus names, other shapes, and a rank that has nothing to give or should.
+        ValueError for missing or surplus names, other shapes, and None or gradients on the wrong rank.
         """
         mine = self.next_micro_batch
         self._check_ready()
@@ -166,7 +166,7 @@ class GradAccum:
         return loss
 
     def _check(self, x: Any, criterion: Any, mine: int | None) -> None:
-        """Raise ValueError unless this round can be."""
+        """Raise ValueError unless this round can begin."""
         self._check_ready()
         self._check_turn(x, mine, "its input")
         if x is not None and criterion is None:
@@ -177,7 +177,7 @@ class GradAccum:
             )
 
     def _check_turn(self, given: Any, mine: int | None, wanted: str) -> None:
-        """Raise ValueError unless something is given where this rank has a micro-batch, and only there."""
+        """Raise ValueError unless a value is given where this rank has a micro-batch, and only there."""
         if (given is None) != (mine is None):
             raise ValueError(
                 f"round {0 if self._begins else self.round} of {len(self.rounds)}: rank {self.rounds.rank} "
@@ -213,7 +213,7 @@ class GradAccum:
 
     @property
     def _place(self) -> tuple[int, bool]:
-        """How many ranks have a micro-batch in this round, and whether it is the last."""
+        """The number of ranks with a micro-batch in this round, and whether the round is the last."""
         return self.rounds.contributors(self.round), self.round == len(self.rounds) - 1
 
     def _add(self, gradients: Mapping[str, Array] | None, loss: float) -> Scalar:
@@ -237,11 +237,11 @@ class GradAccum:
         return loss
 
     def total_loss(self) -> float:
-        """The step's loss: the micro-batches' losses, summed in their order. Collective."""
+        """Return the step's loss: the micro-batches' losses, summed in their order. Collective."""
         return self.totals()[0]
 
     def totals(self, *flags: float) -> tuple[float, ...]:
-        """The step's loss, and the sum over ranks of each of `flags`, small whole numbers. One collective."""
+        """Return the step's loss, and the sums over ranks of `flags`, small whole numbers. One collective."""
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
@@ -261,10 +261,10 @@ def warn_of_idle(rounds: Rounds) -> None:
 
 
 def no_losses(micro_batches: int) -> Array:
-    """Room for a loss of each micro-batch, where losses are computed: nobody waits for a single one."""
+    """Return zeros for the loss of each micro-batch, on the device: nobody waits for a single one."""
     return device.in_use().zeros(micro_batches, np.float64)
 
 
 def ordered_total(values: Array) -> float:
-    """The sum of a vector from first to last."""
+    """Return the sum of a vector from first to last."""
     return float(np.cumsum(values)[-1])

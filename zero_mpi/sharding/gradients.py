@@ -1,4 +1,4 @@
-"""The gradients of a unit on one rank: what backward adds to in a round, and this rank's slice of the sum.
+"""The gradients of a unit on one rank: those that backward adds in a round, and a slice of their sum.
 
 `views` opens a round and sets its gradients to zero; `start_reduce` ends it. The sum is kept as a slice
 (`SlicedGradients`); where every rank updates everything, as a slice and the whole that it is gathered into
@@ -21,16 +21,16 @@ from zero_mpi.sharding.unit import Unit
 
 
 def accumulates_locally(comm: Comm, strategy: Strategy) -> bool:
-    """Whether micro-batches are summed on each rank before one allreduce a step: NO_SHARD, fast."""
+    """Return whether micro-batches are summed on each rank before one allreduce a step: NO_SHARD, fast."""
     return not strategy.shards_moments and not comm.exact and comm.size > 1
 
 
 class Gradients:
-    """What all have in common; by itself it is what a frozen unit has, which is nothing.
+    """Base of all gradients; by itself those of a frozen unit, which has none.
 
     sum       this rank's slice of the gradients, summed over ranks and rounds, float32
     whole     all of the sum, where this rank updates all of the unit; else None
-    rounds    how many are in the sum, the one being reduced included
+    rounds    number of rounds in the sum, the one being reduced included
     """
 
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
@@ -40,7 +40,7 @@ class Gradients:
         self._label = f"gradients {unit.name}"
 
     def views(self) -> Views:
-        """Name -> view to add gradients into; zeros at the first call of a round."""
+        """Return name -> view to add gradients into; zeros at the first call of a round."""
         return {}
 
     def start_reduce(self, contributors: int) -> None:
@@ -50,11 +50,11 @@ class Gradients:
         """Return when the reduction that was started is complete."""
 
     def start_gather(self) -> Handle:
-        """Start to bring all of the sum to every rank, where it is wanted."""
+        """Start to bring all of the sum to every rank, where this is wanted."""
         return DONE
 
     def start_publish(self) -> Handle:
-        """Start to bring what the owners wrote into their slices of the sum to who keeps the whole."""
+        """Start to bring what owners wrote into their slices of the sum to ranks that keep the whole."""
         return self.start_gather()
 
     def reset(self) -> None:
@@ -85,14 +85,14 @@ class SlicedGradients(Gradients):
             self.wait_reduce()
             buffer = self._buffer()
             self._of_round = as_kind(buffer, self.unit.length, self._kind)
-            self._of_round.view(np.uint8).fill(0)  # of bfloat16 by elements, fill takes four times as long
+            self._of_round.view(np.uint8).fill(0)  # a fill of bfloat16 elements takes four times as long
             if id(buffer) not in self._views:
                 self._views[id(buffer)] = self.unit.views(self._of_round)
             self._open = self._views[id(buffer)]
         return self._open
 
     def _buffer(self) -> Array:
-        """Where this round's gradients are added: where the sum lies, if nothing is in it, or borrowed."""
+        """Return the array for this round's gradients: that of the sum if it holds nothing, or borrowed."""
         if self.context.comm.sums_in_place and self.rounds == 0 and not self._widens:
             return self.sum
         self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
@@ -181,7 +181,7 @@ class SharedGradients(SlicedGradients):
 
 
 class Written(Handle):
-    """What all ranks have written into shared memory."""
+    """Handle of what all ranks have written into shared memory."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -191,7 +191,7 @@ class Written(Handle):
 
 
 def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:
-    """The gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
+    """Return the gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
     part, zeros = unit.partition(context.comm.size).part(context.comm.rank), device.in_use().zeros
     if not unit.trainable:
         return Gradients(unit, context, zeros(0))

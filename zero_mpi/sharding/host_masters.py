@@ -12,14 +12,14 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.precision import Precision
 
-NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # of --offload
+NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
 FLOAT = np.dtype(np.float32)
 
 
 def pinned(where: Cuda, size: int) -> Array:
-    """A flat float32 array that the GPU copies from and to by itself; raises UsageError if there is no room.
+    """Return a flat float32 array that the GPU copies from and to by itself; raise UsageError without room.
 
-    Not by `cupyx.empty_pinned`, whose pool takes the next power of two.
+    `cupyx.empty_pinned` is not used: its pool takes the next power of two.
     """
     cuda = where.cupy.cuda
     try:
@@ -33,7 +33,7 @@ def pinned(where: Cuda, size: int) -> Array:
 
 
 def gpu_to_spare(name: str) -> Cuda:
-    """The GPU in use; raises UsageError where there is none."""
+    """Return the GPU in use; raises UsageError where there is none."""
     where = device.in_use()
     if not isinstance(where, Cuda):
         raise UsageError(
@@ -43,7 +43,7 @@ def gpu_to_spare(name: str) -> Cuda:
 
 
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
-    """size -> zeros in pinned memory, for parameters in float32.
+    """Return a function that makes zeros of a size in pinned memory, for parameters in float32.
 
     Raises UsageError without a GPU, and where layers read the very parameters that are updated.
     """

@@ -19,7 +19,7 @@ DRAW_BLOCK = 1 << 16  # elements
 
 
 def initial_values(name: str, param: Param, seed: int, start: int, stop: int) -> Array:
-    """Elements [start, stop) of the flattened parameter at the start of training, float32."""
+    """Return elements [start, stop) of the flattened parameter at the start of training, float32."""
     values = np.zeros(stop - start, np.float32)
     if param.init == "ones":
         values.fill(1)
@@ -36,7 +36,7 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
 
 
 def draw_block(name: str, seed: int, block: int, count: int) -> Array:
-    """The first standard normal numbers (count,) of one block of a parameter, whatever its others are."""
+    """Return the first standard normal numbers (count,) of a parameter's block, whatever its others are."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
     return normals(generator, count + count % 2)[:count]  # some ways to draw give pairs

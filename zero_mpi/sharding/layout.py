@@ -1,7 +1,7 @@
-"""How a model is cut into units, when they travel, and what memory that takes: all that is known beforehand.
+"""Layout of a model: its units, when they travel, and what memory they take, all known beforehand.
 
-Worked out from the stages alone, without an array, so that a transport which shares memory can be asked for
-it before the model is there.
+It is worked out from the stages alone, without an array, so that a transport which shares memory can be asked
+for it before the model is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import FROZEN, TRAINED, WHOLE, Unit, dealt_whole, units_by_bytes, units_by_scope
 
 NOTHING: Stored = {}
-BUCKET_MB = 25.0  # as large as hides the latency of a message, small enough to start early
+BUCKET_MB = 25.0  # large enough to hide the latency of a message, small enough to start early
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Layout:
     precision: Precision = FP32
 
     def wholes(self, strategy: Strategy, ranks: int) -> list[Partition]:
-        """Per unit, what of it is one array where ranks share memory: parameters, else summed gradients.
+        """Return the partition of each unit's array that ranks share: parameters, else summed gradients.
 
-        Nothing of a replicated unit that is frozen: it has no gradient.
+        A replicated unit that is frozen shares nothing: it has no gradient.
         """
         units = self.dealt(ranks).units
         if strategy.shards_moments:
@@ -50,18 +50,18 @@ class Layout:
         return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
-        """The same for so many ranks: each parameter that is whole has an owner."""
+        """Return the layout for `ranks` ranks: each parameter that is whole has an owner."""
         return replace(self, units=dealt_whole(self.units, ranks, products_of))
 
 
 def products_of(shape: tuple[int, ...]) -> int:
-    """Operations of five steps that make a matrix orthogonal, 20 m^2 n + 10 m^3: what owners share evenly."""
+    """Return operations of five orthogonalizing steps, 20 m^2 n + 10 m^3, which owners share evenly."""
     m, n = sorted(shape[-2:])
     return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
 
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
-    """Whether no frozen pattern matches the parameter's name."""
+    """Return whether no frozen pattern matches the parameter's name."""
     return not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
@@ -77,7 +77,7 @@ def lay_out(
     stored: Stored = NOTHING,
     whole: Sequence[str] = (),
 ) -> Layout:
-    """The layout of a ShardedModule with the same arguments."""
+    """Return the layout of a ShardedModule with the same arguments."""
     params = stage_params(list(stages))
 
     loose = {name: param for name, param in params.items() if name not in stored}
@@ -108,7 +108,7 @@ def lay_out(
 def scheduled(
     stages: Sequence[Stage], units: list[Unit], uses: list[Indices], prefetch: int, strategy: Strategy
 ) -> Schedule:
-    """The schedule of a model's units, with their names. What is stored in blocks is gathered always."""
+    """Return the schedule of a model's units, with their names. Units in blocks are always gathered."""
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],

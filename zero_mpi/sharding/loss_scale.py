@@ -2,7 +2,7 @@
 
 It is a power of two, so that multiplying and dividing by it are exact. A step whose gradient norm is not
 finite halves it and is left out; after many good steps in a row it is doubled. All ranks see the same norm,
-so they agree without a word (Micikevicius et al., "Mixed Precision Training", 2018).
+so they agree without communication (Micikevicius et al., "Mixed Precision Training", 2018).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GROWTH_STEPS = 2000  # good steps before it grows
 
 @dataclass
 class LossScale:
-    """`exponent` of the factor, and how many good steps there were since it last changed.
+    """Exponent of the factor, and the number of good steps since it last changed.
 
-    One that is not `dynamic` is 1 for ever.
+    A scale that is not `dynamic` is 1 for ever.
     """
 
     dynamic: bool = False
@@ -31,12 +31,12 @@ class LossScale:
 
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
-        """The loss scale at the beginning of training."""
+        """Return the loss scale at the beginning of training."""
         return cls(dynamic, FIRST_EXPONENT if dynamic else 0)
 
     @property
     def factor(self) -> float:
-        """What losses are multiplied with."""
+        """The factor of losses."""
         return math.ldexp(1.0, self.exponent)
 
     @property
@@ -45,12 +45,12 @@ class LossScale:
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:
-        """A gradient times the factor, which itself may be beyond the gradient's type."""
+        """Return a gradient times the factor, which itself may be beyond the gradient's type."""
         with np.errstate(over="ignore", invalid="ignore"):
             return (dy.astype(np.float32) * np.float32(self.factor)).astype(dy.dtype)
 
     def update(self, finite: bool) -> None:
-        """Learn whether a step's gradient norm was finite."""
+        """Adapt the factor to whether a step's gradient norm was finite."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -58,8 +58,8 @@ class ShardedModule(ShardedState):
     UsageError for a precision that the transport cannot reduce and where ranks differ, on all ranks.
     """
 
-    rounds_open = NONE  # what gradients there are, for those who are about to use them
-    forgotten = 0  # how often gradients were forgotten: whoever counts rounds begins anew then
+    rounds_open = NONE  # the state of the gradients, checked before a use
+    forgotten = 0  # how often gradients were forgotten: counts of rounds then begin anew
 
     def __init__(
         self,
@@ -100,15 +100,15 @@ class ShardedModule(ShardedState):
         self._synced = False
 
     def is_trainable(self, name: str) -> bool:
-        """Whether no frozen pattern matches the parameter's name."""
+        """Return whether no frozen pattern matches the parameter's name."""
         return is_trainable(name, self.frozen)
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """The model's output for x, on the host or the device; keeps what backward needs if `training`.
+        """Return the model's output for x, on the host or the device; keep data for backward if `training`.
 
-        Where that is not said, `is_training` decides. A rank that has no micro-batch in this round passes
+        If it is None, `is_training` decides. A rank that has no micro-batch in this round passes
         None: it joins the collectives and gets None. x may be `nn.Packed`: rows of several documents each.
         """
         self._begin()
@@ -120,7 +120,7 @@ class ShardedModule(ShardedState):
         return y
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """dx of the first trained stage; adds this micro-batch's gradients and starts their reduction.
+        """Return dx of the first trained stage; add this micro-batch's gradients, start their reduction.
 
         `contributors`: ranks from this number on had no micro-batch in this round and pass dy = None.
         `last`: whether this is the step's last round; only NO_SHARD with fast reduction defers to it.
@@ -143,10 +143,10 @@ class ShardedModule(ShardedState):
     def forward_backward(
         self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
     ) -> Scalar | None:
-        """Forward, cross-entropy of the output as logits, and backward, of one micro-batch. Returns the loss.
+        """Run forward, cross-entropy of the output as logits, and backward of a micro-batch. Return the loss.
 
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
-        without a micro-batch passes None for x and targets, and gets None. Otherwise as those two.
+        without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
         """
         self._begin()
         micro_batch = Pass(self, x, targets=targets, scale=scale)
@@ -164,12 +164,12 @@ class ShardedModule(ShardedState):
         self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
 
     def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
-        """The loss alone, without what backward would need; None for a rank without a micro-batch."""
+        """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
         losses = self.part_losses(x, targets, (...,), scale)
         return losses[0] if losses else None
 
     def part_losses(self, x: Any, targets: Any, parts: Sequence[Any], scale: float = 1.0) -> list[Scalar]:
-        """The loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
+        """Return the loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
 
         A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
         rank without a micro-batch passes None for x and targets, and gets no losses.
@@ -190,7 +190,7 @@ class ShardedModule(ShardedState):
         spans.restart()
 
     def _schedule_of(self, last: bool) -> Schedule:
-        """What a round does: where micro-batches are summed on the rank first, only the last one reduces."""
+        """Return a round's schedule: where micro-batches are summed on the rank, only the last reduces."""
         defers = not last and accumulates_locally(self.comm, self.strategy)
         return self.schedule.without_reductions if defers else self.schedule
 
@@ -206,11 +206,11 @@ class ShardedModule(ShardedState):
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
-        """The gathered parameters of a stage's units, by name."""
+        """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
 
     def gradients_of(self, stage: int) -> Views:
-        """The gradients that a stage's backward adds to, by name; none of what is frozen."""
+        """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
         return joined([self.units[unit].gradients() for unit in self._uses[stage]])
 
     # ------------------------------------------------------------------------------------ around a step
@@ -231,7 +231,7 @@ class ShardedModule(ShardedState):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether gathered parameters wait for a forward to begin."""
+        """Return whether gathered parameters wait for a forward to begin."""
         return (
             self.strategy.shards_parameters
             and self._forward is None
@@ -259,7 +259,7 @@ class ShardedModule(ShardedState):
         self.overlapped_sync_gradients().wait()
 
     def start_updates(self) -> None:
-        """After an update of all units: say so, and start to bring it to ranks that keep the whole."""
+        """Announce an update of all units, and start to bring it to ranks that keep the whole."""
         self.owners.signal_written()
         if self.strategy.shards_moments:  # otherwise every rank has updated everything
             for unit in self.units:
@@ -281,13 +281,13 @@ class ShardedModule(ShardedState):
             )
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
-        """(unit, this rank's slice of its summed gradient) for trainable units, after `sync_gradients`."""
+        """Yield (unit, this rank's slice of its summed gradient) where trained, after `sync_gradients`."""
         for unit in self.units:
             if unit.unit.trainable:
                 yield unit.name, unit.gradient.sum
 
     def named_gradients(self) -> Iterator[tuple[str, Array]]:
-        """(name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
+        """Yield (name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
         for unit in self.units:
             if unit.unit.trainable:
                 for segment in unit.unit.segments(unit.parameters.elements):
@@ -299,10 +299,10 @@ class ShardedModule(ShardedState):
         return self.stages
 
     def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
-        """The model and its whole parameters, on every rank: leaves sharding behind. Collective."""
+        """Return the model and its whole parameters, on every rank: leaves sharding behind. Collective."""
         return self.stages, self.state_dict()
 
 
 def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:
-    """Whether slices are dealt out to the ranks of each node instead of to all."""
+    """Return whether slices are dealt out to the ranks of each node instead of to all."""
     return strategy.within_nodes or (comm.replicates_by_node and not strategy.shards_moments)

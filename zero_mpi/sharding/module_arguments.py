@@ -1,7 +1,7 @@
-"""What a module is given: whether it can be, and what of it must be the same on all ranks.
+"""Checks of a module's arguments, and of those that must be the same on all ranks.
 
 Ranks that have other models, strategies or settings would start other collectives, or train something else,
-in silence. So all of it is compared when the module is made, by a digest.
+in silence. So all arguments are compared, by a digest, when the module is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_mpi.sharding.unit import Unit
 
 @dataclass(frozen=True)
 class ModuleArguments:
-    """The arguments of a module, looked at."""
+    """Checked arguments of a module."""
 
     stages: list[Stage]
     params: Mapping[str, Param]
@@ -52,7 +52,7 @@ def check_arguments(
     stored: Any,
     whole: Any,
 ) -> tuple[ModuleArguments, dict[str, object]]:
-    """What was given, and the facts that ranks must share; raises ValueError for what cannot be."""
+    """Return the checked arguments, and the facts that ranks must share; raise ValueError for bad ones."""
     instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
     instance("ShardedModule: precision", precision, Precision, "a Precision such as FP32")
     settings: dict[str, Any] = {
@@ -80,14 +80,14 @@ def check_arguments(
 
 
 def told(unit: Unit, kinds: Stored) -> Iterator[tuple[str, str]]:
-    """(name, what ranks must share of it) of a unit's parameters."""
+    """Yield (name, what ranks must share of it) of a unit's parameters."""
     kind = "trained" if unit.trainable else "frozen"
     for name, param in unit.params.items():
         yield name, f"{param.shape}, {kinds.get(name, kind)}, in unit {unit.name}"
 
 
 def list_of_stages(stages: Any) -> list[Stage]:
-    """A model as it was given; raises ValueError for anything but stages, and for none."""
+    """Return a model's stages as a list; raise ValueError for anything but stages, and for none."""
     expected = "a list of Stage(scope, layer), such as model.stages()"
     if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
         raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
@@ -102,7 +102,7 @@ def list_of_stages(stages: Any) -> list[Stage]:
 
 
 def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
-    """Name patterns as they were given; raises ValueError for others, and for one that names nothing."""
+    """Return name patterns as a tuple; raise ValueError for others, and for one that names nothing."""
     if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
         raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
     for pattern in given:
@@ -113,7 +113,7 @@ def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tupl
 
 
 def check_stored(stored: Any, params: Mapping[str, Param], frozen: Sequence[str], by_rows: bool) -> Stored:
-    """What stays in blocks, as it was given; raises ValueError for what cannot."""
+    """Return the kinds of parameters that stay in blocks; raise ValueError for those that cannot."""
     if not stored:
         return {}
     instance("ShardedModule: stored", stored, Mapping, "a mapping of names to BlockKind")
@@ -138,7 +138,7 @@ def check_reduction(comm: Comm, precision: Precision) -> None:
 
 
 def check_patterns(what: str, patterns: Sequence[str], params: Mapping[str, Param]) -> None:
-    """Raise ValueError for a pattern that matches nothing: most likely a slip of the pen."""
+    """Raise ValueError for a pattern that matches nothing: most likely a typo."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in params):
             raise ValueError(

@@ -24,17 +24,17 @@ Views = dict[str, Array]
 
 
 def joined(views: list[Views]) -> Views:
-    """The views of several units as one; those of a single unit as they are."""
+    """Return the views of several units as one; those of a single unit as they are."""
     return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the units of a module have in common: who owns slices, and where buffers come from.
+    """Common data of the units of a module: who owns slices, and where buffers come from.
 
     parameters, gradients   pools of float32 buffers, of which less is used in low precision
-    masters                 makes what holds float32 parameters in low precision, if not the device
-    unpacked                pool of what is turned from gathered bytes into the type of computing
+    masters                 makes arrays for float32 parameters in low precision, if not the device
+    unpacked                pool for arrays unpacked from gathered bytes into the type of computing
     """
 
     comm: Comm
@@ -47,7 +47,7 @@ class Context:
 
 
 class Parameters(ABC):
-    """What every way to have the whole has in common.
+    """Base of all ways to have the whole.
 
     own       this rank's slice in the type of computing: what travels
     master    float32 of all that this rank updates; None where `own` is float32
@@ -74,7 +74,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def start_gather(self) -> None:
-        """Start to bring the whole here, unless it is."""
+        """Start to bring the whole here, unless it is here."""
 
     @abstractmethod
     def wait_gather(self) -> None:
@@ -88,10 +88,10 @@ class Parameters(ABC):
         """Start to bring the other ranks' updated slices here, where the whole is kept."""
 
     def wait_update(self) -> None:  # noqa: B027
-        """Return when what was started to bring parameters here is done, without the wish to read them."""
+        """Return when transfers of parameters to this rank are done, without a wish to read these."""
 
     def views(self) -> Views:
-        """Name -> view of the whole, in full shape."""
+        """Return name -> view of the whole, in full shape."""
         assert self.whole is not None, f"unit {self.unit.name} is not gathered"
         key = id(self._memory)
         if key not in self._views:
@@ -99,7 +99,7 @@ class Parameters(ABC):
         return self._views[key]
 
     def copy_of(self, name: str) -> Array:
-        """A copy of one whole parameter, where its slices are kept. Collective."""
+        """Return a copy of one whole parameter, where its slices are kept. Collective."""
         if self.master is not None:  # which is never gathered in training
             whole = device.home_of(self.shard).empty(self.unit.length)
             self.context.comm.allgather(self.shard, whole, self.partition, self._label).wait()
@@ -114,29 +114,29 @@ class Parameters(ABC):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the whole is here, or on its way."""
+        """Return whether the whole is here, or on its way."""
         return self.whole is not None
 
     @property
     def _memory(self) -> Array:
-        """What the whole lies in, an array that is there as long as the module is."""
+        """The array that the whole lies in, which is there as long as the module is."""
         return self.whole
 
     # --------------------------------------------------------------------------- the slice, for the optimizer
 
     @property
     def updated_part(self) -> slice:
-        """Which part of the unit this rank's optimizer works on."""
+        """The part of the unit that this rank's optimizer works on."""
         return self.part if self.context.strategy.shards_moments else slice(0, self.unit.length)
 
     @property
     def written(self) -> tuple[Array, slice]:
-        """What this rank writes of what layers read, and which part of the unit it is."""
+        """The array of what layers read that this rank writes, and which part of the unit it is."""
         return self.own, self.part
 
     @property
     def rounds_to(self) -> Array | None:
-        """Where `master` must be rounded to when it was updated; None where layers read what is updated."""
+        """The array that `master` is rounded to after an update; None where layers read what is updated."""
         return None if self.master is None else self._updated_of_whole
 
     @property
@@ -166,7 +166,7 @@ class Parameters(ABC):
 
     @property
     def elements(self) -> slice:
-        """Which elements of the unit this rank owns."""
+        """The elements of the unit that this rank owns."""
         return self.part
 
     @property
@@ -176,7 +176,7 @@ class Parameters(ABC):
 
     @property
     def nbytes_whole(self) -> int:
-        """The same without sharding."""
+        """Bytes that would be kept without sharding."""
         return self.unit.length * int(self.shard.itemsize)
 
     def round(self) -> None:
@@ -185,7 +185,7 @@ class Parameters(ABC):
             device.in_use().copy(self.rounds_to, self.master)
 
     def publish(self) -> None:
-        """After `shard` was written: round it, and start to bring it to ranks that keep the whole."""
+        """Round `shard` after it was written, and start to bring it to ranks that keep the whole."""
         if self.master is not None and not self.context.strategy.shards_moments:  # all ranks keep all of it
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()
@@ -291,7 +291,7 @@ class NodeSharedParameters(Parameters):
 
 
 def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:
-    """The parameters of a unit under a strategy; `memory`: what all ranks see of it, float32, or None."""
+    """Return the parameters of a unit under a strategy; `memory`: float32 that all ranks see, or None."""
     if memory is not None and context.strategy.shards_moments:
         return NodeSharedParameters(unit, context, memory)
     return (ShardedParameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)

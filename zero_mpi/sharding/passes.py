@@ -25,7 +25,7 @@ ROW_STEPS = 8  # numbers of rows that a last stage may be given
 
 
 class SharedStages(Protocol):
-    """What a micro-batch asks of the module that it goes through."""
+    """Interface of the module that a micro-batch goes through."""
 
     owners: Comm
     loss_scale: LossScale
@@ -39,10 +39,10 @@ class SharedStages(Protocol):
         """The stages, in order."""
 
     def weights_of(self, stage: int) -> Views:
-        """The gathered parameters of a stage, by name."""
+        """Return the gathered parameters of a stage, by name."""
 
     def gradients_of(self, stage: int) -> Views:
-        """The gradients that a stage's backward adds to, by name."""
+        """Return the gradients that a stage's backward adds to, by name."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Objective:
     rows: Any = None
 
     def of(self, x: Any) -> tuple[Any, Any]:
-        """What the last stage is given of its input, and the targets of that."""
+        """Return the rows of its input that the last stage is given, and their targets."""
         if self.rows is None:
             return x, self.targets
         return ops.embedding(self.rows, x.reshape(-1, x.shape[-1])), self.targets.reshape(-1)[self.rows]
 
     def spread(self, dy: Any, x: Any) -> Any:
-        """The gradient by x, from that by what the last stage was given."""
+        """Return the gradient by x, from the gradient by what the last stage was given."""
         if self.rows is None or dy is None:
             return dy
         dx = pool_of(device.in_use()).take(x.shape, dy.dtype)
@@ -130,7 +130,7 @@ class Pass:
         self.x, self.loss = None, loss / factor
 
     def evaluate(self, stage: int) -> None:
-        """Compute the loss of each part alone; what no part has is never made into logits."""
+        """Compute the loss of each part alone; rows that no part has are never made into logits."""
         if self.is_idle:
             return
         layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
@@ -165,7 +165,7 @@ class GivenGradients(Pass):
         self.left = dict(gradients or {})
 
     def backward(self, stage: int) -> None:
-        """Add those of all units that the stage uses: one is reduced after the last stage that uses it."""
+        """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
         factor = self.module.loss_scale.factor
         for name, total in self.module.gradients_of(stage).items() if self.left else ():
             if name in self.left:
@@ -174,7 +174,7 @@ class GivenGradients(Pass):
 
 
 def rows_that_count(targets: Any) -> Any:
-    """The rows (K,) that a last stage is given: those whose targets count, and some others.
+    """Return the rows (K,) that a last stage is given: those whose targets count, and some others.
 
     K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all rows, as where targets
     lie on a GPU already.
@@ -188,7 +188,7 @@ def rows_that_count(targets: Any) -> Any:
 
 
 def as_input(x: Any) -> Any:
-    """`x`, which layers compute with, ids if it is `Packed`; raises ValueError for what no layer can."""
+    """Return `x` as layers compute with it, ids if it is `Packed`; raise ValueError for other things."""
     if isinstance(x, Packed):
         return x.ids
     if isinstance(x, str | bytes | list | Real):

@@ -33,7 +33,7 @@ class Precision:
 
     @property
     def is_low(self) -> bool:
-        """Whether a rank keeps its slices in two types."""
+        """Return whether a rank keeps its slices in two types."""
         return bool(self.compute != FLOAT32)
 
 
@@ -44,7 +44,7 @@ PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16)}
 
 
 def precision_named(name: str, reduce: str | None = None) -> Precision:
-    """The precision of that name, with gradients reduced in another type if `reduce` says so.
+    """Return the precision of that name, with gradients reduced in another type if `reduce` says so.
 
     Raises UsageError for names that are not known, and for a type that the precision does not compute in.
     """
@@ -60,10 +60,10 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """How many float32 elements have room for `elements` of a type: pools and windows count in these."""
+    """Return the float32 elements with room for `elements` of a type: pools and windows count in these."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 
 def as_kind(buffer: Any, elements: int, kind: Any) -> Any:
-    """The first `elements` of a type in a flat float32 buffer."""
+    """Return the first `elements` of a type in a flat float32 buffer."""
     return buffer[: floats(elements, kind)].view(kind)[:elements]

@@ -1,4 +1,4 @@
-"""When units are gathered, computed with, released and reduced: lists of actions, made once by the strategy.
+"""Schedules of gathers, computing, releases and reductions: lists of actions, made once by the strategy.
 
 All ranks follow the same lists, also one that has no micro-batch in a round, so collectives pair up. A unit's
 gather starts `prefetch` stages before its first use and it is released after its last use in that direction.
@@ -41,7 +41,7 @@ REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the nex
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rank does with a micro-batch, or without one in a round in which others have one.
+    """Actions of a rank with a micro-batch, or without one in a round in which others have one.
 
     forward, backward   the two directions by themselves
     training            both, with the last stage run both ways at once
@@ -78,7 +78,7 @@ class Schedule:
         return "\n".join(f"  {'; '.join(self.told(actions))}" for actions in by_stage(self.training))
 
     def told(self, actions: Sequence[Action]) -> Iterator[str]:
-        """The actions in words, those of one kind that follow each other together."""
+        """Yield the actions in words, those of one kind that follow each other together."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
             yield f"{verb} {' '.join(map(self._name, alike))}"
@@ -95,7 +95,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Moves:
-    """What happens to units around one stage in one direction, or in both at once."""
+    """Moves of units around one stage in one direction, or in both at once."""
 
     start: Indices  # gathers to start before the stage computes
     need: Indices  # units whose parameters it reads
@@ -106,7 +106,7 @@ class Moves:
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def of(self, gathers: Sequence[bool]) -> Moves:
-        """The same where some units stay whole: these are waited for alone."""
+        """Return the moves where some units stay whole: these are waited for alone."""
         start, drop = (tuple(u for u in units if gathers[u]) for units in (self.start, self.drop))
         return Moves(start, self.need, drop)
 
@@ -129,7 +129,7 @@ def make_schedule(
     *,
     gathers: Sequence[bool] | None = None,
 ) -> Schedule:
-    """The schedule for stages that use the units `uses[stage]`.
+    """Return the schedule for stages that use the units `uses[stage]`.
 
     `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
     `gathers[unit]`: whether its parameters are gathered and released, as those that are sharded; None: all.
@@ -166,17 +166,17 @@ def make_schedule(
 
 
 def ascent(moves: Moves, compute: StageAction) -> Actions:
-    """The actions of one stage on the way up."""
+    """Return the actions of one stage on the way up."""
     return (*moves.before, compute, *moves.after, Progress())
 
 
 def joined(lists: Iterable[Actions]) -> Actions:
-    """One list of several."""
+    """Return one list of several."""
     return tuple(action for actions in lists for action in actions)
 
 
 def after_backward(uses: Sequence[Indices], trainable: Sequence[bool], last: int) -> list[Actions]:
-    """For each stage the reductions that start after its backward.
+    """Return for each stage the reductions that start after its backward.
 
     Each waits until fewer than the limit are in flight, of which the first may be of the round before.
     """
@@ -197,7 +197,7 @@ def after_backward(uses: Sequence[Indices], trainable: Sequence[bool], last: int
 
 
 def plan_moves(needs: Sequence[Indices], prefetch: int, *, keep: set[int], held: set[int]) -> list[Moves]:
-    """Moves in order of computation; `held` units are there at the start, `keep` stay at the end."""
+    """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end."""
     started = set(held)
     found = []
     for position, need in enumerate(needs):
@@ -211,11 +211,11 @@ def plan_moves(needs: Sequence[Indices], prefetch: int, *, keep: set[int], held:
 
 
 def first_use(uses: Sequence[Indices], unit: int) -> int:
-    """The first stage that uses `unit`, where its gradient is complete in backward."""
+    """Return the first stage that uses `unit`, where its gradient is complete in backward."""
     return min(i for i, units in enumerate(uses) if unit in units)
 
 
 def distant(uses: Sequence[Indices], unit: int) -> bool:
-    """Whether stages use `unit` with others, that do not, between them."""
+    """Return whether stages use `unit` with other stages, which do not, between them."""
     stages = [i for i, units in enumerate(uses) if unit in units]
     return bool(stages) and stages[-1] - stages[0] >= len(stages)

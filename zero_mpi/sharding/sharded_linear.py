@@ -31,14 +31,14 @@ class ShardedLinear(ShardedModule):
         super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """The output y for x; the gathered rows are dropped at once."""
+        """Return the output y for x; drop the gathered rows at once."""
         y = super().forward(x, training)
         for unit in self.units:
             unit.release()
         return y
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
-        """The gradient dx; gathers the rows again and starts the reduction of their gradients."""
+        """Return the gradient dx; gather the rows again and start the reduction of their gradients."""
         for unit in self.units:
             unit.start_gather()
         return super().backward(dy, contributors=contributors, last=last)

@@ -31,7 +31,7 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements
 
 
 class Unmatched(NamedTuple):
-    """Names that did not meet: of the module and not in what was loaded, and the other way round."""
+    """Names that did not match: of the module and not in what was loaded, and the other way round."""
 
     missing: list[str]
     unexpected: list[str]
@@ -55,24 +55,24 @@ class ShardedState:
         self.params, self.units, self._comm, self._strategy = params, units, comm, strategy
         self.owners = comm if owners is None else owners  # the ranks that the slices are dealt out to
         self.loss_scale = loss_scale or LossScale()
-        self.unfilled = set(params)  # those that are zeros because nothing has given them values
+        self.unfilled = set(params)  # parameters that are zeros because nothing has given them values
         self._home = {name: unit for unit in units for name in unit.unit.params}
 
     @property
     def comm(self) -> Comm:
-        """The communicator that it was made on."""
+        """The communicator that the module was made on."""
         return self._comm
 
     @property
     def strategy(self) -> Strategy:
-        """What of it is sharded."""
+        """The sharding strategy."""
         return self._strategy
 
     # -------------------------------------------------------------------------------------------- mode
 
     @property
     def is_training(self) -> bool:
-        """Whether `forward` keeps what backward needs where its caller does not say; True at first."""
+        """Return whether `forward` keeps what backward needs where its caller does not say; True at first."""
         return self._trains
 
     def train(self, mode: bool = True) -> Self:
@@ -111,7 +111,7 @@ class ShardedState:
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
         """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.
 
-        Of `names` alone if they are given: the others stay as they are. Collective where ranks share
+        If `names` are given, only these are filled: the others stay as they are. Collective where ranks share
         parameters and have used them.
         """
         self.drop_gathered()
@@ -155,16 +155,16 @@ class ShardedState:
             self._all_met()
 
     def _all_met(self) -> None:
-        """No rank uses parameters now, and all know it."""
+        """Note that no rank uses parameters now, and that all know it."""
         for unit in self.units:
             unit.parameters.in_use = False
 
     def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
         """Fill parameters from whole arrays by name. Collective where ranks share parameters and used them.
 
-        Unless `strict`, names need not be the same: parameters that are missing in `state` stay as they are,
-        what the module does not know is left. Returns both, none if strict. Raises ValueError for wrong
-        names if strict, and for wrong shapes or types.
+        If not `strict`, parameters missing in `state` keep their values and unknown names are ignored. The
+        names of both are returned, none if strict. Raises ValueError for wrong names if strict, and for wrong
+        shapes or types.
         """
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
         if strict:
@@ -210,26 +210,26 @@ class ShardedState:
     # -------------------------------------------------------------------------------------------- read
 
     def parameters(self) -> list[Array]:
-        """This rank's slice of each unit, flat, padding included: writing to them changes the model.
+        """Return this rank's slice of each unit, flat, padding included: writing to them changes the model.
 
-        Whoever writes calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
+        A writer calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
         """
         return [unit.parameters.shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """(name, this rank's elements of that parameter as a flat view), for what it owns any of."""
+        """Yield (name, this rank's elements of that parameter as a flat view), for what it owns any of."""
         for unit in self.units:
             for segment in unit.unit.segments(unit.parameters.elements):
                 yield segment.name, unit.parameters.shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
+        """Return name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
         owned = [(unit.unit, unit.parameters.elements) for unit in self.units]
         infos = {name: info for unit, part in owned for name, info in shard_infos(unit, part)}
         return {name: infos[name].in_rows() if self.by_rows else infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
-        """A copy of one whole parameter, on every rank, where its slices are kept. Collective.
+        """Return a copy of one whole parameter, on every rank, where its slices are kept. Collective.
 
         Raises ValueError for unknown names.
         """
@@ -240,7 +240,7 @@ class ShardedState:
         return self._home[name].parameters.copy_of(name)
 
     def state_dict(self) -> dict[str, Array]:
-        """Name -> a copy of the whole parameter, on every rank. Collective; memory of the whole model."""
+        """Return copies of whole parameters by name, on every rank. Collective; memory of the whole model."""
         return {name: self.all_gather_param(name) for name in self.params}
 
     # ----------------------------------------------------------------------------------------- measure
@@ -257,7 +257,7 @@ class ShardedState:
 
     @cached_property
     def _chunks(self) -> tuple[int, list[list[tuple[slice, slice]]]]:
-        """How many chunks the gradient's norm is summed over; of each unit, where runs of chunks go."""
+        """The number of chunks that the norm is summed over, and where each unit's runs of chunks go."""
         first, end = {}, 0
         for name in self.params:
             unit = self._home[name].unit
@@ -274,9 +274,9 @@ class ShardedState:
         return end, places
 
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole summed gradient, the same bits on every rank. Collective.
+        """Return the Euclidean norm of the whole summed gradient, the same bits on every rank. Collective.
 
-        Of the gradient itself, though `gradients` are those of the loss times `loss_scale.factor`.
+        It is that of the gradient itself, though `gradients` are those of the loss times `loss_scale.factor`.
 
         Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
         in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.

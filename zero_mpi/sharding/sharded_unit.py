@@ -28,7 +28,7 @@ class ShardedUnit:
         self.partition, self.part = self.parameters.partition, self.parameters.part
 
     def start_gather(self) -> None:
-        """Start to bring the whole of the parameters here, unless it is."""
+        """Start to bring the whole of the parameters here, unless it is here."""
         self.parameters.start_gather()
 
     def wait_gather(self) -> None:
@@ -49,14 +49,14 @@ class ShardedUnit:
 
     @property
     def updated(self) -> tuple[Array, Array, slice]:
-        """What the optimizer works on: parameters, gradients, and which part of the unit they are."""
+        """Arrays that the optimizer works on: parameters, gradients, and which part of the unit they are."""
         gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
         return self.parameters.updated, gradient, self.parameters.updated_part
 
     def weights(self) -> Views:
-        """Name -> view of the gathered parameters, in full shape."""
+        """Return name -> view of the gathered parameters, in full shape."""
         return self.parameters.views()
 
     def gradients(self) -> Views:
-        """Name -> view to add gradients into; zeros at the first call of a round; empty if frozen."""
+        """Return name -> view to add gradients into; zeros at the first call of a round; empty if frozen."""
         return self.gradient.views()

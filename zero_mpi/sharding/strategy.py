@@ -1,4 +1,4 @@
-"""Sharding strategies, as data: what of parameters, gradients and moments a rank holds only its slice of.
+"""Sharding strategies, as data: which of parameters, gradients and moments a rank has only a slice of.
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes
@@ -15,7 +15,7 @@ from zero_mpi.errors import UsageError
 
 @dataclass(frozen=True)
 class Strategy:
-    """What of a model is sharded. Gradients are reduced into slices under every strategy.
+    """Choice of what a model shards. Gradients are reduced into slices under every strategy.
 
     shards_parameters  parameters are slices, gathered around each use
     shards_moments     the optimizer updates its slice; otherwise gradients are gathered and all is updated
@@ -55,7 +55,7 @@ STRATEGIES = {strategy.name: strategy for strategy in (FULL_SHARD, SHARD_GRAD_OP
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy of that name; raises UsageError listing the known ones."""
+    """Return the strategy of that name; raises UsageError listing the known ones."""
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} is not known; expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

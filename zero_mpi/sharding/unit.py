@@ -19,15 +19,15 @@ from zero_mpi.nn.layer import Param, Stage
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
-TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # what parameters of one unit have in common
-BYTES = 4  # of an element
+TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # the kind that all parameters of a unit have
+BYTES = 4  # bytes of an element
 
 
 @dataclass(frozen=True)
 class ShardInfo:
     """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened.
 
-    With `by_rows` it is rows (dimension 0) that are counted, of which ranks own whole ones.
+    With `by_rows` they are counted in rows (dimension 0), of which ranks own whole ones.
     """
 
     full_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class ShardInfo:
     by_rows: bool = False
 
     def in_rows(self) -> ShardInfo:
-        """The same, counted in rows."""
+        """Return the same, counted in rows."""
         row = prod(self.full_shape[1:])
         return ShardInfo(self.full_shape, self.offset // row, self.size // row, True)
 
@@ -66,7 +66,7 @@ class Unit:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each parameter starts, a multiple of the quantum."""
+        """The start of each parameter, a multiple of the quantum."""
         offsets, end = {}, 0
         for name in self.params:
             offsets[name] = end
@@ -79,16 +79,16 @@ class Unit:
         return sum(self.chunks(name) for name in self.params) * self.quantum
 
     def chunks(self, name: str) -> int:
-        """How many quanta the parameter takes."""
+        """Return the number of quanta that the parameter takes."""
         return -(-self.params[name].size // self.quantum)
 
     @property
     def dealt(self) -> tuple[int, int]:
-        """What ranks have slices of: how many elements, and in multiples of how many."""
+        """The number of elements that ranks have slices of, and the number whose multiples slices are."""
         return self.length, self.quantum
 
     def partition(self, ranks: int) -> Partition:
-        """Who owns what of the buffer."""
+        """Return the partition of the buffer among ranks."""
         length, quantum = self.dealt
         return (
             Partition(length, ranks, quantum, ends=self.ends)
@@ -97,32 +97,32 @@ class Unit:
         )
 
     def room(self, compute: Any) -> int:
-        """Float32 elements that the parameters take where they are gathered, for this type of computing."""
+        """Return the float32 elements that gathered parameters take, for this type of computing."""
         return floats(self.length, compute)
 
     def room_unpacked(self, compute: Any) -> int:
-        """The same of what they are turned into for layers, where these do not read what was gathered."""
+        """Return the float32 elements of arrays unpacked for layers; 0 if these read what was gathered."""
         return 0
 
     def in_room(self, ranks: int, compute: Any) -> Partition:
-        """Who owns what of `room`."""
+        """Return the partition of `room` among ranks."""
         room, quantum = self.room(compute), floats(self.quantum, compute)
         ends = tuple(floats(end, compute) for end in self.ends)
         return Partition(room, ranks, quantum, ends=ends) if ends else dealt_out(room, ranks, quantum)
 
     def kept_bytes(self, compute: Any) -> int:
-        """Bytes of an element of what ranks have slices of."""
+        """Return the bytes of an element of what ranks have slices of."""
         return int(compute.itemsize)
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Name -> view in full shape of the whole flat buffer."""
+        """Return name -> view in full shape of the whole flat buffer."""
         return {
             name: flat[self.offsets[name] : self.offsets[name] + param.size].reshape(param.shape)
             for name, param in self.params.items()
         }
 
     def segments(self, part: slice) -> list[Segment]:
-        """The parameters' runs inside the slice `part` of the buffer, in order, gaps left out."""
+        """Return the parameters' runs inside the slice `part` of the buffer, in order, gaps left out."""
         found = []
         for name, param in self.params.items():
             first = max(self.offsets[name], part.start)
@@ -144,9 +144,9 @@ KINDS: dict[str, Kind] = {
 def units_by_scope(
     stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str], by_rows: bool
 ) -> list[Unit]:
-    """One unit a scope, in the model's order; what is frozen or whole in a scope is a unit of its own.
+    """Return one unit a scope, in the model's order; what is frozen or whole in a scope is a unit of its own.
 
-    Of `params` alone. `by_rows`: one unit a parameter, cut between its rows (dimension 0).
+    Units hold `params` alone. `by_rows`: one unit a parameter, cut between its rows (dimension 0).
     """
     units, placed = [], set()
     members: dict[str, list[str]] = {}
@@ -166,14 +166,14 @@ def units_by_scope(
 
 
 def row_unit(name: str, param: Param, trainable: bool) -> Unit:
-    """A parameter on its own, whose slices are whole rows; a vector's rows are its elements."""
+    """Return a parameter on its own, whose slices are whole rows; a vector's rows are its elements."""
     return Unit(name, {name: param}, param.size // param.shape[0], trainable)
 
 
 def units_by_bytes(
     params: Mapping[str, Param], kind_of: Callable[[str], str], bucket_bytes: int
 ) -> list[Unit]:
-    """Buckets of up to `bucket_bytes`, filled from the last parameter backwards, as their gradients come.
+    """Return buckets of up to `bucket_bytes`, filled from the last parameter on, as gradients come.
 
     A parameter larger than a bucket is one of its own, and so are buckets of what is whole. What is frozen is
     one unit: it never travels.
@@ -196,9 +196,9 @@ def units_by_bytes(
 
 
 def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
-    """The units for so many ranks: those that are whole with an owner for each parameter, and in its order.
+    """Return the units for `ranks` ranks: whole ones with an owner for each parameter, and in its order.
 
-    The largest `cost` first, each to the rank that has least so far, over all units together.
+    The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """
     costs = {name: cost(p.shape) for unit in units if unit.whole for name, p in unit.params.items()}
     load, owner = [0] * ranks, dict[str, int]()
@@ -219,7 +219,7 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
 
 def shard_infos(unit: Unit, part: slice) -> Iterator[tuple[str, ShardInfo]]:
-    """(name, what the slice `part` holds of it) for every parameter of the unit, even if nothing."""
+    """Yield (name, what the slice `part` holds of it) for every parameter of the unit, even if nothing."""
     held = {segment.name: segment for segment in unit.segments(part)}
     for name, param in unit.params.items():
         if name in held:

@@ -6,10 +6,10 @@ The backends are `cuda_aware` (`--transport mpi`: device memory straight into a 
 `probe`) and the ranks have tried it with each other; otherwise `staged`. In exact mode backends only move
 data. The sums are made by our own kernel in the order of ranks, so every backend gives the bits of the host.
 
-A transfer starts when the computing stream has passed the mark made at its start. That covers who made what
-is sent, and who still reads what is overwritten. At its end the computing stream waits for the side stream,
-on the GPU and not on the host. Only `streams` handles streams, events and the device of a thread. At most
-four transfers are in flight, in the order of their starts, so buffers and pinned memory are made once. After
-a fault of the GPU no event is ever complete; whoever looks at one gets the error, so the fault is not taken
-for a late rank.
+A transfer starts when the computing stream has passed the mark made at its start. By then the
+data to send are made, and nothing reads memory to be overwritten. At its end the computing stream waits for
+the side stream, on the GPU and not on the host. Only `streams` handles streams, events and the device of a
+thread. At most four transfers are in flight, in the order of their starts, so buffers and pinned memory are
+made once. After a fault of the GPU no event is ever complete; a look at one raises the error, so the fault is
+not taken for a late rank.
 """

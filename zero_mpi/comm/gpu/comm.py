@@ -30,12 +30,12 @@ from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-TaggedTransfer = Callable[[Iterator[int]], Running]  # of a transfer, with a tag for each of its exchanges
+TaggedTransfer = Callable[[Iterator[int]], Running]  # makes a transfer from tags, one for each exchange
 ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
 
 
 def on_host(array: Any) -> bool:
-    """Whether an array lies in the memory of the host."""
+    """Return whether an array lies in the memory of the host."""
     return isinstance(array, np.ndarray)
 
 
@@ -53,8 +53,8 @@ class DeviceComm(ProgressingWrapper):
         self.backend, self.streams, self._about = backend, streams, about
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag = 0
-        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next reductions
-        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # by size, of sums of the library
+        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for reductions
+        self._arrivals: dict[int, list[Array]] = defaultdict(list)  # buffers by size, for sums of the library
 
     @property
     def about(self) -> str:
@@ -63,7 +63,7 @@ class DeviceComm(ProgressingWrapper):
     # ------------------------------------------------------------------------------------ transfers
 
     def _start(self, running: TaggedTransfer, number: int, result: Result, kind: str, label: str) -> Handle:
-        """Begin a transfer of so many exchanges, the same number on all ranks."""
+        """Begin a transfer of `number` exchanges, the same number on all ranks."""
         first, self._tag = self._tag, self._tag + number
         tags = (number % TAGS for number in count(first))
         return self._begin(self._tickets, running(tags), result, kind, label)
@@ -74,7 +74,7 @@ class DeviceComm(ProgressingWrapper):
         return StreamHandle(self, self.streams, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
-        """`running` after all that was computed so far, and the mark at its end."""
+        """Yield from `running` after all that was computed so far, and set the mark at its end."""
         begin, turn = self.streams.begin(), tickets.take()
         try:
             if self.backend.in_order:
@@ -85,7 +85,7 @@ class DeviceComm(ProgressingWrapper):
             result.mark = self.streams.mark()
         finally:
             tickets.end(turn)
-        if self.backend.in_order:  # nobody has waited for the others yet: a wait has a name and is watched
+        if self.backend.in_order:  # wait for the other ranks here: a wait has a name and is watched
             yield passed(result.mark)
 
     # -------------------------------------------------------------------------------------- gathers
@@ -104,13 +104,13 @@ class DeviceComm(ProgressingWrapper):
         return self._start(running, len(starts), Result(shard, full), "allgather", label)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Where in every slice the pieces begin that an exchange moves."""
+        """Return the places in every slice at which the pieces of an exchange begin."""
         return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
 
     def _gathers(
         self, shard: Array | None, full: Array, partition: Partition, starts: range
     ) -> Iterator[Exchange]:
-        """Exchanges in which every rank sends a piece of its slice to all others."""
+        """Yield exchanges in which every rank sends a piece of its slice to all others."""
         own = full[partition.part(self.rank)] if shard is None else shard
         for start in starts:
             mine = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
@@ -123,16 +123,16 @@ class DeviceComm(ProgressingWrapper):
             )
 
     def _targets(self) -> list[int]:
-        """The other ranks, the next one first: so that they do not all hit one."""
+        """Return the other ranks, the next one first: so that they do not all hit one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _sources(self) -> list[int]:
-        """The other ranks in the order in which this one is their target."""
+        """Return the other ranks in the order in which this one is their target."""
         return [(self.rank - step) % self.size for step in range(1, self.size)]
 
     @staticmethod
     def _span(partition: Partition, rank: int, start: int, length: int) -> slice:
-        """The part of `rank`'s slice that belongs to the piece that begins at `start` of every slice."""
+        """Return the part of `rank`'s slice in the piece that begins at `start` of every slice."""
         first, last = partition.bounds[rank], partition.bounds[rank + 1]
         return slice(min(first + start, last), min(first + start + length, last))
 
@@ -170,7 +170,7 @@ class DeviceComm(ProgressingWrapper):
         return borrowed(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
 
     def _new_rooms(self, dtype: Any, step: int) -> list[Array]:
-        """Buffers for each exchange in flight, with room for a piece from every other rank."""
+        """Return buffers for each exchange in flight, with room for a piece from every other rank."""
         return [self.streams.empty((self.size - 1) * step, dtype) for _ in range(self.backend.depth)]
 
     def _sums(
@@ -183,7 +183,7 @@ class DeviceComm(ProgressingWrapper):
         starts: range,
         rooms: list[Array],
     ) -> Iterator[Exchange]:
-        """Exchanges in which every rank sends a piece of each slice to its owner, who adds the pieces."""
+        """Yield exchanges in which every rank sends a piece of each slice to its owner, which adds them."""
         step = starts.step
         for number, start in enumerate(starts):
             room, mine = rooms[number % len(rooms)], self._span(partition, self.rank, start, step)
@@ -246,7 +246,7 @@ class DeviceComm(ProgressingWrapper):
         return self._start(running, len(sums) + len(gathers), Result(array), "allreduce", label)
 
     def _added(self) -> Running:
-        """Wait for sums that were launched, where what comes next is not in the order of their stream."""
+        """Wait for launched sums if what comes next does not follow the order of their stream."""
         if not self.backend.in_order:
             yield passed(self.streams.mark())
 

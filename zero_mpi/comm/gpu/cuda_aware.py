@@ -1,8 +1,8 @@
 """Device memory straight into an MPI library that takes it ("CUDA-aware").
 
-Exact mode needs messages from one rank to another and nothing else: that is what every such library can do,
-and nonblocking reductions of device memory end the process in some. MPI knows no streams: an exchange's rooms
-are received into only when the sums that read them are done, and the library's own reductions (`fast`) block.
+Exact mode needs point-to-point messages only, which every such library can do; in some, nonblocking
+reductions of device memory end the process. MPI knows no streams: an exchange's buffers are received into
+only when the sums that read them are done, and the library's own reductions (`fast`) block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_mpi.comm.scratch import AWARE_DEPTH, AWARE_PIECE
 from zero_mpi.comm.transfer import Running
 from zero_mpi.device.types import Array
 
-MOST_BYTES = 1 << 30  # in one message: counts are C ints in older interfaces
+MOST_BYTES = 1 << 30  # bytes in one message: counts are C ints in older interfaces
 
 
 class CudaAwareBackend:
@@ -62,7 +62,7 @@ class CudaAwareBackend:
             read[room] = self.streams.mark()
 
     def _post(self, exchange: Exchange, tag: int) -> list[Any]:
-        """Receives first, then sends."""
+        """Start the receives, then the sends; return their requests."""
         self.streams.adopt()
         requests = [self._comm.Irecv(as_message(room), source, tag) for room, source in exchange.receives]
         for piece, targets in exchange.sends:

@@ -1,9 +1,9 @@
-"""Whether the MPI library takes device memory: what it says of itself, and then a live test.
+"""Detection of an MPI library that takes device memory: its own answer, and then a live test.
 
-A pointer to device memory ends a process whose library takes it for the host's, so nothing is assumed. First
-somebody must say a certain yes: the user, the library, or a setting of the site. Some libraries say yes that
-cannot, so what counts is `probe_says`, on one rank of each node; a GPU that lets in one process only is left
-to `select.try_out`. All ranks have the same answer.
+A process dies if its library takes a pointer to device memory for one of the host, so nothing is assumed.
+First the user, the library or a setting of the site must say a certain yes. Some libraries say yes and
+cannot, so the answer of `probe_says` counts, on one rank of each node; a GPU that admits one process only is
+left to `select.try_out`. All ranks have the same answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_mpi.comm.topology import node_communicator
 
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since MPI 4.1
-SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # of HPE Cray, of MVAPICH
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and of MVAPICH
 LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
 CUDA = 0  # MPICH's number for the kind of GPU
 COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
@@ -31,7 +31,7 @@ COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclus
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether device memory may be handed to MPI, and who says so."""
+    """Answer to whether device memory may be handed to MPI (`yes`), and who says so (`why`)."""
 
     yes: bool
     why: str
@@ -40,7 +40,7 @@ class Answer:
 def find_answer(
     world: Any, environ: Mapping[str, str] = os.environ, command: Sequence[str] = PROBE
 ) -> Answer:
-    """The answer for all ranks of `world`, mpi4py's communicator. Collective."""
+    """Return the answer for all ranks of `world`, mpi4py's communicator. Collective."""
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
@@ -59,7 +59,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """What is said, without a test."""
+    """Return the answer that is given without a test."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
@@ -70,7 +70,7 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
 
 
 def memory_kinds(world: Any) -> Iterator[Answer]:
-    """What MPI's own list of kinds of memory says, if the library has it."""
+    """Yield the answer of MPI's own list of kinds of memory, if the library has it."""
     info = world.Get_info()
     kinds = info.get(KINDS)
     info.Free()
@@ -79,13 +79,13 @@ def memory_kinds(world: Any) -> Iterator[Answer]:
 
 
 def loaded_libraries(maps: str) -> list[str]:
-    """The MPI libraries in a text like that of /proc/self/maps: `CDLL(None)` does not find their names."""
+    """Return the MPI libraries in a text like /proc/self/maps: `CDLL(None)` does not find their names."""
     found = (LIBRARY.search(line) for line in maps.splitlines())
     return list(dict.fromkeys(match[0] for match in found if match))
 
 
 def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
-    """What the calls say by which Open MPI and MPICH tell it."""
+    """Yield the answers of the calls by which Open MPI and MPICH report their support."""
     if libraries is None:
         maps = Path("/proc/self/maps")
         libraries = loaded_libraries(maps.read_text()) if maps.exists() else []
@@ -102,20 +102,20 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
 
 
 def gpu_support(call: Any) -> int:
-    """MPICH's answer: an error, or a flag."""
+    """Return MPICH's flag for support, or 0 where the call fails."""
     flag = ctypes.c_int(0)
     return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
 
 
 def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
-    """The variables by which a site's library is told to take device memory."""
+    """Yield the answers of the variables that make a site's library take device memory."""
     for name in SITE:
         if name in environ:
             yield Answer(environ[name] == "1", f"{name}={environ[name]}")
 
 
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """The answer of a process that tried it."""
+    """Return the answer of a process that tried to send device memory."""
     lines, end = run_probe(command)
     told = [json.loads(line) for line in lines]
     if told and told[-1].get("takes_memory"):

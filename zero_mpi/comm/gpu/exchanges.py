@@ -1,7 +1,7 @@
 """Transfers of device memory as exchanges: pieces that travel together, several exchanges under way at once.
 
-What travels where is worked out once (`comm`), as a list of exchanges; how it travels is the affair of a
-backend: straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
+`comm` works out once, as a list of exchanges, which data travel where. A backend decides how they travel:
+straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
 generator of its own, and `overlapped` runs these side by side: while one is copied, another is in the MPI
 library.
 """
@@ -28,7 +28,7 @@ from zero_mpi.device.types import Array
 class Exchange:
     """Pieces that are sent together (`sends`, with ranks) and rooms that ranks fill (`receives`, with ranks).
 
-    `then` launches what is to be done with the rooms once they are filled.
+    `then` launches the work on the rooms once they are filled.
     """
 
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
@@ -49,33 +49,33 @@ class Backend(Protocol):
     kind: Transport
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Elements of the longest piece of a slice that an exchange may have, only moved or also summed."""
+        """Return the most elements that a piece of a slice may have in an exchange, moved or also summed."""
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Moves the pieces of all exchanges and launches what follows; each exchange takes a tag."""
+        """Move the pieces of all exchanges and launch what follows; each exchange takes a tag."""
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        """target = the sum over ranks of this rank's slice of their `full`, by the library. Collective."""
+        """Set `target` to the library's sum over ranks of this rank's slice of their `full`. Collective."""
 
     def sum_all(self, array: Array) -> None:
-        """array = its sum over ranks, on all ranks, in place, by the library. Collective."""
+        """Replace `array` by the library's sum of it over ranks, on all ranks. Collective."""
 
     def close(self) -> None:
-        """Give up what it holds. Collective."""
+        """Release what the backend holds. Collective."""
 
 
 def as_message(piece: Array) -> list[Any]:
-    """A piece as mpi4py takes it, which knows no bfloat16; one that is not empty."""
+    """Return a piece, which is not empty, as a message of bytes: mpi4py knows no bfloat16."""
     return [piece.view(np.uint8), MPI.BYTE]
 
 
 def passed(mark: Any) -> Callable[[], bool]:
-    """Whether the device has come to a mark."""
+    """Return a function that tells whether the device has come to a mark."""
     return lambda: bool(mark.done)
 
 
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
-    """Whether requests are complete; the library may copy device memory while it is asked."""
+    """Return a function that tells whether requests are complete; MPI may copy device memory in it."""
 
     def look() -> bool:
         adopt()
@@ -85,7 +85,7 @@ def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool
 
 
 class RunningExchange:
-    """A generator under way, and what it needs next. It begins at once."""
+    """A generator under way, and what it needs next. The generator begins at once."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -100,13 +100,13 @@ class RunningExchange:
             self.done = True
 
     def ready(self) -> bool:
-        """Whether it can go on."""
+        """Return whether the generator can go on."""
         if callable(self._needed):
             return self._needed()
         return bool(MPI.Request.Testall(self._needed))
 
     def push(self) -> None:
-        """Go on as far as it can."""
+        """Advance the generator as far as it can go."""
         while not self.done and self.ready():
             self._advance()
 
@@ -122,7 +122,7 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
             more = running is not None
             if running is not None:
                 under_way.append(RunningExchange(running))
-        # What one step needs is looked at here and not in the condition: an error then is the transfer's own.
+        # The needs of a step are checked here and not in the condition: an error then is the transfer's own.
         for step in under_way:
             step.push()
         while under_way and under_way[0].done:
@@ -132,14 +132,14 @@ def overlapped(runs: Iterable[Running], depth: int) -> Running:
 
 
 def any_ready(steps: Sequence[RunningExchange]) -> bool:
-    """Whether one of them can go on."""
+    """Return whether one of the steps can go on."""
     return any(step.ready() for step in steps)
 
 
 class Tickets:
-    """Lets transfers begin in the order in which they were started, and at most so many at once.
+    """Queue of transfers: they begin in the order in which they were started, at most `most` at once.
 
-    Rooms and pinned memory are as many. All ranks start transfers in one order, so the oldest one that is not
+    There are as many rooms and pinned buffers. All ranks start transfers in one order, so the oldest one not
     complete everywhere is under way on every rank that has started it: none waits for ever for its turn.
     """
 
@@ -149,17 +149,17 @@ class Tickets:
         self._next = 0
 
     def take(self) -> int:
-        """The number of a new transfer."""
+        """Return the number of a new transfer."""
         number, self._next = self._next, self._next + 1
         self._waiting.append(number)
         return number
 
     def has_come(self, number: int) -> bool:
-        """Whether a transfer may begin."""
+        """Return whether a transfer may begin."""
         return number in self._waiting[: self._most]
 
     def end(self, number: int) -> None:
-        """Take note that a transfer is over."""
+        """Note that a transfer is over."""
         self._waiting.remove(number)
 
 

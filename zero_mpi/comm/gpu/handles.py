@@ -1,4 +1,4 @@
-"""What those get who start transfers of device memory, and those whose thread meets them in the library."""
+"""Handles of transfers of device memory, and a wrapper for threads that may push them inside MPI."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zero_mpi.telemetry import spans
 
 
 class Result:
-    """What a transfer leaves behind: the mark behind its last copy or sum, and the arrays that these read.
+    """Result of a transfer: the mark behind its last copy or sum, and the arrays that these read.
 
-    They must not go before the device is done with them: their memory would be given to somebody else.
+    The arrays must live until the device is done with them: otherwise their memory would be given away.
     """
 
     mark: Any = None
@@ -25,7 +25,7 @@ class Result:
 
 
 class StreamHandle(ProgressingHandle):
-    """A transfer of device memory; whoever waits for it lets computing go on after it, on the device."""
+    """A transfer of device memory; after `wait`, later computing follows it, in the order of the device."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from zero_mpi.errors import UsageError
 
 
 def load() -> Any:
-    """CuPy's binding of NCCL. Raises UsageError where there is no NCCL."""
+    """Return CuPy's binding of NCCL. Raises UsageError where there is no NCCL."""
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -48,7 +48,7 @@ class NcclBackend:
         self._comm = together(world, lambda: self._join(name))
 
     def _join(self, name: Any) -> Any:
-        """All ranks come here at once; NCCL fails on all of them where it fails."""
+        """Return NCCL's communicator. All ranks call this at once; NCCL fails on all of them or on none."""
         try:
             return self._nccl.NcclCommunicator(self._size, name, self._rank)
         except RuntimeError as error:
@@ -67,7 +67,7 @@ class NcclBackend:
         return self._summed if summed else 1 << 62  # counts are size_t
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Everything at once: the order is the stream's, and the same on all ranks."""
+        """Launch everything at once: the order is the stream's, and the same on all ranks."""
         for exchange in exchanges:
             next(tags)
             if exchange.sends or exchange.receives:
@@ -109,7 +109,7 @@ class NcclBackend:
 
 
 def together(world: Any, action: Callable[[], Any]) -> Any:
-    """action() on every rank; where it raises UsageError on one, all raise it."""
+    """Return action() of this rank; where it raises UsageError on one rank, all raise it."""
     result, problem = None, None
     try:
         result = action()

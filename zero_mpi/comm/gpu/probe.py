@@ -39,7 +39,7 @@ class Driver:
             raise DriverError(f"{name} fails with status {status}{MEANING.get(status, '')}")
 
     def devices(self) -> list[str]:
-        """The names of all devices."""
+        """Return the names of all devices."""
         count = ctypes.c_int()
         self("cuDeviceGetCount", ctypes.byref(count))
         names = []
@@ -50,7 +50,7 @@ class Driver:
         return names
 
     def version(self) -> str:
-        """The newest CUDA that the driver runs."""
+        """Return the newest CUDA that the driver runs."""
         number = ctypes.c_int()
         self("cuDriverGetVersion", ctypes.byref(number))
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
@@ -62,7 +62,7 @@ class Driver:
         self("cuCtxSetCurrent", context)
 
     def upload(self, data: Any) -> DeviceArray:
-        """A copy of an array of bytes in device memory."""
+        """Return a copy of an array of bytes in device memory."""
         address = ctypes.c_uint64()
         self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(data.size))
         self("cuMemcpyHtoD_v2", address, ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.size))
@@ -70,7 +70,7 @@ class Driver:
         return DeviceArray(address.value, data.size)
 
     def download(self, array: DeviceArray) -> Any:
-        """The bytes of device memory."""
+        """Return the bytes of device memory."""
         data = np.empty(array.nbytes, np.uint8)
         self("cuCtxSynchronize")
         pointer, address = ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(array.address)
@@ -91,7 +91,7 @@ class DeviceArray:
 
 
 def exchange(driver: Driver, mpi: Any) -> bool:
-    """Whether a message to ourselves brings bytes from one place of device memory to another."""
+    """Return whether a message to ourselves brings bytes from one place of device memory to another."""
     if mpi is None:
         raise RuntimeError("no MPI library can be loaded")
     sent = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
@@ -103,7 +103,7 @@ def exchange(driver: Driver, mpi: Any) -> bool:
 
 
 def mpi_library() -> Any:
-    """mpi4py's MPI, started now; None where there is none."""
+    """Return mpi4py's MPI, started now; None where there is none."""
     try:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError):
@@ -112,12 +112,12 @@ def mpi_library() -> Any:
 
 
 def say(**about: Any) -> None:
-    """Print a line for the one who asked, before anything else can happen."""
+    """Print a line of JSON for the parent process, before anything else can happen."""
     os.write(1, f"{json.dumps(about)}\n".encode())
 
 
 def main() -> None:
-    """Look for devices, try MPI on their memory, and print what came out."""
+    """Look for devices, try MPI on their memory, and print the results."""
     try:
         driver = Driver()
         names = driver.devices()

@@ -1,7 +1,7 @@
-"""Asks a process of its own whether the MPI library takes device memory.
+"""A child process that tests whether the MPI library takes device memory.
 
-Only a live test tells: libraries say yes that were built for it and cannot, and what they do with memory that
-they take for the host's is to crash. So the test (`comm.gpu.probe`) runs in a child, which is told
+Only a live test is certain: some libraries that were built for it say yes and cannot, and they crash on
+memory that they take for the host's. So the test (`comm.gpu.probe`) runs in a child process that knows
 nothing of this job.
 """
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-# What a launcher tells its ranks: a process that finds it takes itself for one of them. Settings stay.
+# Variables of a launcher for its ranks: a process that finds them takes itself for a rank. Settings stay.
 JOB = re.compile(
     r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
     r"MPI_LOCAL(NRANKS|RANKID)$"
@@ -24,7 +24,7 @@ PROBE_SECONDS = 20.0  # seconds for the child; the first use of a device takes s
 
 
 def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
-    """What the child said, line by line, and how it ended."""
+    """Return the lines that the child printed, and how it ended."""
     try:
         done = subprocess.run(
             command,
@@ -45,12 +45,12 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
 
 
 def jsons(text: str) -> list[str]:
-    """The lines that are meant for us: libraries have their own to say."""
+    """Return the lines that are JSON: libraries print lines of their own."""
     return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
 
 
 def ending(status: int, said: str) -> str:
-    """How a process ended, for people."""
+    """Return a text for people on how a process ended."""
     if status < 0:
         return f"the test died of {signal.Signals(-status).name}"
     last = said.strip().splitlines()[-1:] or [""]
@@ -58,5 +58,5 @@ def ending(status: int, said: str) -> str:
 
 
 def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what the launcher of this job put into it."""
+    """Return the environment without the variables of this job's launcher."""
     return {name: value for name, value in environ.items() if not JOB.match(name)}

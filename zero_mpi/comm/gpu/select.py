@@ -1,8 +1,8 @@
-"""Which transport carries arrays that lie on a GPU: by the user's word, or by what the MPI library can do.
+"""Choice of the transport for arrays on a GPU: by the user's flag, or by what the MPI library can do.
 
 `auto` is `mpi`, device memory straight into the library, where that is certain, and `staged`, through pinned
-memory of the host, everywhere else. NCCL is never chosen by itself. What is used says itself what it is; why
-it was taken is told beside it.
+memory of the host, everywhere else. NCCL is never chosen by itself. The transport describes itself; the
+reason for it is returned beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in ano
 
 
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
-    """The transport of a GPU's arrays for a value of --transport, and why it is this one. Collective.
+    """Return the transport of a GPU's arrays for a value of --transport, and why it is this one. Collective.
 
     `exact`: sums in the order of ranks; otherwise the library's where it has them. Raises UsageError on all
     ranks alike.
@@ -53,7 +53,7 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
 
 
 def make(kind: Transport, exact: bool) -> DeviceComm:
-    """The transport of that kind, of those that carry arrays of a GPU. Collective."""
+    """Return the transport of that kind, of those that carry arrays of a GPU. Collective."""
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.streams import GpuStreams
     from zero_mpi.comm.mpi import MPIComm
@@ -78,14 +78,14 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
 
     nccl = NcclBackend(streams)
     sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"
-    inner = MPIComm(exact=exact, threaded=False)  # what is in the order of a stream needs no push
+    inner = MPIComm(exact=exact, threaded=False)  # transfers in the order of a stream need no push
     return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
 
 def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer]:
-    """The transport if what arrives is what was sent, between the very ranks of the job. Collective.
+    """Return the transport if what arrives is what was sent, between the very ranks of the job. Collective.
 
-    The live test before it was of a rank with itself; this one cannot be taken back, but can be wrong.
+    The live test before it was of a rank with itself; a crash in this one ends the job, wrong bytes do not.
     """
     gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
@@ -99,7 +99,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 
 def refusal(answer: Answer) -> str:
-    """Why `mpi` is not possible, and what is."""
+    """Return the message that `mpi` is not possible, why, and what is possible."""
     return (
         f"--transport mpi: with --device cuda the MPI library must take GPU memory ({answer.why}); use "
         "--transport auto or staged, or a CUDA-aware MPI: see zero-mpi doctor"

@@ -51,7 +51,7 @@ class StagedBackend:
 
     @property
     def about(self) -> str:
-        """What a transfer takes, for people."""
+        """The pinned memory that a transfer takes, as a text for people."""
         return (
             f"{self._piece_bytes * self._others * 2 * self.depth / 2**20:.0f} MiB of pinned memory a transfer"
         )
@@ -107,7 +107,7 @@ class StagedBackend:
 
 
 def cut(memory: Array, pieces: list[Array]) -> Iterator[Array]:
-    """Cut memory into room for each piece, one after the other."""
+    """Yield a part of memory as room for each piece, one after the other."""
     start = 0
     for piece in pieces:
         assert start + piece.nbytes <= memory.nbytes, "a piece is longer than `largest`"

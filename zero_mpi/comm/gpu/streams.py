@@ -1,12 +1,12 @@
-"""Where communication meets the work of a GPU: the one place that joins streams and events with transfers.
+"""Streams and events for transfers: the one module where communication meets the work of a GPU.
 
-A rank computes on one stream. What a transfer copies or adds goes to a stream beside it, `streams`, and what
-the staged transport brings to the host to a third one, so that both copy engines are at work. A transfer
-begins when all that the computing stream was asked for before is done (`begin`): that covers who made what is
-sent, and who still reads what is about to be overwritten. At its end computing waits for the side stream
-(`join`), on the GPU and not on the host, which so goes on to launch what comes next.
+A rank computes on one stream. Copies and sums of transfers go to a stream beside it, `stream`, and copies of
+the staged transport to the host go to a third one, so that both copy engines are at work. A transfer begins
+when all work asked of the computing stream before is done (`begin`): this includes the work that made the
+data to send, and work that still reads memory to be overwritten. At its end the computing stream waits for
+the side stream (`join`), on the GPU and not on the host, so the host goes on to launch what comes next.
 
-MPI and CUDA keep the device of a thread; any thread may push a transfer, so each adopts the GPU first.
+MPI and CUDA keep a device per thread; any thread may push a transfer, so each adopts the GPU first.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class GpuStreams:
     # ------------------------------------------------------------------------- order of streams
 
     def begin(self) -> CudaMark:
-        """A mark behind what was computed so far."""
+        """Return a mark behind what was computed so far."""
         return self._gpu.mark()
 
     def follow(self, mark: CudaMark) -> None:
-        """Let what the streams are asked for from now on come after a mark, without anybody waiting."""
+        """Order later work of the streams after a mark, without blocking any thread."""
         self.stream.wait_event(mark.event)
 
     def mark(self) -> CudaMark:
-        """A mark behind what the streams were asked for so far."""
+        """Return a mark behind all work that the side stream was asked for so far."""
         return self._mark(self.stream)
 
     def fetched(self) -> CudaMark:
-        """A mark behind what is on its way to the host."""
+        """Return a mark behind the copies that are on their way to the host."""
         return self._mark(self._down)
 
     def _mark(self, stream: Any) -> CudaMark:
@@ -62,27 +62,27 @@ class GpuStreams:
         return CudaMark(event, self._gpu)
 
     def join(self, mark: CudaMark) -> None:
-        """Let what is computed from now on come after a mark of these streams."""
+        """Order later computing after a mark of these streams."""
         self._gpu.wait_for(mark)
 
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """A flat array of the device, kept for ever."""
+        """Return a flat array of the device, kept for ever."""
         self.adopt()
-        with self._gpu.stream:  # of its memory, in which what was computed before may not be over
+        with self._gpu.stream:  # its memory may still be in use by earlier computing
             room = self._gpu.empty(size, dtype)
         self.follow(self.begin())
         return room
 
     def pinned(self, nbytes: int) -> Array:
-        """Bytes of the host that the GPU copies from and to at full speed, and by itself."""
+        """Return bytes of the host that the GPU copies from and to at full speed, and by itself."""
         self.adopt()
         memory = self._gpu.cupy.cuda.PinnedMemory(nbytes)  # CuPy's pool would take the next power of two
         return np.ndarray((nbytes,), np.uint8, self._gpu.cupy.cuda.PinnedMemoryPointer(memory, 0))
 
     def copy(self, target: Array, source: Array) -> None:
-        """target[...] = source, both on the device."""
+        """Copy: target[...] = source, both on the device."""
         if target.data.ptr != source.data.ptr:
             kind = self._runtime.memcpyDeviceToDevice
             self._move(target.data.ptr, source.data.ptr, target.nbytes, kind, self.stream)
@@ -103,6 +103,6 @@ class GpuStreams:
             self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def add(self, out: Array, parts: list[Array], accumulate: bool) -> None:
-        """`device.ordered_sum` by a kernel."""
+        """Sum `parts` into `out` as `device.ordered_sum` does, by a kernel."""
         self.adopt()
         ordered_sum_on_gpu(out, parts, accumulate, self.stream)

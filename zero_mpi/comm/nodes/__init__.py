@@ -27,7 +27,7 @@ Elements that a node sends to others for a unit of length L_u, of which the node
   node 0 where rounds accumulate;
 - under `hybrid-shard`: no gathers, and L_u to each neighbour in every reduction, forth and back.
 
-Whoever waits pushes everything that is in flight, because another rank may need it. A rank that only looks at
+A rank that waits pushes all that is in flight, because another rank may need it. A rank that only looks at
 counters must still call into the MPI library now and then: a request that is complete here may have left work
 that another rank waits for (`MPIComm.poke_progress`). Nodes with unequal numbers of ranks, or ranks dealt to
 nodes in turn, get the transport `mpi`, and `hybrid-shard` is refused.

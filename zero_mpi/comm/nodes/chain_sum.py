@@ -1,6 +1,6 @@
 """Sums over several nodes in the order of ranks: they travel from node to node and grow on the way.
 
-Of each node one rank of a lane adds what its node's ranks give to the sum that came from the node before,
+On each node one rank of a lane adds what its node's ranks give to the sum that came from the node before,
 and passes it on: ((out + rank 0) + rank 1) + ..., piece by piece, so that all nodes are at work. A link
 carries an element once, however many ranks a node has. (To add within the nodes first would need no order
 between them, but it is another sum.) From the last node a sum goes to its owner; where every node has an
@@ -30,18 +30,18 @@ FORWARD, START, TOTAL = 0, 1, 2  # the kinds of messages in a lane
 
 
 class Source(Protocol):
-    """Where a rank finds what its node's ranks give."""
+    """Source of the gradients that the ranks of a node contribute."""
 
     def ready(self) -> bool:
-        """Whether it may be asked for."""
+        """Return whether the gradients may be asked for."""
         ...
 
     def post(self, span: slice, room: int) -> list[Any]:
-        """Requests that must be complete before `parts` of the same arguments."""
+        """Return requests that must be complete before `parts` of the same arguments."""
         ...
 
     def parts(self, span: slice, room: int) -> list[Array]:
-        """The elements `span` of the unit of each rank of the node that contributes, in order of ranks."""
+        """Return the elements `span` of the unit of each contributing rank of the node, in order of ranks."""
         ...
 
 
@@ -55,7 +55,7 @@ class Item:
 
     @property
     def span(self) -> slice:
-        """Where the item lies in the unit."""
+        """Place of the item in the unit."""
         return slice(self.start, self.stop)
 
 
@@ -76,12 +76,12 @@ class Sum:
     added: int = 0  # pieces that this rank has added so far
     carried: bool = False  # this rank has done that part
     collected: bool = False
-    lends: bool = False  # whether what this rank has to lend is on its way
+    lends: bool = False  # whether the sums that this rank lends are on their way
     lent: dict[int, Any] = field(default_factory=dict)  # by piece: the request that sends `out` to node 0
 
 
 def cut(part: slice, piece: int, home: int | None) -> Iterator[Item]:
-    """The pieces of a slice of a unit."""
+    """Yield the pieces of a slice of a unit."""
     for start in range(part.start, part.stop, piece):
         yield Item(start, min(start + piece, part.stop), home)
 
@@ -92,21 +92,21 @@ class ChainSum:
     def __init__(self, lane: Any, topology: Topology) -> None:
         self.lane, self.topology = lane, topology
         self.piece = chain_piece(topology.nodes)
-        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # by type, for the next sums
+        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
 
     def items(self, total: Sum, local: int) -> list[Item]:
-        """What the lane of position `local` carries, in the order in which it does."""
+        """Return the items that the lane of position `local` carries, in the order in which it does."""
         if total.replicated:
             return list(cut(total.partition.part(local), self.piece, None))
         homes = enumerate(ranks[local] for ranks in self.topology.members)
         return [item for home, rank in homes for item in cut(total.partition.part(rank), self.piece, home)]
 
     def last(self, total: Sum) -> int:
-        """The last node with a rank that contributes."""
+        """Return the last node with a rank that contributes."""
         return (total.contributors - 1) // self.topology.ranks_per_node
 
     def out(self, total: Sum, item: Item) -> Array:
-        """The piece of this rank's slice."""
+        """Return the piece of this rank's slice."""
         mine = self.topology.local if total.replicated else self.topology.rank
         first = total.partition.bounds[mine]
         return total.out[item.start - first : item.stop - first]
@@ -120,7 +120,7 @@ class ChainSum:
     # ------------------------------------------------------------------------------------------ forward
 
     def carry(self, total: Sum, source: Source) -> Running:
-        """Add this node's part piece by piece and pass the sums on; nothing on nodes without a part."""
+        """Add this node's part piece by piece and pass the sums on; do nothing on nodes without a part."""
         if self.topology.node > self.last(total):
             return
         yield source.ready
@@ -161,7 +161,7 @@ class ChainSum:
         return requests
 
     def _comes_from(self, total: Sum, item: Item) -> int | None:
-        """The node that sends what this one adds to; None: nothing is sent."""
+        """Return the node that sends what this one adds to; None: nothing is sent."""
         if self.topology.node:
             return self.topology.node - 1
         return item.home if total.accumulate and item.home else None
@@ -194,7 +194,7 @@ class ChainSum:
     def collect(self, total: Sum, source: Source) -> Running:
         """Receive the sums that this rank owns, and hand them on where others own them too.
 
-        Not before all of the node have announced the reduction: what `out` held may be read until then.
+        It first waits until all of the node have announced the reduction: they may read `out` until then.
         """
         yield source.ready
         node, last = self.topology.node, self.last(total)
@@ -219,7 +219,7 @@ class ChainSum:
         yield sent
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
-        """What must have happened before a sum is received into `out`: what was there has been taken."""
+        """Return the condition for receiving a sum into `out`: its old content must have been taken."""
         if number in total.lent:
             return [total.lent[number]]
         if total.accumulate and self.topology.node == 0:
@@ -227,7 +227,7 @@ class ChainSum:
         return []
 
     def given(self, total: Sum) -> int:
-        """Elements that this rank sends to other nodes."""
+        """Return the number of elements that this rank sends to other nodes."""
         node, last = self.topology.node, self.last(total)
         items = self.items(total, self.topology.local)
         whole = sum(item.stop - item.start for item in items)
@@ -240,5 +240,5 @@ class ChainSum:
 
 
 def tag(kind: int, total: Sum) -> int:
-    """The tag of a message of a sum."""
+    """Return the tag of a message of a sum."""
     return kind + 4 * (total.number % TAGS)

@@ -36,7 +36,7 @@ from zero_mpi.device.types import Array
 
 @dataclass(frozen=True)
 class Needs:
-    """What `memory` will be asked for: its arguments."""
+    """Arguments of a coming call of `memory`."""
 
     wholes: Sequence[Partition] = ()
     buffers: Sequence[int] = ()
@@ -46,9 +46,9 @@ class Needs:
 class NodesComm(ProgressingWrapper):
     """The ranks of an MPI communicator (the world, unless another is given) on several like nodes.
 
-    `needs(ranks per node)`: what `memory` of this transport, or of its `shard_group`, will be asked for
-    first. Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing to
-    share.
+    `needs(ranks per node)`: the arguments of the first call of `memory`, of this transport or its
+    `shard_group`. Collective; raises NoSharedMemory on all ranks alike where there is not enough, or nothing
+    to share.
     """
 
     replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
@@ -80,7 +80,7 @@ class NodesComm(ProgressingWrapper):
         self._started = self._launched = self._gathered = 0  # gathers
 
     def _rooms(self, gathers: Sequence[int]) -> list[Partition]:
-        """Buffers for gathered units: each rank of the node touches its part first."""
+        """Return partitions of buffers for gathered units: each rank of the node touches its part first."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
     def shard_group(self) -> Comm:
@@ -103,7 +103,7 @@ class NodesComm(ProgressingWrapper):
 
     @property
     def about(self) -> str:
-        """A text for people: what the transport uses."""
+        """A description, for people, of what the transport uses."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
@@ -171,7 +171,7 @@ class NodesComm(ProgressingWrapper):
 
 
 class Released:
-    """Counts the buffers that this rank has given back; the others see it."""
+    """Count of the buffers that this rank has given back; the other ranks see it."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters, self.count = counters, 0
@@ -203,9 +203,9 @@ class GatherPool(BufferPool):
             self._shared[int(buffer.ctypes.data)] = self._released.add()
 
     def shares(self, array: Array) -> bool:
-        """Whether the node's ranks share the memory of an array that was made of a buffer of this pool."""
+        """Return whether an array lies in a buffer of this pool that the ranks of the node share."""
         return int(array.ctypes.data) in self._shared
 
     def lent_after(self, array: Array) -> int:
-        """How many buffers all must have given back before this one may be written."""
+        """Return how many buffers all ranks must have given back before this one may be written."""
         return self._shared[int(array.ctypes.data)]

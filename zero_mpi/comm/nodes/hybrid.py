@@ -1,6 +1,6 @@
 """Slices that are dealt out within each node and replicated between nodes (HYBRID_SHARD).
 
-The ranks of a node are the owners of the slices: to gather is the affair of the node alone, by its shared
+The ranks of a node are the owners of the slices: a node gathers by itself, by its shared
 memory or by messages. Reductions sum over all ranks of all nodes, in their order, and bring each sum to its
 owner on every node.
 """
@@ -74,12 +74,12 @@ class ShardGroup(ProgressingWrapper):
         return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, True, label))
 
     def close(self) -> None:
-        """Give up the communicators of the node; the memory is the affair of whoever made it."""
+        """Free the communicators of the node; the memory belongs to its maker."""
         self._inner.close()
 
 
 def shard_group_by_messages(flat: MessageComm, world: Any) -> Comm:
-    """The owners among the ranks of `world` where no memory is shared; `flat` itself on one node. Collective.
+    """Return the owners among the ranks of `world` without shared memory; on one node `flat`. Collective.
 
     Raises UsageError where the nodes are not alike.
     """

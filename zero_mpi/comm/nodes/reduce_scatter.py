@@ -1,4 +1,4 @@
-"""Reductions over several nodes: what a node's ranks give, brought to those that carry the sums.
+"""Reductions over several nodes: the gradients of a node's ranks go to the ranks that carry the sums.
 
 Where the ranks of a node share memory they write their gradients into slots and say so, and a carrier reads
 them there; a slot is free again once all carriers of the node have read it. Otherwise they send them.
@@ -30,10 +30,10 @@ TAGS = 1 << 14
 class NodeReduceScatter:
     """The reductions of the ranks of `flat`, in their order.
 
-    flat       all ranks; its thread, or whoever waits, pushes the transfers
+    flat       transport of all ranks; its thread, or a rank that waits, pushes the transfers
     lane       the ranks of this one's position on all nodes, in the order of nodes
     node       the ranks of this node
-    memory     what they share, or None
+    memory     the memory that they share, or None
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class NodeReduceScatter:
         return AllOf(parts, "reduce_scatter", label)
 
     def is_free(self, number: int) -> bool:
-        """Whether the table's entry of reduction `number` may be used again."""
+        """Return whether the table's entry of reduction `number` may be used again."""
         return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
 
     def _count(self, total: Sum) -> None:
@@ -77,7 +77,7 @@ class NodeReduceScatter:
         self.flat.meter.sent_bytes += nbytes
 
     def _post(self, total: Sum) -> Source:
-        """Say where this rank's gradient lies; where those of the others will be found."""
+        """Announce where this rank's gradient lies; return the source of the node's gradients."""
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.contributors]
         if self.memory is None:
@@ -97,9 +97,9 @@ class NodeReduceScatter:
         total.collected = True
 
     def _settle(self, total: Sum) -> Running:
-        """Say that this rank reads no slots any more and has its sum, in the order of reductions.
+        """Announce that this rank reads no slots any more and has its sum, in the order of reductions.
 
-        When all of the node have: then slots are free, and sums that the node shares are whole.
+        When all ranks of the node have done so, slots are free, and sums that the node shares are whole.
         """
         assert self.memory is not None
         counters = self.memory.counters
@@ -109,7 +109,7 @@ class NodeReduceScatter:
         yield lambda: counters.all_reached(SUMMED, total.number + 1)
 
     def _give(self, total: Sum) -> Running:
-        """Send this rank's gradient to those of its node that carry it."""
+        """Send this rank's gradient to the ranks of its node that carry it."""
         requests: list[Any] = []
         if self.topology.rank < total.contributors:
             for local in others(self.topology.ranks_per_node, self.topology.local):
@@ -149,7 +149,7 @@ class GradientsByMessages:
         return True
 
     def room(self, number: int, rank: int, span: slice) -> Array:
-        """Where a rank's part of a piece arrives."""
+        """Return the buffer in which a rank's part of a piece arrives."""
         assert number < CHAIN_DEPTH
         if (number, rank) not in self.rooms:
             self.rooms[number, rank] = empty(self.piece, self.total.full.dtype)
@@ -169,5 +169,5 @@ class GradientsByMessages:
 
 
 def others(size: int, rank: int) -> Iterator[int]:
-    """The other ranks, the nearest neighbour first, so that not all begin with the same one."""
+    """Return the other ranks, the nearest neighbour first, so that not all begin with the same one."""
     return ((rank + step) % size for step in range(1, size))

@@ -80,9 +80,9 @@ class Reduction(Handle):
 
 @dataclass(eq=False)
 class OverMPI(Handle):
-    """A transfer of the inner transport; whoever waits for it goes on with its sums meanwhile.
+    """A transfer of the inner transport; a rank that waits for it goes on with its sums meanwhile.
 
-    Another rank may need them to get as far as this one.
+    Another rank may need these sums to get as far as this one.
     """
 
     comm: SharedComm
@@ -103,7 +103,7 @@ class OverMPI(Handle):
 class SharedComm(CommWrapper):
     """The ranks of an MPI communicator (the world, unless another is given), all of one node.
 
-    `wholes`, `buffers`: what `memory` will be asked for first; it is set aside at once. Collective; raises
+    `wholes`, `buffers`: arguments of the first call of `memory`; it is set aside at once. Collective; raises
     NoSharedMemory on all ranks alike where the ranks are on several nodes or there is not enough memory.
     """
 
@@ -128,10 +128,10 @@ class SharedComm(CommWrapper):
         self._crowded = self.size > environment.node_cores()
         self._started = 0  # reductions
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
-        self._recorded: deque[Reduction] = deque()  # those under way that a time line has begun to record
+        self._recorded: deque[Reduction] = deque()  # reductions under way that a time line records
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push on what is under way until `ready()`; `kind` and `label` say what is waited for."""
+        """Push the transfers under way until `ready()`; `kind` and `label` name what is waited for."""
 
         def pushed() -> bool:
             self.progress()
@@ -162,7 +162,7 @@ class SharedComm(CommWrapper):
 
     @property
     def about(self) -> str:
-        """A text for people: what the transport uses."""
+        """A description, for people, of what the transport uses."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     # ---------------------------------------------------------------------------------------- gathering
@@ -213,12 +213,12 @@ class SharedComm(CommWrapper):
         return reduction
 
     def place(self, rank: int, number: int) -> int:
-        """Where in its block a rank has the gradient of a reduction that it announced."""
+        """Return the offset in a rank's block of the gradient of a reduction that the rank announced."""
         return self._counters.noted(rank, number)
 
     @property
     def sums_are_due(self) -> bool:
-        """Whether this rank has reductions that it has not added yet."""
+        """Return whether this rank has reductions that it has not added yet."""
         return bool(self._due)
 
     def _add_what_is_posted(self) -> None:
@@ -233,11 +233,11 @@ class SharedComm(CommWrapper):
             self._counters.raise_to(SUMMED, reduction.number + 1)
 
     def is_complete(self, number: int) -> bool:
-        """Whether all ranks have added their slices of a reduction."""
+        """Return whether all ranks have added their slices of a reduction."""
         return self._counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
-        """Note for the time line which reductions are over: no message tells it, so this looks."""
+        """Note for the time line which reductions are over: no message tells it, so this checks."""
         while self._recorded and self.is_complete(self._recorded[0].number):
             spans.end(self._recorded.popleft().record)
 

@@ -1,8 +1,8 @@
-"""How far each rank has come, in memory that all of them see.
+"""Progress counters of each rank, in memory that all ranks see.
 
-A counter only grows and is written by one rank; it has a cache line of its own. What a rank says by raising
-it, it has written before: data, fence, counter; who reads goes the other way: counter, fence, data. A store
-or load of eight aligned bytes is one access to memory, so nobody sees half a number.
+A counter only grows and is written by one rank; it has a cache line of its own. A writer first writes the
+data that the counter announces: data, fence, counter; a reader goes the other way: counter, fence, data. A
+store or load of eight aligned bytes is one access to memory, so nobody sees half a number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Counters:
         self._words[self._mine + counter] = value
 
     def all_reached(self, counter: int, value: int) -> bool:
-        """Whether every rank's counter stands at `value` or above: then what it stands for may be read."""
+        """Return whether every rank's counter is `value` or more: then what it stands for may be read."""
         if self._seen[counter] >= value:
             return True
         for word in range(counter, self._ranks * WORDS, WORDS):

@@ -14,12 +14,12 @@ FLOAT = np.dtype(np.float32)
 
 
 def padded(length: int) -> int:
-    """Bytes of `length` float32 elements, up to the next cache line."""
+    """Return the bytes of `length` float32 elements, up to the next cache line."""
     return -(-length * FLOAT.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def window_bytes(wholes: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
-    """Bytes of a node's window, from elements: the wholes once, the buffers of each rank."""
+    """Return the bytes of a node's window, from elements: the wholes once, the buffers of each rank."""
     return max(1, sum(map(padded, wholes)) + ranks * sum(map(padded, buffers)))
 
 
@@ -40,16 +40,16 @@ class SharedGradientPool(BufferPool):
             offset += padded(length)
 
     def take(self, size: int) -> Array:
-        """A free slot, as from a BufferPool, but one that fits must be there."""
+        """Return a free slot, as from a BufferPool, but one that fits must be there."""
         assert any(buffer.size >= size for buffer in self._free), f"no gradient slot of {size} elements left"
         return super().take(size)
 
     def offset(self, array: Array) -> int | None:
-        """Where in this rank's block an array begins, in bytes; None if it lies elsewhere."""
+        """Return where in this rank's block an array begins, in bytes; None if it lies elsewhere."""
         first = int(array.ctypes.data)
         return first - self.start if self.start <= first < self.stop else None
 
     def of_rank(self, rank: int, offset: int, array: Array, part: slice) -> Array:
-        """The `part` (in elements) of the array like `array` that begins at `offset` in `rank`'s block."""
+        """Return the elements `part` of the array like `array` that begins at `offset` in `rank`'s block."""
         first, last = (offset + index * array.itemsize for index in (part.start, part.stop))
         return self.blocks[rank][first:last].view(array.dtype)

@@ -1,7 +1,7 @@
 """The shared memory of a node's ranks: windows, cut into what a module keeps there, and counters beside them.
 
 A window holds arrays that all ranks of the node see (wholes), and for each rank a block of buffers that it
-writes and the others read (slots). What is asked for first is set aside at once, so that a job knows at its
+writes and the others read (slots). The first request is set aside at once, so that a job knows at its
 start whether there is room.
 """
 
@@ -26,8 +26,8 @@ Allotment = tuple[list[Array], SharedGradientPool]
 class NodeMemory:
     """Memory of the ranks of `node`, an MPI communicator that is given up with it.
 
-    `wholes`, `buffers`: what `allot` will be asked for first. Collective; raises NoSharedMemory on all ranks
-    alike where there is not enough.
+    `wholes`, `buffers`: arguments of the first call of `allot`. Collective; raises NoSharedMemory on all
+    ranks alike where there is not enough.
     """
 
     def __init__(self, node: Any, wholes: Sequence[Partition], buffers: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class NodeMemory:
             raise
 
     def allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Arrays of the lengths of `wholes`, zeros, of which each rank first writes its part; and a pool.
+        """Return zeroed arrays as long as `wholes`, of which each rank first writes its part; and a pool.
 
         Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks alike.
         """
@@ -62,7 +62,7 @@ class NodeMemory:
         return self._allot(wholes, buffers)
 
     def _allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """One window: first the wholes, then a block of buffers for each rank."""
+        """Make one window: first the wholes, then a block of buffers for each rank."""
         starts = list(itertools.accumulate((padded(whole.length) for whole in wholes), initial=0))
         block = sum(padded(length) for length in buffers)
         blocks = [starts[-1] + rank * block for rank in range(self.size + 1)]
@@ -96,16 +96,16 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Say that what this rank wrote into its parts of wholes is complete."""
+        """Announce that this rank has completely written its parts of wholes."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 
     def all_written(self) -> bool:
-        """Whether every rank of the node has published as often as this one."""
+        """Return whether every rank of the node has published as often as this one."""
         return self.counters.all_reached(WRITTEN, self._writes)
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
-        """The pool that an array is of, and where in this rank's block it begins."""
+        """Return the pool that an array is of, and where in this rank's block it begins."""
         for known in self._pools:
             pool = known()
             offset = None if pool is None else pool.offset(array)

@@ -36,7 +36,7 @@ class NoSharedMemory(UsageError):
 
 
 class NodesApart(NoSharedMemory):
-    """They are on several nodes."""
+    """The ranks are on several nodes."""
 
 
 class Window:
@@ -69,14 +69,14 @@ class Window:
             raise
 
     def hand_over(self) -> Array:
-        """The memory as a flat array of bytes; the window lives as long as arrays that are made of it."""
+        """Return the memory as a flat array of bytes; the window lives as long as arrays made of it."""
         assert self._kept is not None, "the memory of a window is handed over once"
         memory, self._kept = self._kept, None
         return memory
 
     @property
     def in_use(self) -> bool:
-        """Whether some array of this rank lies in the window."""
+        """Return whether some array of this rank lies in the window."""
         return self._root() is not None
 
     def fence(self) -> None:
@@ -99,7 +99,7 @@ def agree(node: Any, problem: str) -> None:
 
 
 def room_problem(nbytes: int) -> str:
-    """Why `nbytes` do not fit into shared memory now, or an empty text."""
+    """Return why `nbytes` do not fit into shared memory now, or an empty text."""
     try:
         about = os.statvfs(PLACE)
         free = about.f_bavail * about.f_frsize
@@ -113,10 +113,10 @@ def room_problem(nbytes: int) -> str:
 
 
 def populate(memory: Array, own: Iterable[Range]) -> str:
-    """Bring in the pages of the ranges; why that cannot be done, or an empty text.
+    """Bring in the pages of the ranges; return why that cannot be done, or an empty text.
 
-    Unlike a write, the call returns an error where there is no page. An older kernel does not know it: then
-    the look before the window was made must do.
+    Unlike a write, the call returns an error where there is no page. An older kernel does not know the call:
+    then the check before the window was made must do.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for start, stop in own:
@@ -131,10 +131,10 @@ def populate(memory: Array, own: Iterable[Range]) -> str:
 
 
 def unknown_call() -> bool:
-    """Whether the kernel refused a call because it does not have it."""
+    """Return whether the kernel refused a call because it does not have it."""
     return ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS)
 
 
 def mebibytes(nbytes: int) -> str:
-    """A number of bytes as text, in MiB."""
+    """Return a number of bytes as text, in MiB."""
     return f"{nbytes / 2**20:.1f} MiB"
