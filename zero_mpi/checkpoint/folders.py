@@ -1,12 +1,12 @@
-"""Where checkpoints lie, and how a new one appears: whole and durable, or not at all.
+"""The layout of the checkpoint folder, and publishing: a new checkpoint appears complete and durable, or not.
 
     OUT/step-00000100/model.gguf, optimizer.gguf      OUT/latest -> step-00000100, OUT/best -> step-00000060
 
 and ema.gguf where a run keeps a moving average.
 
-A checkpoint is written into a temporary folder beside its place; files and folder are brought to disk, then
-one rename makes it visible, and `latest` is replaced by another. Whatever moment a process is killed at, what
-`latest` names is complete. These functions are for one rank.
+A checkpoint is written into a temporary folder beside its place; files and folder are fsynced, then one
+rename makes it visible, and another rename replaces `latest`. The checkpoint that `latest` names is complete
+even if the process is killed at any moment. One rank calls these functions.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
-    """The file of a checkpoint with its weights: the model, or what was trained beside one."""
+    """Return the path of a checkpoint's weights: the adapter if there is one, else the model."""
     adapter = folder / ADAPTER
     return adapter if exists(adapter) else folder / MODEL
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """The folder of a step, such as OUT/step-00000100."""
+    """Return the folder of a step, such as OUT/step-00000100."""
     return out / f"step-{step:08d}"
 
 
 def begin(out: Path, step: int) -> Path:
-    """An empty temporary folder for the checkpoint of `step`; what an earlier attempt left is removed."""
+    """Make an empty temporary folder for the checkpoint of `step`; remove the one of an earlier attempt."""
     return begin_beside(step_folder(out, step))
 
 
 def beside(final: Path) -> Path:
-    """Where a checkpoint is written that will be called `final`."""
+    """Return the temporary folder into which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
 
 def begin_beside(final: Path) -> Path:
-    """An empty temporary folder for what will be called `final`; an earlier attempt's is removed."""
+    """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
     folder = beside(final)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -58,7 +58,7 @@ def begin_beside(final: Path) -> Path:
 
 
 def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
-    """Give a complete temporary folder its name, point `latest` to it, and remove what is older than `keep`.
+    """Give a complete temporary folder its name, point `latest` to it, and remove all but the newest `keep`.
 
     A checkpoint of the same step is replaced. `keep` 0 keeps all. Nothing is removed before the new one and
     the link to it are on disk. `is_best`: `best` is pointed to it as well.
@@ -73,7 +73,7 @@ def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False
 
 
 def put(folder: Path, final: Path) -> None:
-    """Give a complete folder its name, also where another one has it, and bring that to disk."""
+    """Give a complete folder its name, replacing a folder of that name, and fsync the rename."""
     sync_folder(folder)
     if final.exists():
         replace_folder(folder, final)
@@ -83,25 +83,25 @@ def put(folder: Path, final: Path) -> None:
 
 
 def publish_alone(final: Path) -> None:
-    """Give what was written beside `final` its name; what had it before is removed."""
+    """Give the temporary folder of `final` its name; remove the folder that had the name before."""
     put(beside(final), final)
     for left in (beside(final), moved_aside(final)):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def restore(final: Path) -> None:
-    """Give a checkpoint its name back that was moved aside for one which never took its place."""
+    """Rename a checkpoint back that was moved aside for a new one which never took its place."""
     if moved_aside(final).exists() and not final.exists():
         moved_aside(final).rename(final)
 
 
 def moved_aside(final: Path) -> Path:
-    """Where the checkpoint that is called `final` waits for another to take its place."""
+    """Return the name under which the old checkpoint `final` waits until a new one takes its place."""
     return final.with_name(f".{final.name}.old")
 
 
 def replace_folder(folder: Path, final: Path) -> None:
-    """Put `folder` in the place of `final` without a moment in which there is neither."""
+    """Put `folder` in the place of `final`; at every moment one of the two exists."""
     if exchange(folder, final):
         return  # `folder` is now the old one's name; `clean` removes it
     old = moved_aside(final)
@@ -115,7 +115,7 @@ def replace_folder(folder: Path, final: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two folders change names in one step; False where the system or the file system cannot."""
+    """Exchange the names of two folders in one step; return False where system or file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -128,7 +128,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def point_best(out: Path, step: int) -> None:
-    """Let OUT/best name the checkpoint of `step`; of step 0 there is none, and no link."""
+    """Point OUT/best to the checkpoint of `step`; step 0 has no checkpoint, so the link is removed."""
     name = step_folder(out, step).name if step else ""
     if name and named(out, BEST) != name:
         point(out, BEST, name)
@@ -137,7 +137,7 @@ def point_best(out: Path, step: int) -> None:
 
 
 def named(out: Path, link: str) -> str:
-    """The name that a link in OUT holds; empty where there is no link."""
+    """Return the name that a link in OUT holds; empty if there is no link."""
     return os.readlink(out / link) if (out / link).is_symlink() else ""
 
 
@@ -157,7 +157,7 @@ def point(out: Path, which: str, name: str) -> None:
 def remove_old(out: Path, step: int, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints up to `step`, and the best one; 0 keeps all.
 
-    Later ones are of a run that this one started over or went back in: they are not ours to remove.
+    Later checkpoints belong to a run that was restarted or resumed from an earlier step: they stay.
     """
     so_far = [folder for number, folder in steps(out) if number <= step]
     for folder in so_far[:-keep] if keep else []:
@@ -166,7 +166,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; renamed first, so that one half removed is not taken for a checkpoint."""
+    """Rename a checkpoint, then remove it, so that a half removed folder is not taken for a checkpoint."""
     old = moved_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
@@ -192,7 +192,7 @@ def clean(out: Path) -> None:
 
 
 def steps(out: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints in OUT, oldest first."""
+    """Return (step, folder) of the checkpoints in OUT, oldest first."""
     try:
         entries = list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):  # also where it is moved at this moment
@@ -204,10 +204,10 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Folders to go on from, the best first: what `latest` names, then older ones, the newest of them first.
+    """Return the folders to resume from, the best first: that of `latest`, then older ones, newest first.
 
-    A later step goes before it if it was also written later: the link was not replaced any more. Other later
-    ones are of a run that was given up. Without a usable link the highest step counts.
+    A later step comes before `latest` if it was also written later: its job ended before it replaced the
+    link. Other later ones belong to an abandoned run. Without a usable link the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -222,7 +222,7 @@ def candidates(out: Path) -> list[Path]:
 
 
 def written_at(folder: Path) -> int:
-    """When a checkpoint's last file was written, in ns; 0 if there is none."""
+    """Return the time at which a checkpoint's last file was written, in ns; 0 if there is none."""
     try:
         return (folder / OPTIMIZER).stat().st_mtime_ns
     except OSError:
@@ -230,7 +230,7 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk. OSError with its name."""
+    """Bring a folder's entries to disk. Raise OSError with the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Files of adapters, and a base with one as a source of weights: what is read is W + (alpha / R) b a."""
+"""Files of adapters, and the weights of a base merged with an adapter: W + (alpha / R) b a."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA, is_adapter
 from zero_mpi.nn.low_rank import FIRST, SECOND
 
-SAMPLE = 256  # elements of each tensor that tell one file of weights from another
+SAMPLE = 256  # elements of each tensor that identify a file of weights
 
 
 def metadata(lora: LoRA) -> dict[str, Any]:
-    """The keys of an adapter's file, beside the architecture of the base."""
+    """Return the keys of an adapter's file, without the architecture of the base."""
     return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
 
 
 def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSource:
-    """The adapter at a path; raises UsageError unless it is of the adapters that the model has."""
+    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets are the model's."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
     alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
@@ -56,9 +56,9 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
 
 
 def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource:
-    """The index of an adapter's file, of the one in a checkpoint, or of PEFT's folder; raises UsageError.
+    """Open an adapter's file, the one in a checkpoint, or a folder of PEFT; raise UsageError if invalid.
 
-    `base`: the keys of the model that it belongs to, which tell the order of rows in a folder of PEFT.
+    `base`: the keys of the base model, which determine the order of rows in a folder of PEFT.
     """
     if not is_folder(path):
         return GGUFFile.open(path)
@@ -68,12 +68,12 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 
 def is_adapter_file(file: WeightSource) -> bool:
-    """Whether its keys call it an adapter."""
+    """Return whether the keys of the file name it an adapter."""
     return GGUFKeys(file.metadata, str(file.path)).text(TYPE) == "adapter"
 
 
 def lora_of(file: WeightSource) -> LoRA:
-    """The rank, alpha and targets of an adapter's file; raises UsageError for a file that is none."""
+    """Return rank, alpha and targets of an adapter's file; raise UsageError for any other file."""
     keys = GGUFKeys(file.metadata, str(file.path))
     ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
@@ -86,7 +86,7 @@ def lora_of(file: WeightSource) -> LoRA:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """What tells one file of weights from another: names, shapes and the first numbers of each."""
+    """Return a hash that identifies weights: of names, shapes and the first numbers of each tensor."""
     total = hashlib.sha256()
     for name, spec in source.tensors.items():
         total.update(f"{name} {spec.shape}".encode())
@@ -98,9 +98,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class MergedWeights:
-    """As `WeightSource`: the base's weights, in float32 and with their products where the adapter has any.
+    """A `WeightSource` of the base's weights; those that the adapter changes are merged, in float32.
 
-    Raises UsageError for an adapter of other weights.
+    Raises UsageError for an adapter of another base.
     """
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
@@ -112,7 +112,7 @@ class MergedWeights:
             self._specs[name] = self._adapted(name, lora.rank)
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
-        """What the sum is; raises UsageError unless both factors fit the base's matrix."""
+        """Return name, shape and type of the merged tensor; raise UsageError unless both factors fit it."""
         spec, tensors = self._base.tensors.get(self._stored.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         if spec is None or shapes != [(rank, spec.shape[-1]), (spec.shape[0], rank)]:
@@ -125,7 +125,7 @@ class MergedWeights:
 
     @property
     def path(self) -> Path:
-        """Where the base lies."""
+        """The path of the base."""
         return self._base.path
 
     @property
@@ -135,15 +135,15 @@ class MergedWeights:
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Name -> shape and type; what is merged is float32."""
+        """Name -> shape and type; merged tensors are float32."""
         return self._specs
 
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        """As `WeightSource.read`."""
+        """Return elements of a tensor; see `WeightSource.read`."""
         stop = self._specs[name].size if stop is None else stop
         values = self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
-            with np.errstate(all="ignore"):  # what is not finite is refused
+            with np.errstate(all="ignore"):  # the check below refuses values that are not finite
                 added = self._product(name, start, stop)
                 values += added
             if not np.isfinite(added).all():
@@ -151,7 +151,7 @@ class MergedWeights:
         return values
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
-        """Elements [start, stop) of what is added to a matrix: of whole rows, then cut."""
+        """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut."""
         width, rank = self._specs[name].shape[-1], self._adapter.tensors[name + FIRST].shape[0]
         first, last = start // width, -(-stop // width)
         b = self._adapter.read(name + SECOND, first * rank, last * rank).reshape(-1, rank)
@@ -159,11 +159,11 @@ class MergedWeights:
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def tensor(self, name: str) -> Floats:
-        """As `WeightSource.tensor`."""
+        """Return the full tensor; see `WeightSource.tensor`."""
         return self.read(name).reshape(self._specs[name].shape)
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:
-    """`open_weights`, with the adapter at another path if one is named; raises UsageError."""
+    """Open weights as `open_weights` does, merged with the adapter at a path if given; raise UsageError."""
     source = open_weights(path)
     return source if adapter is None else MergedWeights(source, adapter_source(adapter, source.metadata))

@@ -1,7 +1,7 @@
 """Save and load any module and its optimizer: one folder with the files of a checkpoint.
 
-Nothing of it depends on ranks or strategy: tensors have their full shapes and are known by name. The layers
-are not in the files; whoever loads makes the same module first.
+The files do not depend on ranks or strategy: tensors have their full shapes and are found by name. The layers
+are not in the files; before loading, build the same module.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ FOLDER = str | os.PathLike[str]
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
-    The folder is written beside its place and renamed: it is complete or, whatever happens, what was there
-    before. It must be new, or one that `save` wrote, which is replaced. Holds `model.gguf`, `optimizer.gguf`
-    and, of an optimizer with an average, `ema.gguf`, float32. Gradients are not part of it: save between
-    steps. Returns its path.
+    The folder is written beside its place and renamed: at any moment it is complete or as it was before. It
+    must be new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if
+    the optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved: call it between steps.
+    Returns the folder's path.
 
-    Raises on all ranks: ValueError for a module or optimizer that is none, or not this module's; UsageError
-    for a folder that holds something else, for names and shapes that GGUF does not take (names of up to 33
-    bytes, up to 4 dimensions) and where ranks differ; JobError where the system refuses to write.
+    Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
+    UsageError for a folder with other files, for names and shapes that GGUF does not take (names of up to 33
+    bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
     """
     instance("save: module", module, ShardedModule, "a ShardedModule")
     description = Description(ARCHITECTURE, {}, {}, {})
@@ -81,14 +81,14 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def begin(final: Path) -> None:
-    """Make the folder that is written."""
+    """Make the temporary folder into which `save` writes."""
     folders.restore(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     folders.begin_beside(final)
 
 
 def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
-    """The folder without links, and what ranks must share; raises ValueError for what cannot be saved."""
+    """Return the folder without links, and the facts that ranks must share; raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
@@ -99,7 +99,7 @@ def look(folder: Any, module: ShardedModule, optimizer: Any, description: Descri
 
 
 def check_place(final: Path) -> None:
-    """Raise UsageError where something lies that `save` did not write: it is not ours to replace."""
+    """Raise UsageError if the place holds anything that `save` did not write: it must not be replaced."""
     if not exists(final):
         return
     if not is_folder(final):
@@ -113,15 +113,15 @@ def check_place(final: Path) -> None:
 
 
 def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> int:
-    """Fill parameters, moments and counts of steps from what `save` wrote. Returns the steps. Collective.
+    """Fill parameters, moments and counts of steps from files of `save`. Return the steps. Collective.
 
-    Each rank reads its own slices, at any number of ranks and under any strategy: a run goes on to the bits
-    that it would have had. Rates and decay are those of `optimizer`. What was accumulated is forgotten. The
-    steps are all calls of `ShardedAdamW.step`, those that were skipped included.
+    Each rank reads its own slices, at any number of ranks and under any strategy: a run continues with the
+    bits of an uninterrupted one. Rates and decay are those of `optimizer`. Accumulated gradients are dropped.
+    The steps are all calls of `ShardedAdamW.step`, including skipped ones.
 
-    Raises on all ranks: ValueError for a module or optimizer that is none, or not this module's; UsageError
-    for files that are not sound, not a pair, or hold other names or shapes than the module: nothing was
-    filled then, but where values turn out not to be finite.
+    Raises on all ranks: ValueError for a module or optimizer of another class, or another module's optimizer;
+    UsageError for files that are damaged, not a pair, or hold other names or shapes than the module, before
+    anything is filled; and UsageError for values that are not finite, possibly after some were filled.
     """
     instance("load: module", module, ShardedModule, "a ShardedModule")
     comm = module.comm
@@ -147,7 +147,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
-    """Raise ValueError for arguments that cannot be."""
+    """Raise ValueError for invalid arguments."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
     example = "a ShardedAdamW, whose moments are saved too (parameters alone: state_dict, load_state_dict)"

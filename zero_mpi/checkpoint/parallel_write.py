@@ -1,10 +1,10 @@
-"""Writes the files of a checkpoint from all ranks, in pieces.
+"""Writes the files of a checkpoint from all ranks, in chunks.
 
-Slices are brought piece by piece to the ranks that write (`Writers`); a rank that writes for itself alone
-takes them from where they are. While one piece is written, by a thread, the next is digested and brought: a
-writer needs room for two pieces, which are half a unit each at most. The headers hold the digests of all
-tensors, whose length is known before their values, so they are written last, by rank 0. Then each host brings
-to disk what it wrote. A failure of any rank is raised on all of them, at the end.
+Slices are sent chunk by chunk to the ranks that write (`Writers`); a rank that writes only its own slices
+does not copy them. While a thread writes one chunk, the next is digested and sent: a writer needs buffers for
+two chunks of at most half a unit each. The headers hold the digests of all tensors, whose length is known
+before their values, so rank 0 writes them last. Then each host syncs the data that it wrote. A failure of any
+rank is raised on all of them, at the end.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from zero_mpi.sharding.unit import BYTES
 
 @dataclass(frozen=True)
 class Writers:
-    """All ranks of `comm`, of each the node and the rank that writes for it; and this rank's `group`.
+    """All ranks of `comm`, with the node and the writing rank of each; and this rank's `group`.
 
-    A group is ranks of one node, whose first one writes for all; a file system sees as many writers as it is
-    best served by (`files.file_systems`). A host alone can bring to disk what it wrote, and all its processes
-    share its cache: one of its writers does it for the others, once a file, after all have written.
+    A group consists of ranks of one node, and its first rank writes for all; the number of writers suits the
+    file system (`files.file_systems`). Only the host that wrote data can sync it, and all its processes share
+    its cache: one of its writers syncs each file once, after all have written.
     """
 
     comm: Comm
@@ -62,7 +62,7 @@ class Writers:
 
     @property
     def syncs(self) -> bool:
-        """Whether this rank brings a file to disk: the first of its node that writes."""
+        """True if this rank syncs a file, as the first writer of each node does."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
 
@@ -72,18 +72,18 @@ class Writers:
         return len({self.nodes[writer] for writer in self.writer_of})
 
     def close(self) -> None:
-        """Give up the transport of the group. Collective."""
+        """Close the transport of the group. Collective."""
         if self.group is not self.comm:
             self.group.close()
 
 
 def rank_0_of(comm: Comm) -> Writers:
-    """One writer, whom all send what they have."""
+    """Return Writers with rank 0 as the only one; all ranks send it their slices."""
     return Writers(comm, comm, (0,) * comm.size, (0,) * comm.size)
 
 
 def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
-    """As many writers as the file system of `folder` is best served by, or so many a node. Collective."""
+    """Return the writers that suit the file system of `folder`, or `a_node` writers per node. Collective."""
     nodes = tuple(comm.nodes())
     found: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
     writer_of = assigned(nodes, found, a_node)
@@ -93,10 +93,10 @@ def writers_for(comm: Comm, folder: Path, a_node: int | None = None) -> Writers:
 
 
 def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None) -> tuple[int, ...]:
-    """For each rank, of which the node is given, the rank that writes what it has: the first of its group.
+    """Return, for each rank, the rank that writes its slices: the first of its group. `nodes`: node of each.
 
-    `a_node`: so many writers of each node, at most; None: what the file system is best served by. Where hosts
-    may not write one file at once rank 0 writes for all, whatever was asked for.
+    `a_node`: the most writers per node; None: as many as suit the file system. If hosts may not write one
+    file at the same time, rank 0 writes for all, whatever `a_node` is.
     """
     several = len(set(nodes)) > 1
     if several and not found.hosts and (found.known or a_node is None):
@@ -112,17 +112,17 @@ def assigned(nodes: Sequence[int], found: FileSystem, a_node: int | None = None)
 
 @dataclass(frozen=True)
 class JoinedSlices(Partition):
-    """What some ranks own of a buffer, one slice after the other, as if it were a buffer of its own."""
+    """The concatenated shards of some ranks of a buffer, addressed as one buffer."""
 
     slices: tuple[slice, ...] = ()
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where each slice begins, and the last one ends, in the share."""
+        """The start of each slice in the share, and the end of the last."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
     def stretches(self, piece: Piece) -> list[tuple[int, slice]]:
-        """Return where a piece belongs: (start in the buffer, part of it); slices side by side are one."""
+        """Return the segments of a piece: (start in the buffer, part of it); adjacent slices are one."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
             inside = piece.of_slice(self, number)
@@ -137,7 +137,7 @@ class JoinedSlices(Partition):
 
 
 def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
-    """The share of some ranks, in ascending order."""
+    """Return the joined slices of some ranks, which are in ascending order."""
     slices = tuple(partition.part(rank) for rank in ranks)
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
@@ -145,7 +145,7 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # holds the place of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
-DISK_BYTES = 16 << 20  # bytes after whose writing the disk is set to work, long before the file is closed
+DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, long before close
 MOST_BUFFERS = 1024  # that the system takes in one call
 PADDING = 64  # bytes of zeros between tensors, at most, that are written again to write both in one call
 
@@ -154,7 +154,7 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into one file: (name, shape) in the file's order, and who gives the values.
+    """Content of one file: (name, shape) in the file's order, and the contributions of values.
 
     `constants` are tensors that all ranks have; rank 0 writes them.
     """
@@ -173,24 +173,24 @@ Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
 class OutputFile:
     """A file open for writing, `new` or made by another rank.
 
-    Plain calls and not MPI-IO: a file is brought to disk once a host, where MPI's Sync does it once a rank,
-    what lies side by side goes in one call, and errors are the system's own, with the file's name. The ranges
-    of ranks do not overlap.
+    It uses system calls and not MPI-IO: a file is synced once per host, where MPI's Sync does it once per
+    rank, adjacent data is written in one call, and errors are the system's own, with the file's name. The
+    ranges of ranks do not overlap.
     """
 
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written that the disk was not yet told of, and between which places
+        self._since = 0  # bytes written since the last `_start_disk`, and the range that they lie in
         self._first, self._last = sys.maxsize, 0
 
     def resize(self, nbytes: int) -> None:
-        """Give the file its length; bytes that nobody writes are zeros."""
+        """Set the file's length; bytes that no rank writes are zeros."""
         with naming(self.path):
             os.ftruncate(self._handle, nbytes)
 
     def write_at(self, offset: int, *data: Array | bytes) -> None:
-        """Write `data` (each C-contiguous), one after the other, from a byte offset on; from any thread."""
+        """Write `data` (each C-contiguous), one after the other, from a byte offset on. Thread-safe."""
         left, first = deque(memoryview(part).cast("B") for part in data), offset
         with naming(self.path):
             while left:
@@ -206,10 +206,10 @@ class OutputFile:
             self._start_disk()
 
     def _start_disk(self) -> None:
-        """Let the system begin to bring what was written to disk, without waiting for it.
+        """Ask the system to start writing data to disk, without waiting for it.
 
-        It would begin only at the end, when nothing is left to do beside it. To say that the bytes are not
-        needed any more starts that, and drops none that are not on disk.
+        Otherwise it would start only at the end, when no other work overlaps it. The advice that the bytes
+        are not needed any more starts the write, and drops no bytes that are not on disk.
         """
         first, count = self._first, self._last - self._first
         self._since, self._first, self._last = 0, sys.maxsize, 0
@@ -218,12 +218,12 @@ class OutputFile:
                 os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Bring to disk what this host wrote, whichever of its processes did."""
+        """Bring to disk all bytes that this host's processes wrote."""
         with naming(self.path):
             os.fsync(self._handle)
 
     def close(self, durable: bool = True) -> None:
-        """Close the file, brought to disk if `durable`; twice is once."""
+        """Close the file, after a sync if `durable`; a second call does nothing."""
         if self._handle < 0:
             return
         try:
@@ -236,7 +236,7 @@ class OutputFile:
 
 
 class Output:
-    """One file on its way, on one rank; `problem` is the first error, after which it only plays along."""
+    """One file being written, on one rank; after its first error, `problem`, it only joins collectives."""
 
     def __init__(self, writers: Writers, content: Content, keys: Mapping[str, Any]) -> None:
         self.writers, self.comm, self.content = writers, writers.comm, content
@@ -248,7 +248,7 @@ class Output:
             self.attempt(self._open)
 
     def open(self) -> None:
-        """Open what rank 0 has made, where this rank writes as well."""
+        """Open the file that rank 0 has created, if this rank writes as well."""
         if self.writers.writes and self.comm.rank != 0:
             self.attempt(self._open)
 
@@ -258,7 +258,7 @@ class Output:
             self._file.resize(self._nbytes)
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """action(*arguments), unless something failed before; an OSError is kept."""
+        """Call action(*arguments), unless an earlier call failed; keep an OSError as `problem`."""
         if self.problem is None:
             try:
                 action(*arguments)
@@ -266,7 +266,7 @@ class Output:
                 self.problem = error
 
     def write(self, runs: Iterable[Run]) -> None:
-        """Write runs of tensors; those that follow one another in the file in one call."""
+        """Write runs of tensors; runs that are adjacent in the file are written in one call."""
         start, end, parts = 0, 0, list[Array | bytes]()
         for name, first, values in runs:
             offset = self._offsets[name] + first * BYTES
@@ -280,12 +280,12 @@ class Output:
         self.put(start, *parts)
 
     def put(self, offset: int, *data: Array | bytes) -> None:
-        """Bytes at a place of the file."""
+        """Write bytes at an offset of the file."""
         if self._file is not None and data:
             self.attempt(self._file.write_at, offset, *data)
 
     def show(self) -> None:
-        """Let other hosts see what this one wrote. Collective, where several write."""
+        """Make this host's data visible to other hosts. Collective."""
         if self.writers.hosts > 1:
             self.comm.barrier()
             if self._file is not None and self.writers.syncs:
@@ -299,7 +299,7 @@ class Output:
         self.put(0, header)
 
     def close(self, durable: bool) -> None:
-        """Close the file, brought to disk if it is to stay: by one rank of each host that wrote."""
+        """Close the file; if `durable`, one rank of each host that wrote syncs it first."""
         if self._file is not None:
             try:
                 self._file.close(durable and self.writers.syncs)
@@ -316,7 +316,7 @@ class Output:
 
 
 class Pieces:
-    """The pieces of a file on their way to it: one is written while the next is prepared."""
+    """Pipeline of a file's chunks: one is written while the next is prepared."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
@@ -324,7 +324,7 @@ class Pieces:
         self._rooms = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
-        """Bring one contribution of all ranks into the file. Returns the digests of this rank's pieces."""
+        """Write one contribution of all ranks to the file. Return the digests of this rank's pieces."""
         digests: list[tuple[str, bytes]] = []
         group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
         begins = given.partition.bounds[self.writers.comm.rank]
@@ -344,12 +344,12 @@ class Pieces:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Elements of a piece: two rooms are at most a unit, and digests' pieces stay whole."""
+        """Return the elements of a chunk: two chunks are at most a unit, and no digest's piece is cut."""
         quantum = PIECE_BYTES // BYTES
         return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _room(self, given: Contribution) -> Array:
-        """Return room for a piece, which the write that is under way does not use."""
+        """Return a buffer for a chunk that the write in progress does not use."""
         self._rooms.reverse()
         if self._rooms[0].size < self._length(given):
             self._rooms[0] = empty(self._length(given))
@@ -360,7 +360,7 @@ class Pieces:
         self._written = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        """Return when all pieces are written."""
+        """Wait until all chunks are written."""
         if self._written is not None:
             self._written.result()
 
@@ -368,9 +368,9 @@ class Pieces:
 def write_together(
     writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
 ) -> None:
-    """Write all files and bring them to disk. Collective; raises JobError on all ranks if one fails.
+    """Write and sync all files. Collective; raise JobError on all ranks if one fails.
 
-    `tick` is told what is going on, again and again.
+    `tick` is called often with a text that says what is being done.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, _ in content.tensors], BLANK) for content in contents]
@@ -383,7 +383,7 @@ def write_together(
     if comm.rank == 0:
         for output, keys in zip(outputs, stamp(*digests), strict=True):
             output.stamp(keys)
-    agree(comm, outputs)  # all have written: whoever brings a host's part to disk brings all of it
+    agree(comm, outputs)  # all have written: the rank that syncs for its host syncs all of the host's data
     for output in outputs:
         tick(f"bringing {output.content.path.name} to disk")
         output.close(durable=True)
@@ -391,7 +391,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any of them had a problem; what is open is closed first."""
+    """Raise JobError on all ranks if any of them had a problem; close open files first."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)
@@ -409,7 +409,7 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
-    """Bring all tensors of a file into it. Returns their digests, on rank 0 only. Collective."""
+    """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
     pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
@@ -432,7 +432,7 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
 
 
 def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
-    """Digests from those of pieces, which the ranks hold in the order of the tensors' elements."""
+    """Return tensors' digests made of those of pieces, which are in order of ranks and of elements."""
     parts = defaultdict[str, list[bytes]](list)
     for name, pieces in (entry for rank in found for entry in rank):
         parts[name].append(pieces)

@@ -1,8 +1,8 @@
 """The safetensors format: 8 bytes with the length of a JSON header, the header, then the tensors.
 
 Like a GGUF file it is untrusted input: the header's length is bounded, every dtype, shape and offset is
-compared with the bytes there, and tensors must fill the data without gap or overlap, as the format demands.
-A model may be one file, or several with an index that says which tensor is where.
+compared with the file's size, and tensors must fill the data without gap or overlap, as the format demands.
+A model may be one file, or several with an index that names the file of each tensor.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -60,7 +60,7 @@ class SafetensorsModel:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> SafetensorsModel:
-        """Read and check the header of one file, never the data. UsageError where anything is off."""
+        """Read and check the header of one file, never the data. Raise UsageError if it is invalid."""
         with open_file(path, "a safetensors file") as file:
             stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
             length = _header_length(stored, bytes(stored.take(file, 0, min(8, stored.nbytes))))
@@ -79,7 +79,7 @@ class SafetensorsModel:
 
     @classmethod
     def open_folder(cls, folder: str | os.PathLike[str]) -> SafetensorsModel:
-        """model.safetensors in a folder, or else the parts that model.safetensors.index.json names."""
+        """Open model.safetensors in a folder, or else the parts that model.safetensors.index.json names."""
         folder = Path(folder)
         if (folder / SINGLE).exists() or not (folder / INDEX).exists():
             return cls.open(folder / SINGLE)
@@ -97,9 +97,9 @@ class SafetensorsModel:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) of the flattened tensor as float32, (stop - start,); into `out` if given.
+        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
 
-        For F32, F16 and BF16. F64 is refused with all other types: float32 would not be the same numbers.
+        F32, F16 and BF16 are supported. Others are refused, F64 too: float32 cannot hold the same numbers.
         """
         spec = self.spec(name)
         start, stop = checked_range(spec, start, stop)
@@ -109,7 +109,7 @@ class SafetensorsModel:
         return out
 
     def block(self, name: str, top: int, bottom: int, left: int, right: int) -> npt.NDArray[np.float32]:
-        """Rows [top, bottom) and columns [left, right) of a matrix, float32."""
+        """Return rows [top, bottom) and columns [left, right) of a matrix, float32."""
         entry, spec = self.tensors[name], self.spec(name)
         width = spec.shape[1]
         if right - left == width:
@@ -122,7 +122,7 @@ class SafetensorsModel:
         return out
 
     def spec(self, name: str) -> TensorSpec:
-        """A tensor's shape and type of weights; FileError for a dtype that is not one."""
+        """Return a tensor's shape and type of weights; raise FileError for an unsupported dtype."""
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
             found = f"expected F32, F16 or BF16, found {entry.dtype}"
@@ -130,7 +130,7 @@ class SafetensorsModel:
         return TensorSpec(name, entry.shape, WEIGHTS[entry.dtype])
 
     def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
-        """The stored bytes of a tensor in pieces of `size` bytes, the last one shorter."""
+        """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
         entry = self.tensors[name]
         return self.parts[entry.part].pieces(entry.offset, entry.nbytes, size)
 
@@ -145,7 +145,7 @@ def _header_length(file: StoredFile, raw: bytes) -> int:
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    """The JSON object of these bytes. FileError for anything else, for a name given twice or not UTF-8."""
+    """Return the JSON object of `raw`. FileError for another value, a repeated name or invalid UTF-8."""
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:
@@ -156,7 +156,7 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
-    """One tensor of the header, its length equal to what dtype and shape make."""
+    """Return one tensor of the header; raise FileError unless its length follows from dtype and shape."""
 
     def fault(what: str) -> FileError:
         return FileError(f"{path}: tensor {show(name)}: {what}")
@@ -180,7 +180,7 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
 
 
 def _is_text(name: str) -> bool:
-    """JSON can spell half a surrogate pair, which is no character."""
+    """Return whether a name is text: JSON can spell half a surrogate pair, which is no character."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
@@ -191,7 +191,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) -> None:
-    """The tensors fill the data: each begins where the one before ends, and the last ends with the file."""
+    """Raise FileError unless each tensor begins where the one before ends, and the last ends the file."""
     end = start
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != end:
@@ -203,7 +203,7 @@ def _check_layout(file: StoredFile, entries: Mapping[str, Entry], start: int) ->
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor -> file name of an index; the names are files beside it and nowhere else."""
+    """Return tensor -> file name of an index; all files must lie in the folder of the index."""
     where = json_object(path, read_file(path, MAX_HEADER, "an index")).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise FileError(f"{path}: expected a weight_map from tensors to files")

@@ -1,7 +1,7 @@
-"""Saves the checkpoints of a run, one at a time: now, or by a thread while training goes on.
+"""Saves the checkpoints of a run, one at a time: at once, or by a thread while training continues.
 
 In the background each rank keeps a copy of its slices until they are written. A failure is raised on all
-ranks together: by `save` itself, or by the next `wait`, to which `failed` calls.
+ranks: by `save` itself, or by the next `wait`, which a caller has to call once `failed` is true.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Parts = dict[str, list[Contribution]]  # by the role of the file
 class Saved:
     """A complete checkpoint; `digest` is of all its tensors, the same at any number of ranks.
 
-    id: stands for all that its files say, digests included; rank 0 knows it, as it knows the digest
+    id: a hash of all keys of its files, digests included; only rank 0 has id and digest
     """
 
     folder: Path
@@ -59,15 +59,15 @@ class Saved:
 
 
 class Saver:
-    """Writes OUT/step-NNNNNNNN and points OUT/latest to it. Every method named collective is.
+    """Writer of OUT/step-NNNNNNNN that points OUT/latest to it. Methods marked collective are.
 
-    keep         checkpoints that stay, beside the best one; 0 for all
-    parallel     as many ranks write as the file system is best served by, or `writers_per_node` of each node
-                 if that is given; otherwise rank 0 writes what it is sent
-    background   `save` returns at once, and at most one checkpoint is under way
-    tick         is told what is going on, for a watchdog
+    keep         number of checkpoints to keep, in addition to the best one; 0: all
+    parallel     as many ranks write as suit the file system, or `writers_per_node` of each node if that is
+                 given; otherwise the other ranks send their slices to rank 0, which writes
+    background   `save` returns at once, and at most one checkpoint is being written
+    tick         is called with a text that says what is being done, for a watchdog
 
-    prepare      called on rank 0 before OUT is written to, makes it; may say why it must not be
+    prepare      is called on rank 0 before OUT is written to, and makes it; may return a reason to refuse
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Saver:
         self._finished: list[Saved] = []
 
     def save(self, progress: TrainingProgress) -> None:
-        """Save the state as it is now. Collective; JobError on all ranks if this or the one before failed."""
+        """Save the current state. Collective; JobError on all ranks if this save or the one before failed."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
@@ -109,11 +109,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a failure in the background, to be raised by `wait` on all ranks."""
+        """True if a save in the background failed on this rank; `wait` raises the error on all ranks."""
         return self._error is not None
 
     def wait(self) -> None:
-        """Return when nothing is under way. All ranks call it; raises what went wrong, on all of them."""
+        """Wait until no save is in progress. Collective; raise its error on all ranks."""
         if self._thread is not None:
             with spans.during(spans.CHECKPOINT, "wait for the save behind training"):
                 self._thread.join()
@@ -123,13 +123,13 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait, and give up the transport. Collective."""
+        """Wait, and close the transport. Collective."""
         self.wait()
         self.writers.close()
         self.comm.close()
 
     def finished(self) -> list[Saved]:
-        """What was completed since the last call."""
+        """Return the checkpoints that were completed since the last call."""
         done = self._finished[:]
         del self._finished[: len(done)]
         return done
@@ -162,13 +162,13 @@ class Saver:
         return Saved(final, progress.step, said[STATE_DIGEST], said[ID], seconds)
 
     def _rest(self) -> str:
-        """What is there all the same, for the message."""
+        """Return the part of the message that names the checkpoint that still exists."""
         link = self.out / folders.LATEST
         return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier one is there"
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
-    """What this rank gives to each file of a checkpoint, views, in the files' order."""
+    """Return the contributions of this rank to each file of a checkpoint, views, in the files' order."""
     trained = description.is_adapter
     average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.average is not None else {}
     return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
@@ -183,9 +183,9 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: what all ranks hold, and what is `said` of it. Collective.
+    """Write all files into `folder`: all ranks' slices, and `said`, progress and description. Collective.
 
-    Returns the keys of the state, on rank 0. Raises JobError on all ranks if one fails.
+    Return the keys of the state, on rank 0. Raise JobError on all ranks if one fails.
     """
     progress, description = said
     names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
@@ -207,7 +207,7 @@ def write_files(
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
-    """action() on rank 0; if the system or prepare() refuses, all ranks raise JobError. Collective."""
+    """Call action() on rank 0; raise JobError on all ranks if system or prepare() refuses. Collective."""
     problem = None
     if comm.rank == 0:
         try:

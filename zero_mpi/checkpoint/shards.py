@@ -1,4 +1,4 @@
-"""What each rank gives to a checkpoint: its slices of parameters, averages and states of the optimizer."""
+"""Contributions of each rank to a checkpoint: its slices of parameters, averages and optimizer states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the el
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank's slice of one unit's values; in the file each tensor's name is `prefix` and its parameter's.
+    """A rank's slice of one unit's values; in the file a tensor is named `prefix` + its parameter's name.
 
-    names: of those parameters of which there is such a value; None: of all
+    names: the parameters that have such a value; None: all
     """
 
     prefix: str
@@ -31,11 +31,11 @@ class Contribution:
     names: frozenset[str] | None = None
 
     def on_host(self, inside: slice) -> Array:
-        """A part of this rank's slice, where it can be written from: a view, or a GPU's copy."""
+        """Return a part of this rank's slice in host memory: a view, or a copy from the GPU."""
         return device.in_use().to_host(self.values[inside])
 
     def runs(self, start: int, values: Array) -> Iterator[Run]:
-        """Elements of the unit's buffer from `start` on as runs of its tensors, gaps left out."""
+        """Yield the elements of the unit's buffer from `start` on as runs of its tensors, without gaps."""
         for segment in self.unit.segments(slice(start, start + values.size)):
             if self.names is not None and segment.name not in self.names:
                 continue
@@ -43,16 +43,16 @@ class Contribution:
 
     @property
     def by_pieces(self) -> bool:
-        """Whether slices end where the pieces of digests do."""
+        """True if all bounds of slices are bounds of the pieces of digests."""
         return self.unit.quantum * BYTES % PIECE_BYTES == 0
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
-        """(tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""
+        """Return (tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""
         return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """The parameters' slices, of all or those that are `trained`, views. Waits for what is being gathered."""
+    """Return slices of all parameters, or of the `trained` ones, views. Wait for pending gathers."""
     comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
@@ -60,7 +60,7 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
-    """The averages' slices, views, and unless they are of what is `trained` alone the frozen parameters."""
+    """Return slices of the averages, views, and unless `trained` those of the frozen parameters."""
     comm, values = optimizer.module.comm, optimizer.averages()
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
@@ -71,7 +71,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """The slices of the optimizer's states, views: one state after the other."""
+    """Return the slices of the optimizer's states, views: one state after the other."""
     return [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
         for state, unit, names in optimizer.kept_states()
@@ -80,9 +80,9 @@ def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
 
 
 def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part: slice) -> Contribution:
-    """This rank's slice of `values`, which are `part` of the unit: that slice, or the whole.
+    """Return this rank's slice of `values`, which hold `part` of the unit: that slice, or the full unit.
 
-    Where every node has all slices, the first node's ranks give them.
+    If every node has all slices, the ranks of the first node contribute them.
     """
     owners = unit.partition.parts
     first = unit.part.start - part.start
@@ -92,13 +92,13 @@ def contribution(comm: Comm, prefix: str, unit: ShardedUnit, values: Array, part
 
 
 class Snapshot:
-    """Copies of contributions, so that training may go on; the room is kept for the next ones."""
+    """Copies of contributions, so that training can continue; the buffers are reused."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str, str], Array] = {}
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """The same contributions to one file with copied values."""
+        """Return the same contributions to one file with copied values."""
         return [replace(given, values=self._copy(role, given)) for given in contributions]
 
     def _copy(self, role: str, given: Contribution) -> Array:

@@ -1,11 +1,11 @@
-"""Whether the files of a checkpoint are those that were written, all of them together.
+"""Checks that the files of a checkpoint are unchanged and belong together.
 
-All hold the same id, which stands for every key of all, and the digests of their own tensors; optimizer.gguf
-also those of the others. What one bit changed, or files of two checkpoints, shows.
+All files hold the same id, a hash of all keys of all files, and the digests of their own tensors;
+optimizer.gguf also holds those of the others. So one changed bit, or files of two checkpoints, are detected.
 
 A tensor's digest is the sha256 of the XXH3 (128 bits) of its pieces of 4096 bytes, in their order. 4096
 bytes are the 1024 float32 elements at whose multiples slices end, so each rank digests the pieces of its own
-slice and no rank has to see the whole. XXH3 finds what disks and memory do to bits, at memory speed; sha256
+slice and no rank needs the full tensor. XXH3 detects errors of disks and memory, at memory speed; sha256
 alone would be slower than a good disk. Neither protects from somebody who changes a file and signs it anew.
 """
 
@@ -34,13 +34,13 @@ Data = Any  # a C-contiguous array, bytes or a memoryview; Python 3.11 has no na
 
 
 def piece_digests(data: Data) -> bytes:
-    """The digests of the pieces of `data` (C-contiguous), one after the other; the last may be short."""
+    """Return the joined digests of the pieces of `data` (C-contiguous); the last piece may be short."""
     view = memoryview(data).cast("B")
     return b"".join([xxh3_128_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)])
 
 
 def digest_of_pieces(pieces: Iterable[bytes]) -> str:
-    """A tensor's digest (hex) from the digests of its pieces, in order, in as many parts as they come."""
+    """Return a tensor's digest (hex) from the digests of its pieces, in order, in any number of parts."""
     total = hashlib.sha256()
     for part in pieces:
         total.update(part)
@@ -48,23 +48,23 @@ def digest_of_pieces(pieces: Iterable[bytes]) -> str:
 
 
 def digest(data: Data) -> str:
-    """The digest (hex) of a whole tensor's bytes."""
+    """Return the digest (hex) of all bytes of a tensor."""
     return digest_of_pieces([piece_digests(data)])
 
 
 def digest_of_state(digests: Mapping[str, str]) -> str:
-    """One digest for many tensors: over the lines "digest name", in order of names."""
+    """Return one digest for many tensors: over the lines "digest name", in order of names."""
     lines = "".join(f"{value} {name}\n" for name, value in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def as_lines(digests: Mapping[str, str]) -> list[str]:
-    """How digests are kept in a GGUF: strings "digest name"."""
+    """Return digests as a GGUF stores them: strings "digest name"."""
     return [f"{value} {name}" for name, value in digests.items()]
 
 
 def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
-    """Name -> digest from such strings; empty where there are none."""
+    """Return name -> digest from strings "digest name"; empty if there are none."""
     texts = [line for line in (() if lines is None else lines) if isinstance(line, str)]
     return {name: value for value, _, name in (line.partition(" ") for line in texts)}
 
@@ -73,13 +73,13 @@ FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
 MODEL, AVERAGE = "model", "ema"  # roles of files beside optimizer.gguf
-DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # its keys for theirs
+DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # its keys of their digests
 READ_AT_ONCE = 1 << 22  # bytes digested at a time
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The indices of a checkpoint's files: the model or adapters, the optimizer's state, their average."""
+    """Indices of a checkpoint's files: the model or adapters, the optimizer's state, the average."""
 
     model: WeightSource
     state: GGUFFile
@@ -87,13 +87,13 @@ class CheckpointFiles:
 
     @property
     def weights(self) -> dict[str, WeightSource]:
-        """What the state answers for, by role."""
+        """The files whose digests the state holds, by role."""
         found = {MODEL: self.model}
         return found if self.average is None else {**found, AVERAGE: self.average}
 
 
 def open_checkpoint(folder: Path) -> CheckpointFiles:
-    """The indices of all files; raises UsageError if one is not sound or they do not belong together."""
+    """Open the indices of all files; raise UsageError if one is damaged or they do not belong together."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
     files = CheckpointFiles(model, state, average_beside(state))
     check_files(files)
@@ -101,17 +101,17 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 
 
 def average_beside(state: GGUFFile) -> GGUFFile | None:
-    """The index of the average, if the state speaks of one."""
+    """Open the index of the average, if the state has digests of one."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
 def keys_of(file: WeightSource) -> GGUFKeys:
-    """The keys of a file, read with their types."""
+    """Return the keys of a file, read with their types."""
     return GGUFKeys(file.metadata, str(file.path))
 
 
 def check_files(files: CheckpointFiles) -> None:
-    """Raise UsageError unless the files are parts of one checkpoint and say what was written."""
+    """Raise UsageError unless the files belong to one checkpoint and their keys are unchanged."""
     state, version = files.state, keys_of(files.state).whole("optimizer.file_version")
     if version != FORMAT_VERSION:
         raise UsageError(
@@ -129,7 +129,7 @@ def check_files(files: CheckpointFiles) -> None:
 
 
 def signature(*files: Mapping[str, Any]) -> str:
-    """The id of a checkpoint: a hash of all other keys of all files, digests of tensors included."""
+    """Return the id of a checkpoint: a hash of all other keys of all files, digests of tensors included."""
     total = hashlib.sha256()
     for keys in files:
         for key in sorted(keys.keys() - {ID, ARCHITECTURE_KEY}):
@@ -138,7 +138,7 @@ def signature(*files: Mapping[str, Any]) -> str:
 
 
 def check_signature(files: CheckpointFiles) -> None:
-    """Raise UsageError unless all files say what was written: sizes, tokenizer, progress, settings, ..."""
+    """Raise UsageError unless all files' keys are unchanged: sizes, tokenizer, progress, settings, ..."""
     state, weights = files.state, files.weights
     if signature(*(file.metadata for file in (*weights.values(), state))) != state.metadata[ID]:
         names = ", ".join(file.path.name for file in weights.values())
@@ -153,7 +153,7 @@ def check_signature(files: CheckpointFiles) -> None:
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
-    """One digest for all tensors of all files, by role; an average has the names of the model's tensors."""
+    """Return one digest for all tensors of all files, by role; averages have the names of model tensors."""
     return digest_of_state(
         {
             f"{role}.{name}" if role == AVERAGE else name: digest
@@ -166,9 +166,9 @@ def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
 def check_digests(
     files: CheckpointFiles, rank: int = 0, ranks: int = 1, beat: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise UsageError unless the files hold the tensors that were written; this rank's share of them.
+    """Raise UsageError unless the files hold unchanged tensors; this rank checks its share of them.
 
-    All `ranks` together look at every tensor once; `beat` is called before each.
+    All `ranks` together check every tensor once; `beat` is called before each.
     """
     keys = keys_of(files.state)
     recorded = [(file, from_lines(keys.texts(DIGESTS[role]))) for role, file in files.weights.items()]

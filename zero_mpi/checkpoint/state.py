@@ -1,8 +1,8 @@
-"""A training state as files, at any number of ranks: what they say, and how they are read.
+"""The files of a training state, the same at any number of ranks: their keys and tensors, and reading them.
 
-`model.gguf` holds the model and nothing else, so llama.cpp opens it as it is; so does `ema.gguf`, where a run
-keeps a moving average. `optimizer.gguf` holds the states of each tensor in full shape and where the run
-stood. How the files answer for each other: `checkpoint.sound`.
+`model.gguf` holds only the model, so llama.cpp opens it without conversion; so does `ema.gguf`, if a run
+keeps a moving average. `optimizer.gguf` holds the states of each tensor in full shape and the run's progress.
+`checkpoint.sound` describes how the files are checked against each other.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration
 class Best:
     """The lowest held-out loss so far.
 
-    loss    nats a token; infinite as long as there is none
-    step    after which it was found; 0: there is none
-    since   evaluations after that one
+    loss    nats per token; infinite before the first evaluation
+    step    number of steps done when it was measured; 0: not measured yet
+    since   number of evaluations after that one
     """
 
     loss: float = math.inf
@@ -56,25 +56,25 @@ class Best:
     since: int = 0
 
     def after(self, step: int, loss: float) -> Best:
-        """What it is with the evaluation after `step`; a loss that is no number is never better."""
+        """Return the best after the evaluation of `step` gave `loss`; NaN is never better."""
         return Best(loss, step) if loss < self.loss else replace(self, since=self.since + 1)
 
     def is_of(self, step: int) -> bool:
-        """Whether it was found after that step."""
+        """Return whether the evaluation after `step` gave the lowest loss."""
         return 0 < step == self.step
 
     def is_used_up(self, patience: int | None) -> bool:
-        """Whether so many evaluations in a row were no better; None: any number may be."""
+        """Return whether `patience` evaluations in a row did not improve the loss; None: no limit."""
         return patience is not None and self.since >= patience
 
     def keys(self) -> dict[str, Any]:
-        """The keys of a checkpoint that say it; none where nothing was evaluated."""
+        """Return its keys in a checkpoint; none if there was no evaluation."""
         loss = {LOSS: np.float64(self.loss)} if self.step else {}
         return {} if self == Best() else {**loss, STEP: np.uint64(self.step), SINCE: np.uint64(self.since)}
 
 
 def read_best(keys: GGUFKeys) -> Best:
-    """What the keys of a checkpoint say; raises FileError for what cannot be."""
+    """Return the Best in the keys of a checkpoint; raise FileError for invalid values."""
     loss = keys.number(LOSS)
     return Best(math.inf if loss is None else loss, keys.whole(STEP) or 0, keys.whole(SINCE) or 0)
 
@@ -85,10 +85,10 @@ MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a run stands: steps done, tokens and samples seen, and steps left out for a norm not finite.
+    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a norm not finite.
 
-    scale_*: of the loss scale (`sharding.loss_scale`), its exponent None where losses are not scaled; best:
-    evaluation, where there is one.
+    scale_*: state of the loss scale (`sharding.loss_scale`), its exponent None if losses are not scaled;
+    best: the best evaluation, if there is one.
     """
 
     step: int = 0
@@ -113,12 +113,12 @@ SCALE_COUNTS = {"training.loss_scale_exponent": "scale_exponent", "training.loss
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says beside its tensors.
+    """Metadata of a checkpoint.
 
-    model: the GGUF keys of architecture and tokenizer; settings: what must not change on resume; machine:
-    what may change but moves bits (threads, library versions); plan: what may change and makes the rest of
-    the run another one (learning rates, steps); constants: tensors of the model that are not trained;
-    weights: the file of the model, or of adapters alone.
+    model: the GGUF keys of architecture and tokenizer; settings: values that must not change on resume;
+    machine: values that may change but change the last bits (threads, library versions); plan: values that
+    may change and change the rest of the run (learning rates, steps); constants: tensors of the model that
+    are not trained; weights: the file of the model, or of adapters alone.
     """
 
     architecture: str
@@ -131,7 +131,7 @@ class Description:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether that is what was trained alone."""
+        """True if the checkpoint holds only adapters."""
         return self.weights == folders.ADAPTER
 
 
@@ -146,7 +146,7 @@ def stamp(
     digests: Mapping[str, Mapping[str, str]],
     optimizer: str = "adamw",
 ) -> dict[str, dict[str, Any]]:
-    """The keys of each file by its role, from the digests of its tensors; `optimizer` is the last."""
+    """Return the keys of each file by role, given the digests of its tensors; `optimizer` is the last."""
     shared = {
         STATE_DIGEST: digest_of_files(digests),
         "training.iteration_count": np.uint64(progress.step),
@@ -169,14 +169,14 @@ def stamp(
 
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of the file of weights in the file's order."""
+    """Return (name, shape) of the tensors of the file of weights in the file's order."""
     module, all_of = optimizer.module, not description.is_adapter
     kept = [(name, p.shape) for name, p in module.params.items() if all_of or module.is_trainable(name)]
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
 def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of optimizer.gguf in the file's order."""
+    """Return (name, shape) of the tensors of optimizer.gguf in the file's order."""
     params, having = optimizer.module.params, dict[str, set[str]]()
     for state, _, names in optimizer.kept_states():
         having.setdefault(state, set()).update(names)
@@ -192,14 +192,14 @@ def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...
 
 
 def read_progress(state: GGUFFile) -> TrainingProgress:
-    """Where the run stood; raises UsageError if a count is missing."""
+    """Return the progress of the run; raise UsageError if a count is missing."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
     counts = {name: read_count(state, key) for key, name in known.items()}
     return TrainingProgress(**counts, best=read_best(keys_of(state)))
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
-    """The object that a key holds as JSON ("training.settings"); raises UsageError if it is not there."""
+    """Return the JSON object of a key ("training.settings"); raise UsageError if it is missing or invalid."""
     raw = keys_of(state).text(key) or ""
     try:
         value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
@@ -212,8 +212,8 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
-    """Raise UsageError unless there are the states of each trained parameter, and nothing else, and of each
-    its average if the optimizer keeps one."""
+    """Raise UsageError unless the files hold exactly the states of all trained parameters, and their averages
+    if the optimizer keeps them."""
     state, average, module = files.state, files.average, optimizer.module
     if (average is None) != (optimizer.average is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
@@ -236,7 +236,7 @@ Read = Callable[[str, int, int], Array]
 
 
 def finite(read: Read, path: Path) -> Read:
-    """read(name, start, stop), which raises UsageError for values that are not finite."""
+    """Return a read(name, start, stop) that raises UsageError for values that are not finite."""
 
     def checked(name: str, start: int, stop: int) -> Array:
         values = read(name, start, stop)
@@ -248,9 +248,9 @@ def finite(read: Read, path: Path) -> Read:
 
 
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Fill parameters and moments from a checkpoint, each rank its own slices. Returns where the run stood.
+    """Fill parameters and moments from a checkpoint, each rank its own slices. Return the run's progress.
 
-    Raises UsageError if the files are not sound. Not collective, but every rank must call it.
+    Raise UsageError if the files are damaged. Not collective, but every rank must call it.
     """
     check_tensors(files, optimizer)
     model, state = files.model, files.state
@@ -268,7 +268,7 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
 
 
 def take_up(progress: TrainingProgress, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Let an optimizer count on from where a run stood. Returns that."""
+    """Set the counts of an optimizer and of the loss scale to the progress of a run. Return the progress."""
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     scale = optimizer.module.loss_scale
     if scale.dynamic and progress.scale_exponent is not None:
@@ -277,7 +277,7 @@ def take_up(progress: TrainingProgress, optimizer: ShardedOptimizer) -> Training
 
 
 def read_count(state: GGUFFile, key: str) -> int:
-    """A count of the state; raises UsageError if it is not there."""
+    """Return a count of the state; raise UsageError if it is missing."""
     value = keys_of(state).whole(key)
     if value is None:
         raise UsageError(f"{state.path}: the key {key} is missing or no count")
@@ -285,7 +285,7 @@ def read_count(state: GGUFFile, key: str) -> int:
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:
-    """read(name, start, out) of stored bytes, which raises UsageError for values that are not finite."""
+    """Return a read(name, start, out) of stored bytes that raises UsageError for values not finite."""
     values = finite(file.read, file.path)
 
     def read(name: str, start: int, out: Array) -> None:

@@ -1,9 +1,9 @@
-"""Files that hold tensors: opened with care, read in ranges, decoded to float32.
+"""Files that hold tensors: opened with checks, read in ranges, decoded to float32.
 
-What the formats share. A file is untrusted and may change: only a regular file is opened, its length is
-compared with what it was, and a short read is an error that names it. Nothing is mapped into memory: a file
-that shrinks under a mapping kills the process with a signal. float32 goes from the file straight into the
-result; other types pass through a piece of bounded size.
+The formats share this module. A file is untrusted and may change: only a regular file is opened, its length
+is compared with the one at opening, and a short read is an error that names the file. Files are not mapped
+into memory: a file that shrinks under a mapping kills the process with a signal. float32 is read from the
+file straight into the result; other types pass through a buffer of bounded size.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class StoredFile:
 
     @contextmanager
     def opened(self) -> Iterator[FileIO]:
-        """The file without a buffer. FileError if it is not there or no longer of its length."""
+        """Open the file without a buffer. Raise FileError if it is missing or its length has changed."""
         with open_file(self.path) as file:
             self.expect(self.nbytes, os.fstat(file.fileno()).st_size)
             yield file
 
     def expect(self, expected: int, found: int) -> None:
-        """FileError unless as many bytes were found as the index promised."""
+        """Raise FileError unless the file has as many bytes as when its index was read."""
         if found != expected:
             raise FileError(f"{self.path}: changed while in use: expected {expected} bytes, found {found}")
 
     def fill(self, file: FileIO, offset: int, out: memoryview) -> None:
-        """Fill `out` (bytes) from `offset` on; the system may give it in parts."""
+        """Fill `out` (bytes) from `offset` on; the system may return the bytes in parts."""
         at = 0
         try:
             file.seek(offset)
@@ -87,13 +87,13 @@ class StoredFile:
         self.expect(len(out), at)
 
     def take(self, file: FileIO, offset: int, count: int) -> npt.NDArray[np.uint8]:
-        """`count` bytes from `offset` on."""
+        """Return `count` bytes from `offset` on."""
         raw = np.empty(count, np.uint8)
         self.fill(file, offset, raw.data)
         return raw
 
     def pieces(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
-        """`count` bytes from `offset` on, in pieces of `size`, the last one shorter."""
+        """Yield `count` bytes from `offset` on, in chunks of `size`, the last one shorter."""
         with self.opened() as file:
             for at in range(0, count, size):
                 yield self.take(file, offset + at, min(size, count - at)).data
@@ -112,7 +112,7 @@ class StoredFile:
     def values_from(
         self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
     ) -> None:
-        """`values` from a file that is open already."""
+        """Fill `out` as `values` does, from a file that is open already."""
         if spec.type == GGMLQuantizationType.F32:
             if out.size:
                 self.fill(file, offset + 4 * start, out.data.cast("B"))
@@ -123,7 +123,7 @@ class StoredFile:
     def _decoded(
         self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
     ) -> None:
-        """Blocks cut by the range are read whole; nothing else is touched."""
+        """Decode a range of elements; blocks cut by the range are read in full, no other bytes are read."""
         block, width = GGML_QUANT_SIZES[spec.type]
         first, last = start // block, -(-(start + out.size) // block)
         raw = self.take(file, offset + first * width, (last - first) * width)
@@ -136,10 +136,10 @@ class StoredFile:
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:
-    """Whole blocks (bytes,) to (elements,) of a floating type that casts to float32 without loss.
+    """Decode full blocks (bytes,) to (elements,) of a floating type that casts to float32 without loss.
 
-    NotImplementedError for a type without weights. A corrupt scale may be infinite: the values say so, a
-    warning would not say more.
+    Raise NotImplementedError for a type without weights. A corrupt scale may be infinite: the values show it,
+    so NumPy's warnings are suppressed.
     """
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
@@ -149,7 +149,7 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
 
 
 def checked_range(spec: TensorSpec, start: int, stop: int | None) -> tuple[int, int]:
-    """(start, stop) of a range of elements; ValueError outside the tensor. None is its end."""
+    """Return (start, stop) of a range; raise ValueError outside the tensor. A stop of None is its end."""
     stop = spec.size if stop is None else stop
     if not 0 <= start <= stop <= spec.size:
         raise ValueError(f"tensor {spec.name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
@@ -157,7 +157,7 @@ def checked_range(spec: TensorSpec, start: int, stop: int | None) -> tuple[int, 
 
 
 def output(size: int, out: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    """A new array of `size` float32, or `out` made flat; ValueError if it cannot take them."""
+    """Return a new array of `size` float32, or `out` made flat; raise ValueError if `out` does not fit."""
     if out is None:
         return np.empty(size, np.float32)
     if out.dtype != np.float32 or out.size != size or not (out.flags.c_contiguous and out.flags.writeable):
@@ -170,9 +170,9 @@ Buffer = bytes | memoryview
 
 
 class TensorStream:
-    """Writes `header`, then tensors of so many bytes (`lengths`, in their order), each padded to `alignment`.
+    """Writer of `header`, then of tensors of `lengths` bytes, in order, each padded to `alignment`.
 
-    OSError, with the file's name, here and in every method.
+    The constructor and every method may raise OSError, with the file's name.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class TensorStream:
     def write_raw(self, name: str, pieces: Iterable[Buffer]) -> None:
         """Append the next tensor from its encoded bytes, in pieces of any size.
 
-        ValueError unless it is the next one and the pieces make up its length; the stream is of no use then.
+        Raise ValueError unless it is the next one and of its length; then the stream is unusable.
         """
         self.expect_next(name)
         expected, found = self._lengths[name], 0
@@ -205,7 +205,7 @@ class TensorStream:
         self._done += 1
 
     def close(self) -> None:
-        """Bring the file to disk. ValueError when announced tensors are missing. Twice is once."""
+        """Sync and close the file. Raise ValueError if announced tensors are missing. May be called twice."""
         if self._file.closed:
             return
         try:
@@ -230,7 +230,7 @@ class TensorStream:
             self._abandon()
 
     def expect_next(self, name: str) -> None:
-        """ValueError unless `name` is the tensor whose turn it is."""
+        """Raise ValueError unless `name` is the next tensor to be written."""
         if self._file.closed:
             raise ValueError(f"{self.path}: expected an open stream, this one is closed: open a new one")
         if self._order[self._done : self._done + 1] != [name]:
@@ -247,7 +247,7 @@ class TensorStream:
             raise
 
     def _abandon(self) -> None:
-        """Close the handle; the error that led here is the one to report, not a second flush's."""
+        """Close the handle; suppress an error of the flush, so that the first error is reported."""
         with suppress(OSError):
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""One door to weights of any format: a GGUF file, a checkpoint, a Hugging Face folder."""
+"""One interface to weights of any format: a GGUF file, a checkpoint, a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class WeightSource(Protocol):
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) of the flattened tensor, (stop - start,) float32; into `out` if given."""
+        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32, in `out` if any."""
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The whole tensor in its shape, float32."""
+        """Return the full tensor in its shape, float32."""
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightSource:
-    """The index of a GGUF file (of a split one: its first part), of a checkpoint folder (model.gguf) or of a
-    Hugging Face folder (config.json and safetensors). UsageError for anything else, and for a broken one."""
+    """Open a GGUF file (the first part if it is split), a checkpoint folder (model.gguf) or a Hugging Face
+    folder (config.json and safetensors). Raise UsageError for any other or invalid path."""
     if not is_folder(path):
         if os.fspath(path).endswith(".safetensors"):
             raise FileError(f"{path}: expected a folder with {CONFIG}, found one file of it: name its folder")

@@ -1,9 +1,9 @@
-"""The transport for a script or notebook of one's own, and one end for all of its ranks.
+"""The transport for a user's script or notebook; it also ends all ranks of a script together.
 
-A rank of a script may fail, end early, or start something else than the others, who would wait for it for
-ever. So `connect` sees to it that an exception which nobody catches ends all ranks, that a rank which ends is
-known to those who wait for it, and that a wait in vain or of many minutes ends the job (`watchdog`). A
-process by itself is left as it is: in a notebook nothing of this is installed.
+A rank of a script may fail, end early, or start another collective than the others, which would wait for it
+for ever. So `connect` ensures that an uncaught exception ends all ranks, that ranks which wait for an ended
+rank learn of its end, and that a wait which cannot succeed or takes many minutes ends the job (`watchdog`).
+In a single process, such as a notebook, none of this is installed.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from zero_mpi.launch.ending import DRAIN, FAILED, await_turn, say
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
-VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, where `connect` is not told
+VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, if `connect` gets no timeout
 TIMEOUT = 600.0  # as `--timeout` of the command
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
-    """Messages between the ranks that a launcher has started; a `SerialComm` for a process by itself.
+    """Return the communicator of the ranks that a launcher has started; a `SerialComm` for a single process.
 
-    So the same lines run under mpirun, as plain Python, in a notebook, and where no MPI is installed. It
-    starts MPI where there is one. A rank computes on one thread unless the environment says
-    otherwise, also where numpy was imported before zero_mpi. Collective.
+    So the same lines run under mpirun, as plain Python, in a notebook, and without an MPI installation. It
+    starts MPI if there is one. A rank computes on one thread unless the environment says
+    otherwise, even if numpy was imported before zero_mpi. Collective.
 
-    timeout   seconds that a rank may wait for others before the job ends with status 86 and says where each
-              rank stands; 0 for never; left out: the variable ZERO_MPI_TIMEOUT, or 600
-    check     compare each collective with those of the other ranks before it starts: slower, and the first
-              that differs is an error on all ranks, with its sizes and types
+    timeout   seconds that a rank may wait for others before the job ends with status 86 and prints the state
+              of each rank; 0: never; left out: the variable ZERO_MPI_TIMEOUT, or 600
+    check     compare each collective with those of the other ranks before it starts: slower; the first that
+              differs is an error on all ranks, with its sizes and types
 
-    With the variable ZERO_MPI_BITS=portable, set before the program starts, bits are those of `--bits
-    portable`.
+    If the variable ZERO_MPI_BITS=portable is set before the program starts, results have the bits of
+    `--bits portable`.
 
-    From now on an exception that nobody catches ends all ranks, and so does a rank that ends, by whatever
-    status, while others wait for it. The collectives are those of one thread: in another one they raise
-    UsageError. Raises UsageError if a launcher has started this process and there is no MPI, or no room for
-    it in /dev/shm, and where bits cannot be portable; ValueError for a timeout that is no number of seconds.
+    From now on an uncaught exception ends all ranks, and so does a rank that ends, with any status, while
+    others wait for it. Collectives belong to one thread: in another one they raise UsageError. Raises
+    UsageError if a launcher has started this process and there is no MPI or too little space in /dev/shm, and
+    if bits cannot be portable; ValueError for a timeout that is no number of seconds.
     """
     ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
@@ -74,7 +74,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
 
 
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
-    """The limit of a wait in seconds, and what ranks must share; raises ValueError."""
+    """Return the limit of a wait in seconds, and the facts that ranks must share; raise ValueError."""
     instance("connect: check", check, bool, "True or False")
     limit, bits = time_limit(timeout), portable.asked()
     if bits not in portable.CHOICES:
@@ -85,7 +85,7 @@ def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
 
 
 def time_limit(timeout: Any) -> float:
-    """What is given, or what the environment says, in seconds; raises ValueError."""
+    """Return the timeout, or else the environment's value, in seconds; raise ValueError."""
     if timeout is not None:
         return number("connect: timeout", timeout, least=0)
     text = os.environ.get(VARIABLE, "")
@@ -96,9 +96,9 @@ def time_limit(timeout: Any) -> float:
 
 
 class WatchedScript:
-    """What watches over a rank of a script, from the first `connect` to its end. Collective."""
+    """Watchdog and exit hooks of a rank of a script, from the first `connect` to its end. Collective."""
 
-    running: WatchedScript | None = None  # a process has one
+    running: WatchedScript | None = None  # at most one per process
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -113,19 +113,19 @@ class WatchedScript:
         atexit.register(self._ended)
 
     def limit(self, seconds: float) -> None:
-        """How long a rank may wait from now on, 0 for ever."""
+        """Set the seconds that a rank may wait from now on; 0: no limit."""
         self._watchdog.limit = seconds or math.inf
 
     # --------------------------------------------------------------------------------- ways to an end
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception was caught by nobody: end the job."""
+        """End the job after an uncaught exception."""
         await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")
 
     def _thread_failed(self, about: Any) -> None:
-        """A thread has failed: that ends the job if the thread had started collectives."""
+        """End the job after the failure of a thread that had started collectives."""
         of_ours = about.thread is not None and about.thread.ident in records.threads
         if of_ours:
             await_turn(self.world.rank)
@@ -140,20 +140,20 @@ class WatchedScript:
         self._kill(FAILED)
 
     def _kill(self, status: int) -> NoReturn:
-        """End all ranks at once; as the last thing, or another one would make the folder anew."""
+        """Clear the watchdog's folder and end all ranks at once, before a rank can make the folder again."""
         self._watchdog.clear()
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
-        """sys.exit, which leaves behind what it was called with: nobody else can tell it at the end."""
+        """Record the exit status, then do what sys.exit does: the status cannot be found out at the end."""
         if threading.current_thread() is threading.main_thread():
             self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
         raise SystemExit(status)
 
     def _ended(self) -> None:
-        """The process ends: wait for the others, and let those know who wait for this one."""
+        """Tell the other ranks that this process ends, and wait for them."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
-            return  # a child; or a command, whose ranks have met
+            return  # a child process, or a command whose ranks have met already
         sys.stdout.flush()
         records.ended = self._status
         with self.world.meter.waiting(END):
@@ -162,16 +162,16 @@ class WatchedScript:
 
 
 def meeting_place(world: World) -> Path | None:
-    """Name a folder for small files that all ranks see: among temporary files, or in this one. Collective.
+    """Return a folder for small files that all ranks see, in the temporary or current folder. Collective.
 
-    On several hosts the first is each host's own, the second mostly one that they share. None: neither is.
+    On several hosts the temporary folder is local, the current one mostly shared. None: neither is shared.
     """
     name = f".zero_mpi-{secrets.token_hex(6)}"
     probes = [Path(tempfile.gettempdir(), name), Path.cwd() / name] if world.rank == 0 else []
     for probe in probes:
         with suppress(OSError):
             probe.mkdir(mode=0o700)
-    probes = world.comm.broadcast_object(probes)  # when they are there: the others look at once
+    probes = world.comm.broadcast_object(probes)  # when they are made: the others check at once
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

@@ -1,8 +1,8 @@
-"""All ranks must be alike: the same package, Python, MPI and NumPy, the same flags, the same model files.
+"""Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
 
 Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train something else on each rank. So ranks compare what they have before they do anything with it; where all
-agree, which costs one short message, nothing else is exchanged.
+train differently on each rank. So ranks compare these facts before they use them; if all agree, which costs
+one short message, nothing else is exchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_mpi.launch.world import World
 T = TypeVar("T")
 SAME_FILES = "give all hosts the same files, or a file system that they share"
 LONGEST = 80  # characters of a value that are shown
-# How many ranks a launcher has started, and the number that it gave to one of them.
+# Variables with the number of ranks that a launcher has started, and with the number of this rank.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
 
@@ -42,12 +42,12 @@ def check(comm: Comm, facts: Facts, remedy: str) -> None:
 
 
 def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
-    """The first of look(), if no rank is refused and all have the facts that it says. Collective."""
+    """Return the first item of look()'s pair; raise if look() fails on a rank or facts differ. Collective."""
     return alike(comm, look, REFUSALS, partial(odd_host, remedy))
 
 
 def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
-    """The ranks differ: the first rank whose fact is not that of most ranks, with its host. Collective."""
+    """Return a message that names the first rank with another fact than most, and its host. Collective."""
     hosts, told = zip(*comm.allgather_object((platform.node(), facts)), strict=True)
     name, values, rank, usual = odd_fact(told)
     others = [number for number, value in enumerate(values) if value == usual]
@@ -58,13 +58,13 @@ def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
 
 
 def check_installation(world: World) -> None:
-    """The programs that all ranks run. Collective; raises UsageError."""
+    """Raise UsageError unless all ranks run the same software. Collective."""
     remedy = "use the same environment on all hosts, and on unlike processors --bits portable"
     check(world.comm, installation(world), remedy)
 
 
 def installation(world: World) -> dict[str, str]:
-    """What this rank computes with."""
+    """Return the versions of the software that this rank computes with."""
     facts = {
         "zero_mpi": __version__,
         "zero_mpi's source": own_source(),
@@ -79,7 +79,7 @@ def installation(world: World) -> dict[str, str]:
 
 
 def blas() -> str:
-    """NumPy's library of matrix products and the kernels that it chose: others have other last bits."""
+    """Return NumPy's BLAS library and its kernels in use: others give other last bits."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
     if not pools:
@@ -89,7 +89,7 @@ def blas() -> str:
 
 
 def check_pins() -> None:
-    """Raise UsageError where this process does not compute as `--bits portable` has it."""
+    """Raise UsageError unless this process computes as `--bits portable` requires."""
     device_found = "it is of processors: give --device cpu" if device.in_use().name != "cpu" else ""
     found = device_found or portable.fault(blas(), ops.compiled_for())
     if found:
@@ -98,12 +98,12 @@ def check_pins() -> None:
 
 @cache
 def own_source() -> str:
-    """The digest of the package that runs: read once, for these are hundreds of files on every rank."""
+    """Return the digest of the running package, cached: it covers hundreds of files on every rank."""
     return source_digest(Path(environment.__file__).parents[1])
 
 
 def source_digest(folder: Path) -> str:
-    """A short text that changes with any of the package's files; a version stays for many commits."""
+    """Return a short text that changes with any file of the package; the version stays for many commits."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
@@ -112,25 +112,25 @@ def source_digest(folder: Path) -> str:
 
 
 def short_digest(value: Any) -> str:
-    """A short text that stands for a value by what it prints."""
+    """Return a short hash of a value's repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks a launcher has started of which each takes itself for the only one; 0: it did not."""
+    """Return the number of started ranks if each takes itself for the only one; otherwise 0."""
     started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
     return started if size == 1 < started else 0
 
 
 def is_first(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher calls this rank the first, or says nothing."""
+    """Return whether this rank is the launcher's first; true without a launcher."""
     return all(environ.get(name, "0") == "0" for name in NUMBERS)
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError where a launcher has started several ranks and each takes itself for the only one.
+    """Raise UsageError if a launcher has started several ranks and each takes itself for the only one.
 
-    Then mpi4py has loaded another MPI library than the launcher is of. Only the first rank says so.
+    Then mpi4py has loaded another MPI library than the launcher's. Only the first rank prints it.
     """
     started = split_into(world.size, environ)
     if not started:
@@ -145,5 +145,5 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
 
 
 def mpi_library(world: World) -> str:
-    """Name and version of the MPI library."""
+    """Return name and version of the MPI library."""
     return str(world.mpi.Get_library_version()).replace("\t", " ").partition("\n")[0]

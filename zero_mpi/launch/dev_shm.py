@@ -1,18 +1,18 @@
-"""Segments of MPI libraries in /dev/shm: room for them, and what killed jobs left of theirs.
+"""Segments of MPI libraries in /dev/shm: a check for free space, and removal of those that killed jobs left.
 
-Room is looked at before MPI starts (`check_room`). MPICH dies of a segmentation fault, before it says a word,
-where /dev/shm is too small for the segment that all ranks of a node share: containers give it 64 MiB unless
-they are told otherwise. Most of what it takes is UCX's, for messages inside the node that MPICH carries by
-itself; so where room is short UCX is told to do without. Ranks of a node decide alike: the segment that must
-have room is made after all have come here, and where an earlier rank's UCX took its part, there was room for
-the parts of all.
+Free space is checked before MPI starts (`check_room`). MPICH dies of a segmentation fault without a message
+if /dev/shm is too small for the segment that all ranks of a node share: in containers it has 64 MiB by
+default. UCX uses most of it, for messages inside the node that MPICH can carry by itself; so if space is
+short, UCX is configured to use none. The ranks of a node decide alike: the segment that needs space is made
+after all ranks have checked, and if an earlier rank's UCX took its part, there was space for the parts of
+all.
 
-A segment is a file with a name, which a kill leaves behind with its pages. So a rank removes the name as soon
-as all ranks hold the segment (`unname`), and a run begins by removing what jobs left that were killed before
-they came so far (`sweep`). There is one rule: a segment that no process has open or mapped is stale. The
-kernel knows that, and tells it by a lease, which it grants for a file that nobody else has. The libraries
-choose the names, so these cannot say who made a file; and a list of processes would miss those of other
-containers that share /dev/shm.
+A segment is a file with a name, which stays with its pages when a job is killed. So a rank removes the name
+as soon as all ranks hold the segment (`unname`), and a run starts by removing the segments of jobs that were
+killed before that (`sweep`). The only rule: a segment that no process has open or mapped is stale. The kernel
+knows that: it grants a lease only for a file that no other process has open. The libraries choose the names,
+so a name does not tell which job made a file; and a list of processes would miss those of other containers
+that share /dev/shm.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SEGMENTS = (  # MPICH, its windows, UCX, Open MPI 4 and 5, its windows
 )
 HELD_FROM_START = re.compile(r"mpich_shm_\w+")  # opened by name while MPI starts and never again
 SETTLED = 2.0  # seconds after which a library has mapped what it made
-# Bytes of a rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
+# Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
-SPARE = 1 << 18  # bytes of a node beside that
+SPARE = 1 << 18  # further bytes per node
 REMEDY = "give it more room (containers: --shm-size=1g or --ipc=host), or start fewer ranks a node"
 
 removed: list[int] = []  # bytes of the files that this process has removed at its start
 
 
 def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise UsageError if MPI has no room to start; choose what takes less where room is short."""
-    if "PMI_FD" not in environ:  # of MPICH and its kin; Open MPI takes 0.1 MB a rank
+    """Raise UsageError if MPI has no space to start; choose settings that need less if it is short."""
+    if "PMI_FD" not in environ:  # set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
         return
     problem = find_problem(environ)
     if problem:
@@ -63,7 +63,7 @@ def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def find_problem(environ: MutableMapping[str, str]) -> str:
-    """Return why MPI could not start, or an empty text; set in `environ` what takes less if room is short."""
+    """Return why MPI could not start, or an empty text; if space is short, set `environ` to need less."""
     free, ranks = free_bytes(), environment.local_ranks(environ)
     if free is None or free >= ranks * WITH_UCX + SPARE:
         return ""
@@ -78,7 +78,7 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
 
 
 def free_bytes(place: Path = PLACE) -> int | None:
-    """Return what this job can have in /dev/shm, what its ranks took so far included; None if unknown."""
+    """Return the bytes free for this job in /dev/shm plus those its ranks already use; None if unknown."""
     try:
         about = os.statvfs(place)
         files = [path.stat() for path in place.iterdir()]
@@ -92,10 +92,10 @@ def free_bytes(place: Path = PLACE) -> int | None:
 
 
 def end_all_nodes(problem: str, environ: MutableMapping[str, str]) -> None:
-    """Say the problem once for this node and end the job.
+    """Print the problem once for this node and end the job.
 
-    Ranks of other nodes wait in MPI_Init, and MPICH's launcher lets them wait for a rank that exits before
-    it has come there. It ends all ranks when one dies of a signal.
+    Ranks of other nodes wait in MPI_Init, and if a rank exits before MPI_Init, MPICH's launcher lets them
+    wait. It ends all ranks if one dies of a signal.
     """
     if environment.local_rank(environ):
         time.sleep(1.0)  # the first rank of the node speaks
@@ -106,7 +106,7 @@ def end_all_nodes(problem: str, environ: MutableMapping[str, str]) -> None:
 
 
 def left_behind(place: Path) -> list[Path]:
-    """Return the segments of this user that are no longer new and that no process has open or mapped."""
+    """Return the segments of this user that are older than SETTLED and that no process has open or mapped."""
     found = []
     for path in sorted(path for pattern in SEGMENTS for path in place.glob(pattern)):
         with contextlib.suppress(OSError):
@@ -118,10 +118,10 @@ def left_behind(place: Path) -> list[Path]:
 
 
 def is_unused(path: Path) -> bool:
-    """Return True if the kernel says that nobody has the file; False also where it does not say.
+    """Return True if the kernel says that no process has the file open; False also if that is unknown.
 
-    While the lease is held, which is for a moment, an open of the file by others waits, and we get a signal
-    that does nothing.
+    While the lease is held, for a moment, another process that opens the file waits, and this one gets a
+    signal that does nothing.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -139,7 +139,7 @@ def is_unused(path: Path) -> bool:
 
 
 def sweep(place: Path = PLACE) -> None:
-    """Remove what is left behind, and note its bytes in `removed`."""
+    """Remove stale segments, and append their bytes to `removed`."""
     for path in left_behind(place):
         with contextlib.suppress(OSError):
             nbytes = 512 * path.lstat().st_blocks
@@ -150,7 +150,7 @@ def sweep(place: Path = PLACE) -> None:
 def unname() -> None:
     """Remove the names of this job's own segments, once all ranks of the node have them mapped.
 
-    The library's own removal at its end finds nothing then, which it does not mind.
+    The library's own removal at its end then finds no file, which is harmless.
     """
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()

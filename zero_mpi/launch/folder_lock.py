@@ -1,12 +1,12 @@
-"""`OUT/.lock`: a run folder belongs to one job at a time, and to nobody once that job is dead.
+"""Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job is dead.
 
-The file says who holds the folder; whoever makes it, which one process can, has it. The holder, rank 0, keeps
-a flock on it, which dies with the process, and renews it every few seconds. A lock that is refused is
-believed. One that is granted is believed only of a holder on this machine: between machines locks may be
-unknown (NFS, Lustre, by how they are mounted) or count on each by itself. There a holder is dead when its
-record stands still, by the clock of the one who watches. Its file is then renamed, which one process can, and
-a new one is made. A holder that was only stopped sees that, or that the folder was moved or removed. Then its
-job writes no more there, and ends: after its step, or a little later wherever it is.
+The file names the holder of the folder; the process that creates it, which only one can, holds the folder.
+The holder, rank 0, keeps a flock on it, which ends with the process, and renews the record every few seconds.
+A refused flock means that the holder lives. A granted one means that it is dead only if it was on this
+machine: between machines flocks may be missing or local (NFS and Lustre, depending on mount options). There a
+holder is dead when its record does not change, by the watcher's clock. Its file is then renamed, which only
+one process can, and a new one is made. A holder that was only stopped notices that, or that the folder was
+moved or removed. Then its job stops writing there and ends: after its step, or a little later in any case.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from zero_mpi.launch.limits import find_job
 from zero_mpi.telemetry import log, metrics
 from zero_mpi.telemetry.events import utc
 
-if TYPE_CHECKING:  # a supervisor looks at locks, and loads neither NumPy nor MPI
+if TYPE_CHECKING:  # a supervisor reads locks, and loads neither NumPy nor MPI
     from zero_mpi.launch.world import World
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
-LOOK = 0.2  # seconds between looks at a file that somebody has
-SLOW = 2.0  # seconds for a look: the file system hangs, and a holder that stands still may be waiting for it
+LOOK = 0.2  # seconds between looks at a file that another job holds
+SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
-SETTLE = 5.0  # seconds without one after which a refused lock is called held all the same
+SETTLE = 5.0  # seconds without one after which a refused lock counts as held all the same
 LEAVE = 60.0  # seconds that a holder of the same batch job, requeued or the step before, has to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
-ROOM = 1024  # bytes of a record: always as many, so that a renewal needs no room on a full disk
+ROOM = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
 ANY = 1 << 62  # hard links of our own file: a backup may have made them
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what another --out is no remedy for: status 1
+THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors that another --out would not fix: status 1
 
 
 def machine() -> str:
-    """Return a text that only processes under one kernel have in common; containers on one host do."""
+    """Return a text that is the same for all processes under one kernel, containers included."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -61,9 +61,9 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Holder of a folder: for people host, process, batch job (or nothing) and time of start.
+    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages.
 
-    machine: whose system has the lock; token: no other job's; beat: counts the signs of life.
+    machine: the system that has the flock; token: unique to the job; beat: counts the signs of life.
     """
 
     since: str
@@ -97,7 +97,7 @@ def unpacked(raw: bytes) -> Record | None:
 
 
 def find(path: Path, links: int = 1) -> int:
-    """Open the file that is there; FileNotFoundError. UsageError if it is none, or has more hard links."""
+    """Open a file or raise FileNotFoundError; UsageError if it is no file or has more hard links."""
     try:
         return open_in_place(path, os.O_RDWR, links)
     except OSError as error:
@@ -107,22 +107,22 @@ def find(path: Path, links: int = 1) -> int:
 
 
 def read(handle: int) -> bytes:
-    """Return what a file says."""
+    """Return the first ROOM bytes of a file."""
     return os.pread(handle, ROOM, 0)
 
 
 def write(handle: int, record: Record) -> None:
-    """Let a file say it, in one write."""
+    """Write a record to a file, in one write."""
     raw = record.packed()
     if os.pwrite(handle, raw, 0) != len(raw):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def lock(handle: int) -> bool | None:
-    """Return True if the system gives this process the lock of a file; None: it has no locks here.
+    """Return whether the system grants this process the lock of a file; None: it has no locks here.
 
-    Of the kinds that there are, flock is the one that Linux hands on to NFS and Lustre and that another
-    handle's end does not drop; fcntl's goes when any part of the process closes the file.
+    flock is used because Linux passes it on to NFS and Lustre and closing another handle does not drop it;
+    a lock of fcntl is dropped when any part of the process closes the file.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,7 +132,7 @@ def lock(handle: int) -> bool | None:
 
 
 def is_at(handle: int, path: Path) -> bool:
-    """Tell if a path still names the file of a handle."""
+    """Return whether a path still names the file of a handle."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
     return False
@@ -142,13 +142,13 @@ def is_at(handle: int, path: Path) -> bool:
 
 
 def create(path: Path, mine: Record) -> int | None:
-    """Make the file ours, if there is none: the handle that keeps its lock, or None."""
+    """Create the file if there is none; return the handle that keeps its lock, or None."""
     try:
         handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return None
     try:
-        while lock(handle) is False:  # somebody looks whether it is locked
+        while lock(handle) is False:  # another process is testing the lock
             time.sleep(LOOK / 10)
         write(handle, mine)
     except BaseException:
@@ -160,11 +160,11 @@ def create(path: Path, mine: Record) -> int | None:
 
 
 def take(path: Path, mine: Record) -> int:
-    """Return the handle that keeps the lock of a folder. Raises UsageError, or OSError with the file's name.
+    """Return the handle that keeps the lock of a folder. Raise UsageError, or OSError with the file's name.
 
-    A file that is there is looked at again and again, until it is free, or its holder is seen to live.
+    An existing file is read again and again, until it is free, or its holder shows a sign of life.
     """
-    seen: bytes | None = None  # what it said at the look before
+    seen: bytes | None = None  # content of the file at the look before
     begun = since = time.monotonic()
     is_told = False
     with naming(path):
@@ -198,9 +198,9 @@ def take(path: Path, mine: Record) -> int:
 
 
 def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
-    """Look once: the handle if the file is ours now, else if it is locked and what it says; None: it went.
+    """Look once: return the handle if we got the file, else (locked, its content); None: the file is gone.
 
-    It is ours where the lock was granted, and so went with a holder on this machine.
+    We get it if the lock is granted and its holder was on this machine, hence is dead.
     """
     try:
         handle = find(path)
@@ -222,7 +222,7 @@ def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
 
 
 def put_aside(path: Path, raw: bytes, mine: Record) -> None:
-    """Remove the file of a dead job, which says `raw`; where another one was faster, its file stays."""
+    """Remove the file of a dead job, whose content is `raw`; if another job was faster, its file stays."""
     aside = path.with_name(f"{NAME}-{mine.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -250,7 +250,7 @@ class RunLock:
 
     @classmethod
     def take(cls, out: Path, job: str = "") -> RunLock:
-        """The lock of a folder that is there. Raises UsageError if another job has it, or OSError."""
+        """Lock an existing folder. Raise UsageError if another job has it, or OSError."""
         path, mine = out / NAME, Record(since=utc(), job=job)
         return cls(path, mine, take(path, mine))
 
@@ -264,7 +264,7 @@ class RunLock:
         self._forget()
 
     def _forget(self) -> None:
-        """Close file and folder; also in a child, which would keep the lock when this process is dead."""
+        """Close file and folder; also in a child, which would keep the lock after this process's death."""
         handles, self._handle, self._kept = (self._handle, self._kept), -1, -1
         for handle in handles:
             with contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """The file, opened anew: what others wrote is seen so over a network, and ours reaches its server."""
+        """Open the file again: on a network file system this shows writes of others and sends ours."""
         handle = find(self._path, ANY)
         try:
             yield handle, unpacked(read(handle))
@@ -281,7 +281,7 @@ class RunLock:
 
     def _renew(self) -> None:
         while not self._over.wait(EVERY):
-            with contextlib.suppress(OSError, UsageError):  # what cannot be read tells nothing
+            with contextlib.suppress(OSError, UsageError):  # an unreadable file proves nothing
                 self._give_sign()
             if self.lost:
                 if not self._over.wait(GRACE):
@@ -289,20 +289,20 @@ class RunLock:
                 return
 
     def look(self) -> str:
-        """Return why the folder is not ours any more, by a look of this moment; empty while it is."""
+        """Check the folder now; return why it is not ours any more, or an empty text."""
         for pause in (LOOK, 0.0):  # a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
                     return self.lost
             except (FileNotFoundError, NotADirectoryError):
                 self._over.wait(pause)
-            except OSError:  # what cannot be looked at tells nothing
+            except OSError:  # a failed look proves nothing
                 return self.lost
         self.lost = f"the run folder {self._path.parent} was moved or removed while the job was at work in it"
         return self.lost
 
     def _give_sign(self) -> None:
-        """Renew the record, if it is ours; make the file again where it is gone and the folder is not."""
+        """Renew the record, if it is ours; create the file again if it is gone and the folder is not."""
         if self.look():
             return
         try:
@@ -320,9 +320,9 @@ class RunLock:
 
 
 class Hold:
-    """Run folder of a job, as each rank has it; on rank 0 with its lock.
+    """Run folder of a job, on each rank; on rank 0 with its lock.
 
-    lost: why this rank knows the folder to be ours no more, or nothing; look: the same, at this moment.
+    lost: why the folder is not ours any more, as this rank knows, or nothing; look: the same, checked now.
     """
 
     def __init__(self, world: World, lock: RunLock | None) -> None:
@@ -341,9 +341,9 @@ class Hold:
 
 
 def take_folder(world: World, out: Path) -> Hold:
-    """Make the run folder and let this job have it until its end. Collective.
+    """Make the run folder and lock it for this job until its end. Collective.
 
-    Raises UsageError on all ranks if another job is at work there, or the folder cannot be written to.
+    Raise UsageError on all ranks if another job uses it, or the folder cannot be written to.
     """
     lock: RunLock | None = world.on_root(lambda: make_and_take(out))
     if lock is not None:
@@ -355,7 +355,7 @@ def take_folder(world: World, out: Path) -> Hold:
 
 
 def make_and_take(out: Path) -> RunLock:
-    """Do what `take_folder` does on rank 0."""
+    """Make and lock the folder, on rank 0; see `take_folder`."""
     job = find_job()
     try:
         out.mkdir(parents=True, exist_ok=True)

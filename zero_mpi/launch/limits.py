@@ -1,10 +1,10 @@
-"""What the system and the batch system let a run have: memory, processor time, files, and time.
+"""Limits of a run by the system and the batch system: memory, processor time, files, and time.
 
 `environment.control_groups` has the limits that containers and batch systems set. Slurm and PBS end a job at
-its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 knows the
-end beforehand. A job's variables tell it as of the start; squeue and qstat tell what is left now, for limits
-get extended. They are asked in a thread, because a busy batch system takes its time and no step waits for it;
-one that does not answer changes nothing.
+its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 finds out
+the end beforehand. A job's variables have the end as of the start; squeue and qstat print the time left now,
+since limits get extended. A thread calls them, because a busy batch system is slow and no step should wait
+for it; without an answer nothing changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 INTERVAL = 240.0  # seconds between two questions
 PATIENCE = 30.0  # seconds for an answer
-NOTICE = 30.0  # seconds of a job's end left to the job script and to what is inexact about the end
+NOTICE = 30.0  # seconds before a job's end reserved for the job script and for an inexact end
 
 _imported = time.monotonic()
 
@@ -37,13 +37,13 @@ _imported = time.monotonic()
 class Limits:
     """Limits of a process and its host, in bytes, cores and files; None for no limit."""
 
-    available: int  # memory that can be had without swapping, as the system says
+    available: int  # memory available without swapping, as the system says
     group_memory: int | None  # limit of the control group
-    group_room: int | None  # what is left of it
+    group_room: int | None  # the rest of it
     group_cores: float | None
     address_space: int | None
     data: int | None  # private memory that can be written to
-    locked: int | None  # only where a network asks for locked memory
+    locked: int | None  # matters only if a network needs locked memory
     files: int | None
     cores: int
 
@@ -53,7 +53,7 @@ class Limits:
 
 
 def look() -> Limits:
-    """The limits of this process."""
+    """Return the limits of this process."""
     memory, room, cores = group_limits()
     return Limits(
         available=available_memory(),
@@ -69,13 +69,13 @@ def look() -> Limits:
 
 
 def soft(which: int) -> int | None:
-    """The limit in force, or None."""
+    """Return the limit in force, or None."""
     limit = resource.getrlimit(which)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int:
-    """MemAvailable of /proc/meminfo in bytes."""
+    """Return MemAvailable of /proc/meminfo in bytes."""
     for line in meminfo.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -84,7 +84,7 @@ def available_memory(meminfo: Path = MEMINFO) -> int:
 
 
 def process_age(process: int | str = "self") -> float:
-    """Return the seconds since a process was started; for this one imports are included."""
+    """Return the seconds since the start of a process; for this process they include imports."""
     try:
         started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
@@ -99,14 +99,14 @@ def process_age(process: int | str = "self") -> float:
 class BatchJob:
     """The batch job around this process."""
 
-    name: str  # for people
-    question: tuple[str, ...]  # a command that says what is left
-    read: Callable[[str], float | None]  # the seconds left in its answer; None: it does not say
-    at_start: float | None  # seconds left as the job's variables tell
+    name: str  # for messages
+    question: tuple[str, ...]  # a command that prints the time left
+    read: Callable[[str], float | None]  # returns the seconds left in its answer; None: not in it
+    at_start: float | None  # seconds left according to the job's variables
 
 
 def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
-    """The batch job whose variables are in `environ`, if there are any."""
+    """Return the batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         if array and task:  # by its number, for one task of an array has the id that stands for all
@@ -123,16 +123,16 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
 
 
 def slurm_left(answer: str) -> float | None:
-    """The seconds in squeue's %L, such as 1-02:03:04 or UNLIMITED."""
+    """Return the seconds in squeue's %L, such as 1-02:03:04 or UNLIMITED."""
     text = answer.strip()
     return math.inf if text == "UNLIMITED" else clock_seconds(text)
 
 
 def pbs_left(answer: str) -> float | None:
-    """Limit minus use, of qstat -f.
+    """Return limit minus use in seconds, from qstat -f.
 
-    PBS brings the use up to date every few minutes only, and at first there is none; the job is at least as
-    old as this process. Its time of start is no help: text in the server's time zone.
+    PBS updates the use only every few minutes, and at first there is none; the job is at least as old as this
+    process. Its start time is not usable: it is text in the server's time zone.
     """
     found = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
     limit = clock_seconds(found.get("Resource_List", ""))
@@ -142,7 +142,7 @@ def pbs_left(answer: str) -> float | None:
 
 
 def clock_seconds(text: str) -> float | None:
-    """The seconds of [days-][[hours:]minutes:]seconds; None for any other text."""
+    """Return the seconds of [days-][[hours:]minutes:]seconds; None for any other text."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if match is None:
         return None
@@ -151,9 +151,9 @@ def clock_seconds(text: str) -> float | None:
 
 
 def ask(job: BatchJob) -> float | None:
-    """The seconds left as the batch system says, or None if it does not.
+    """Return the seconds left according to the batch system, or None without an answer.
 
-    To start a process from one in which MPI runs is safe: Python does it by vfork, which copies no pages.
+    Starting a process from one in which MPI runs is safe: Python uses vfork, which copies no pages.
     """
     try:
         answer = subprocess.run(
@@ -181,7 +181,7 @@ class TimeLimit:
             threading.Thread(target=self._keep_asking, name="zero_mpi batch", daemon=True).start()
 
     def left(self) -> float:
-        """Seconds until the run should have ended; infinite if nothing ends it."""
+        """Return the seconds until the run should end; infinite if there is no limit."""
         return min(self._own_end, self._job_end - NOTICE) - time.monotonic()
 
     @property

@@ -1,11 +1,11 @@
-"""Open MPI's launcher kills its ranks a quarter of a second after it has told them to end: too soon to save.
+"""Delays the kill of Open MPI's launcher, which comes 0.25 s after SIGTERM: too soon to save.
 
-Whatever ends mpirun (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT, SIGTERM and
-SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has something to
-save stops that process as soon as the SIGTERM comes, and lets it go on when all have saved, or after a while;
-a process of its own sees to that where the ranks are gone. Where a rank of the node has ended, the SIGTERM is
-Open MPI's answer to that, and there is nothing to wait for. An interactive shell calls its job stopped
-meanwhile. A stopped launcher passes on no output, so ranks write to where it would. Other launchers hand
+When mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT, SIGTERM and
+SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has state to
+save stops that process as soon as SIGTERM arrives, and continues it when all have saved, or after a while; a
+separate process continues it if the ranks are gone. If a rank of the node has ended, Open MPI sends SIGTERM
+because of that, and there is nothing to wait for. An interactive shell reports its job as stopped meanwhile.
+A stopped launcher passes on no output, so ranks write directly to its destination. Other launchers pass
 signals on and wait.
 """
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import subprocess
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
-LIMIT = 120.0  # seconds at most: if the ranks cannot save, the launcher shall do its work
+LIMIT = 120.0  # seconds at most: if the ranks cannot save, the launcher must end the job
 EVERY = 0.2  # seconds between two looks at the ranks of the node
-LATER = 5.0  # seconds after which another process lets it go on, if no rank is left to do it
+LATER = 5.0  # seconds after which another process continues it, if no rank is left to do it
 
-_is_over = threading.Event()  # nothing is left that is worth a wait
-_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and who lets it go on
+_is_over = threading.Event()  # set when there is nothing left to wait for
+_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and the one that continues it
 
 
 def hold() -> None:
-    """Stop the launcher before it kills; the ranks of a node may all do so."""
+    """Stop the launcher before it kills the ranks; all ranks of a node may call this."""
     pid = os.getppid()
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
         return
@@ -52,7 +52,7 @@ def hold() -> None:
 
 
 def watch(pid: int, ranks: set[int]) -> None:
-    """Let the launcher go on when one of its ranks has ended, or after a while."""
+    """Continue the launcher when one of its ranks has ended, or after LIMIT seconds."""
     deadline = time.monotonic() + LIMIT
     while ranks <= ranks_below(pid) and time.monotonic() < deadline:
         if _is_over.wait(EVERY):
@@ -73,8 +73,8 @@ def ranks_below(pid: int) -> set[int]:
 
 
 def sure_release(pid: int) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one and lets the launcher go on; it is safe in a rank (vfork)."""
-    import subprocess  # not while signals are not heard yet
+    """Start a process that outlives this one and continues the launcher; it is safe in a rank (vfork)."""
+    import subprocess  # not before signal handlers are installed
 
     command = f"sleep {LIMIT + LATER}; kill -CONT {pid}"
     quiet = subprocess.DEVNULL
@@ -84,7 +84,7 @@ def sure_release(pid: int) -> subprocess.Popen[bytes]:
 
 
 def release() -> None:
-    """Let the launcher go on, if it was stopped here and lives; it is not stopped again from now on."""
+    """Continue the launcher, if this process stopped it and it lives; it is not stopped again from now on."""
     _is_over.set()
     while _held:
         pid, waiting = _held.pop()

@@ -1,16 +1,16 @@
-"""Signals that ask a run to stop: noted from the program's first line on, obeyed where all ranks can.
+"""Signals that ask a run to stop: noted from the program's first line on, obeyed when all ranks can.
 
-A batch system, a person at a terminal and a terminal that is closed say the same: save and leave. A handler
-only notes it, since a rank that left alone would leave the others waiting. Before the first step the ranks
-agree on it wherever they agree on anything (`launch.world.Hearing`), later after each step. What takes long
-by itself and moves nothing between ranks is left at once (`cut_short`). A thread hears signals too: the main
-one may be inside the MPI library, where no handler of Python's runs. It answers a second Ctrl-C, and ends a
-run that does not come to an agreement while it is prepared.
+A batch system, a person at a terminal and a closed terminal ask for the same: save and exit. A handler only
+notes the signal, since a rank that exited alone would leave the others waiting. Before the first step the
+ranks agree on it whenever they agree on anything (`launch.world.Hearing`), later after each step. Long local
+work without communication is interrupted at once (`cut_short`). A thread receives signals too: the main one
+may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and ends a
+run whose ranks do not reach an agreement while it is prepared.
 
-A program of this package listens from its first line to its last; in a script the command does that it calls.
-Ctrl-C gives no traceback: `train` saves before it ends, any other command ends at once, with a line and
-status 130, after it has tidied up if it was at work. An import, in a script or a notebook, changes no signal:
-there an interrupt stays Python's KeyboardInterrupt.
+A program of this package listens from its first line to its last; in a script, the called command listens.
+Ctrl-C prints no traceback: `train` saves before it ends, any other command cleans up if necessary and ends at
+once, with a line and status 130. An import, in a script or a notebook, changes no signal handler: there an
+interrupt stays Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is re
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
-TWICE = 0.4  # seconds within which two are one: a launcher may hand on what the terminal has sent as well
+TWICE = 0.4  # seconds within which two count as one: terminal and launcher may both send the same signal
 GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
-STAGGER = 0.5  # seconds a rank: if all have to end the job, the first says so
+STAGGER = 0.5  # seconds per rank: if all have to end the job, the first prints it
 
-INTERRUPTED = 130  # as a shell says it of a program that Ctrl-C has ended
+INTERRUPTED = 130  # a shell's status of a program that Ctrl-C has ended
 Handler = Callable[[int, FrameType | None], None]
 
 program = ""  # the command that this process was started for, such as "train"
@@ -50,9 +50,9 @@ Word = tuple[str, bool]
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Take a signal, unless whoever started this process wants it not to hear it.
+    """Install a handler of a signal, unless the parent of this process has set it to be ignored.
 
-    So nohup does with SIGHUP, and a shell with SIGINT in the background; a launcher hands on what it gets.
+    nohup does so with SIGHUP, and a shell with SIGINT in the background; a launcher passes its signals on.
     """
     ignored = signal.getsignal(number) is signal.SIG_IGN
     kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
@@ -62,26 +62,26 @@ def handle(number: int, handler: Handler) -> None:
 
 
 def handle_again() -> None:
-    """Take back what a library has taken meanwhile: MPICH's UCX takes SIGHUP when MPI starts."""
+    """Install handlers again that a library has replaced: MPICH's UCX takes SIGHUP when MPI starts."""
     for number, handler in _handled.items():
         signal.signal(number, handler)
 
 
 def say_interrupted() -> None:
-    """One line, of rank 0."""
+    """Print one line, on rank 0."""
     if environment.launch_rank() == 0:
         report("interrupted", is_error=True)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; what it has handled finds nothing to end any more."""
+    """End this process; ignore the handled signals from now on."""
     for number in _handled:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(status)
 
 
 def hide_unraisable(kind: type[BaseException]) -> None:
-    """Say nothing where an exception that a handler raised came up in a finalizer, which swallows it."""
+    """Hide the message of an exception of this kind that a handler raised inside a finalizer."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -92,7 +92,7 @@ def hide_unraisable(kind: type[BaseException]) -> None:
 
 
 class Terminal(io.FileIO):
-    """A terminal that may be closed: what it does not take any more is lost, and no reason to fail."""
+    """A terminal that may be closed: later output is lost without an error."""
 
     def write(self, data: Any) -> int:
         try:
@@ -104,17 +104,17 @@ class Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr survive the end of the terminal that they are."""
+    """Let stdout and stderr survive the end of their terminal."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
         was = getattr(sys, name)
-        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # no notebook's
+        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # not a notebook's
             terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
             new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
             setattr(sys, name, new)
 
 
 def report(text: str, *, is_error: bool = False) -> None:
-    """One line from whatever thread: through the log if the command has set one up, errors to stderr."""
+    """Print one line, from any thread: through the log if the command has set one up, errors to stderr."""
     log = sys.modules.get("zero_mpi.telemetry.log")
     with contextlib.suppress(OSError):
         if is_error or log is None or not log.installed():
@@ -125,9 +125,9 @@ def report(text: str, *, is_error: bool = False) -> None:
 
 
 class Stopped(BaseException):
-    """A signal ends the run before its first step. No `except Exception` takes it for a failure.
+    """A signal ends the run before its first step. `except Exception` does not catch it.
 
-    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` keeps back any other.
+    All ranks raise it together, with the job's exit status; `StopSignals.cut_short` catches any other.
     """
 
     def __init__(self, name: str, *, again: bool = False) -> None:
@@ -136,11 +136,11 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """What this process has been told.
+    """State of the stop signals of this process.
 
     caught   the first signal's name, empty if there was none
-    phase    what a signal finds: the program's start, a run that is prepared, its steps, what follows them
-    again    the job before this one was stopped before its first step too; rank 0 knows
+    phase    of the run: the program's start, its preparation, its steps, or the time after them
+    again    the job before this one was stopped before its first step too; known on rank 0
     ending   ends all ranks with a status and a reason, from any thread
     """
 
@@ -151,7 +151,7 @@ class StopSignals:
         self._heard: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
-        """Note signals from now on; nothing happens outside of the main thread."""
+        """Note signals from now on; outside of the main thread this does nothing."""
         if self._listens or threading.current_thread() is not threading.main_thread():
             return
         self._listens = True
@@ -166,9 +166,9 @@ class StopSignals:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Listen while a command runs, where the program that calls it does not. Also a decorator.
+        """Listen while a command runs, if the calling program does not. Also a decorator.
 
-        Under a launcher a command that was stopped listens on: ranks may hear one signal at different times.
+        Under a launcher a stopped command keeps listening: ranks may get one signal at different times.
         """
         before = {} if self._listens else {number: signal.getsignal(number) for number in SIGNALS}
         self.listen()
@@ -178,7 +178,7 @@ class StopSignals:
             if before and self._listens and not (self.caught and environment.under_launcher()):
                 for number, handler in before.items():
                     signal.signal(number, handler or signal.SIG_DFL)  # None: a library has it
-                os.close(signal.set_wakeup_fd(self._wakeup))  # the end of the thread
+                os.close(signal.set_wakeup_fd(self._wakeup))  # this ends the thread
                 self.caught, self.phase, self._heard = "", START, {}
                 self._listens = self._gives_up = False
 
@@ -189,7 +189,7 @@ class StopSignals:
     # ---------------------------------------------------------------------- before the first step
 
     def word(self) -> Word:
-        """What this rank says where the ranks agree: a signal that should end what is prepared; `again`."""
+        """Return this rank's part of an agreement: a signal that should end the preparation, and `again`."""
         return (self.caught if self.phase == PREPARING else ""), self.again
 
     def agreed(self, words: Sequence[Word]) -> None:
@@ -200,9 +200,9 @@ class StopSignals:
             raise Stopped(name, again=words[0][1])
 
     def cut_short(self, action: Callable[[], Any]) -> Any:
-        """action(), which must not communicate; None where a signal comes before its end.
+        """Return action(), which must not communicate; None if a signal comes before its end.
 
-        The caller goes on to where the ranks agree. A program's start and steps are not cut short.
+        The caller then continues to the next agreement. A program's start and steps are not cut short.
         """
         if self.phase not in (PREPARING, OVER):
             return action()
@@ -221,7 +221,7 @@ class StopSignals:
             threading.Thread(target=self._give_up, name="zero_mpi stop", daemon=True).start()
 
     def _give_up(self) -> None:
-        """End the job if the ranks do not come to an agreement; nothing has been done that could be lost."""
+        """End the job if the ranks do not reach an agreement; no work can be lost yet."""
         time.sleep(GRACE)
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
@@ -232,7 +232,7 @@ class StopSignals:
     # ----------------------------------------------------------------------------- what hears them
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler of a signal, which runs in the main thread between two instructions."""
+        """Handle a signal in the main thread, where Python calls this between two instructions."""
         self.caught = self.caught or signal.Signals(number).name
         if self._may_leave:
             self._may_leave = False
@@ -246,7 +246,7 @@ class StopSignals:
         os.close(read)
 
     def _hear(self, number: signal.Signals) -> None:
-        """React in the listening thread, as soon as a signal comes."""
+        """React to a signal in the listening thread, as soon as it comes."""
         is_first, now = not self._heard, time.monotonic()
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name
@@ -270,12 +270,12 @@ class StopSignals:
         self._leave(INTERRUPTED, "SIGINT, twice")
 
     def _leave(self, status: int, reason: str) -> NoReturn:
-        """End all ranks, or this one where the MPI library is in the way."""
+        """End all ranks, or only this one if the MPI library blocks."""
         end_surely(lambda status: self.ending(status, reason), status)
 
 
 def stopped_early(stopped: Stopped) -> str:
-    """What a person is told of a run that was stopped before its first step."""
+    """Return the message about a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to go on"
     from zero_mpi.launch.limits import find_job, process_age
@@ -290,7 +290,7 @@ def stopped_early(stopped: Stopped) -> str:
 
 
 def was_stopped_early(reason: str) -> bool:
-    """Whether the reason that a job has left is that a batch system stopped it before its first step."""
+    """Return whether a job's recorded reason says that a batch system stopped it before its first step."""
     name, _, when = reason.partition(" ")
     return when == NO_STEP and name not in OF_PEOPLE
 
@@ -299,7 +299,7 @@ signals = StopSignals()
 
 
 def start(name: str, module: str) -> None:
-    """Run `main` of a module, the command `name`; signals are heard before the import, which is slow."""
+    """Run `main` of a module, the command `name`; handlers are installed before the import, which is slow."""
     global program
     program = name
     if name == "train":

@@ -1,18 +1,18 @@
-"""Ends a job that has stopped getting anywhere, and says where each rank stands.
+"""Ends a job without progress, and prints the state of each rank.
 
-The main thread names what it does (`beat`), every wait for other ranks leaves its name and time in a `Meter`,
-and collectives leave a record. One thread looks at all of them. Files may hang as well: a second thread,
-which uses none, ends the job some seconds later, whatever the first one does.
+The main thread names its work (`beat`), every wait for other ranks records its name and time in a `Meter`,
+and collectives are recorded. One thread watches all of them. Files may hang as well: a second thread, which
+uses none, ends the job some seconds later, even if the first one hangs.
 
-Ranks that stand still tell each other where through small files in a folder that all of them see. No message
-could do it: whoever should answer may be inside the MPI library, and nothing is to travel while a job gets
-on. So a rank that has waited for a while makes a folder and signs there, others that find it sign as well,
-and each looks at what the others have started. That stays so: if two ranks have started different collectives
-under one number, or one has ended before a collective that another has started, then no patience helps
-(`in_vain`), and one of them says so and ends the job. Otherwise a rank that stands still past the limit
-speaks for all. A rank that was stopped, or whose host is lost, has not signed: that is how it is known. Ages
-are corrected by the file system's clock, since hosts differ in theirs. What an earlier job left is told by
-its name and ignored.
+Ranks without progress exchange their states through small files in a shared folder. Messages would not work:
+the rank that should answer may be inside the MPI library, and a job with progress should send none. So a rank
+that has waited for a while makes a folder and writes its state there (it signs), others that find the folder
+sign as well, and each reads what the others have started. Those records do not change: if two ranks have
+started different collectives under one number, or one has ended before a collective that another has started,
+then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a rank without
+progress past the limit prints the report for all. A rank that was stopped, or whose host is lost, has not
+signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of hosts differ.
+Files of an earlier job are recognized by their names and ignored.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 
-STATUS = 86  # of a job that was ended for standing still
+STATUS = 86  # exit status of a job that was ended for lack of progress
 LOOK = 0.5  # seconds between looks
-GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a word about the others
-CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank calls the roll, and joins one
+GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report on the others
+CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank starts a roll call, and joins one
 MOST_PAUSE = 60.0  # seconds between two comparisons, at most: thousands of ranks may wait in one folder
-SUSPENDED = 2.0  # seconds (at most half the limit) that a look is late by if the process was stopped
-WATCHERS = (__file__, " in _renew")  # the second is that of status.json and of the lock
+SUSPENDED = 2.0  # seconds (at most half the limit) of a look's delay that mean that the process was stopped
+WATCHERS = (__file__, " in _renew")  # the second name is in the threads of status.json and of the lock
 FOLDER = ".ranks"
-MOST = 1 << 22  # bytes of what a rank has signed
+MOST = 1 << 22  # bytes of a signed file, at most
 STACKS = 4  # ranks at most whose stacks are shown
-ENDED = "-ended"  # how the name of a file ends whose rank will start nothing more
+ENDED = "-ended"  # suffix of the file of a rank that will start no more collectives
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank stands.
+    """State of a rank.
 
-    doing     what its main thread is at, such as "step 3"
-    waits     the collective that it waits in; empty: in none
-    last      the last one that it has left
-    seconds   since when nothing of this has changed
+    doing     work of its main thread, such as "step 3"
+    waits     the collective in which it waits; empty: none
+    last      the last collective that it has left
+    seconds   seconds since the last change of these
     stacks    of its threads
     started   the last collectives that it has started, by communicator
-    ended     its exit status, if it will start nothing more
+    ended     its exit status, if it will start no more collectives
     """
 
     doing: str
@@ -84,21 +84,21 @@ class RankState:
         return started[-1].number + 1 if started else 0
 
     def at(self, comm: int, number: int) -> Started | None:
-        """Return what it started under a number; None if it has not, or that was long ago."""
+        """Return the collective that it started under a number; None if not yet, or long ago."""
         started = self.started[comm] if comm < len(self.started) else ()
         place = number - (self.number(comm) - len(started))
         return started[place] if 0 <= place < len(started) else None
 
     @property
     def place(self) -> str:
-        """Where the rank stands: one text for all ranks that stand there."""
+        """Text of the rank's work and collective; ranks in the same place have the same text."""
         if self.waits:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
 
 
 class RankReports:
-    """The folder of a job, as one rank uses it. `job` is a text that no other job has. Raises OSError."""
+    """Folder of a job's reports, used by one rank. `job` is a unique text per job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
         self._folder, self._rank = out / folder, rank
@@ -119,23 +119,23 @@ class RankReports:
         partial.replace(self._signed)
 
     def leave(self) -> None:
-        """Take this rank's files back, for it gets on; the last one to leave removes the folder."""
+        """Remove this rank's files, as it makes progress; the last rank to leave removes the folder."""
         with contextlib.suppress(OSError):  # others are there
             self._signed.unlink(missing_ok=True)
             self._folder.rmdir()
 
     def claim(self) -> bool:
-        """Whether this rank is the one to speak for all: the first that asks, after it has signed."""
+        """Return whether this rank prints the report for all: the first signed rank that asks does."""
         try:
             os.close(os.open(self._folder / f"{self._job}-speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except (FileExistsError, FileNotFoundError):  # another one speaks; or has spoken, and all is cleared
+        except (FileExistsError, FileNotFoundError):  # another rank prints; or has, and all is cleared
             return False
         return True
 
     def read(self, *, few: bool = False) -> dict[int, RankState]:
-        """Return rank -> where it stands, of those that have signed.
+        """Return rank -> state, for the ranks that have signed.
 
-        few: of those that have ended, and of the first rank and the next below this one, to compare it with
+        few: only ended ranks, the first rank and the next one below this, to compare this one with
         """
         paths = {int(path.name.split("-")[1]): path for path in self._folder.glob(f"{self._job}-[0-9]*")}
         if few:
@@ -153,7 +153,7 @@ class RankReports:
         return found
 
     def clear(self) -> None:
-        """Remove the folder, of whatever job: at once, so that nobody finds half of it."""
+        """Remove the folder, of any job: rename it first, so that no rank finds half of it."""
         aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
         with contextlib.suppress(OSError):
             self._folder.rename(aside)
@@ -162,7 +162,7 @@ class RankReports:
 
 
 def standing_of(said: Any) -> RankState:
-    """Return what a rank has signed; an error for what none would sign."""
+    """Return the state that a rank has signed; raise an error for invalid content."""
     started = [
         [Started(int(number), str(kind), str(label), detail) for number, kind, label, detail in of_comm]
         for of_comm in said["started"]
@@ -177,14 +177,14 @@ def standing_of(said: Any) -> RankState:
 
 @dataclass(frozen=True)
 class Vain:
-    """Why no patience helps, and the status that the job is to have."""
+    """Reason why waiting cannot help, and the exit status of the job."""
 
     reason: str
     status: int = FAILED
 
 
 def in_vain(found: Mapping[int, RankState]) -> Vain | None:
-    """Return why ranks wait for what will never come, as far as these ranks show it; None if they do not."""
+    """Return why ranks wait in vain, as far as these states show it; None if they do not."""
     return different(found) or left_waiting(found)
 
 
@@ -229,7 +229,7 @@ def left_waiting(found: Mapping[int, RankState]) -> Vain | None:
 
 
 def verdict(found: Mapping[int, RankState], ranks: int) -> str:
-    """Whom the others wait for, as far as it can be told, in a few words."""
+    """Return, in a few words, for which ranks the others wait, as far as that is known."""
     missing = [rank for rank in range(ranks) if rank not in found]
     if missing:
         return f"no sign of life from {named(missing)}"
@@ -245,7 +245,7 @@ def verdict(found: Mapping[int, RankState], ranks: int) -> str:
 
 
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
-    """Lines that say where each rank stands. `places`: process and host of all ranks, for people."""
+    """Return lines with the state of each rank. `places`: process and host of all ranks, for messages."""
     lines = [
         f"{placed([rank], places)}: no sign of life: stopped, ended, or cut off with its host"
         for rank in range(len(places))
@@ -259,13 +259,13 @@ def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
 
 
 def shown_stacks(found: Mapping[int, RankState]) -> str:
-    """The stacks of one rank of each place, but not of more than a few."""
+    """Return the stacks of one rank of each place, of STACKS ranks at most."""
     ranks = [group[0] for group in grouped(found)[:STACKS]]
     return "".join(f"stacks of {named([rank])}:\n{found[rank].stacks.rstrip()}\n" for rank in ranks)
 
 
 def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
-    """The ranks that stand at the same place together; first those in no collective, then small groups."""
+    """Return groups of ranks in the same place; first those in no collective, then small groups."""
     groups = defaultdict[str, list[int]](list)
     for rank in sorted(found):
         groups[found[rank].place].append(rank)
@@ -273,7 +273,7 @@ def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
 
 
 def placed(ranks: Sequence[int], places: Sequence[str]) -> str:
-    """Ranks by their numbers; one alone with its process and host."""
+    """Return ranks by their numbers; a single one with its process and host."""
     return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
 
 
@@ -281,11 +281,11 @@ def placed(ranks: Sequence[int], places: Sequence[str]) -> str:
 
 
 class Watchdog:
-    """Watches this process; `limit` in seconds, 0 for none.
+    """Watcher of this process; `limit` in seconds, 0: none.
 
-    `kill`: called with the status with which all ranks are to end.
-    `only_waits`: where nothing but a wait for other ranks counts as standing still, for the main thread does
-    not say what it is at. It answers the others' roll call all the same.
+    `kill`: called with the status with which all ranks have to end.
+    `only_waits`: only a wait for other ranks counts as lack of progress, because the main thread does not
+    name its work. It answers the roll call of others all the same.
     """
 
     def __init__(
@@ -297,8 +297,8 @@ class Watchdog:
         self._places: Sequence[str] = []
         self._tell: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
-        self._signed: float | None = None  # what `_changed` was when this rank signed
-        self._pause, self._compares_at = CALL / 2, 0.0  # of comparisons: who signs later compares as well
+        self._signed: float | None = None  # the value of `_changed` when this rank signed
+        self._pause, self._compares_at = CALL / 2, 0.0  # of comparisons: later ranks compare as well
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -308,10 +308,10 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Watch no more, for what was watched is done; leave nothing behind."""
+        """Stop watching and remove this rank's files."""
         self._over.set()
         for thread in self._threads:
-            thread.join(DRAIN)  # it may be at a file system that hangs
+            thread.join(DRAIN)  # it may be blocked by a file system that hangs
         if self._signed is not None and self._reports is not None:
             self._reports.leave()
 
@@ -322,22 +322,22 @@ class Watchdog:
         folder: str = FOLDER,
         tell: Callable[[int, str], None] = lambda *end: None,
     ) -> None:
-        """Let the ranks know of each other from now on, by a folder in `out`. Collective.
+        """Let the ranks exchange states from now on, through a folder in `out`. Collective.
 
-        `tell` is given status and reason when this rank ends the job.
+        `tell` is called with status and reason when this rank ends the job.
         """
         self._places = comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         job = comm.broadcast_object(f"{self._places[0]}, {time.time_ns()}")
         self._tell, self._reports = tell, RankReports(out, comm.rank, job, folder)
         if comm.rank == 0:
-            self._reports.clear()  # what a job left that was killed while it stood still
+            self._reports.clear()  # files of a job that was killed during a roll call
 
     def clear(self) -> None:
         if self._reports is not None:
             self._reports.clear()
 
     def beat(self, what: str) -> None:
-        """The main thread begins `what`."""
+        """Record that the main thread begins `what`."""
         self._doing, self._since = what, time.perf_counter()
 
     @property
@@ -350,7 +350,7 @@ class Watchdog:
 
     @property
     def _counts(self) -> bool:
-        """Whether time that passes now counts: in a script, a wait before its end."""
+        """True if time that passes now counts: in a script only waits before its end do."""
         return not self.only_waits or (self._waits and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
@@ -374,18 +374,18 @@ class Watchdog:
         while not self._over.wait(look := min(LOOK, self.limit / 16)):
             now = time.perf_counter()
             if now - before > look + min(SUSPENDED, self.limit / 2):
-                self._since = now  # the whole process was stopped: nobody in it is to blame
+                self._since = now  # the process was stopped: this is no lack of progress
             before, changed = now, self._changed
             try:
                 if self._counts and now - changed > self.limit:
                     self._speak(changed, now - changed)
                 if self._reports is not None:
                     self._answer(self._reports, changed, now - changed)
-            except OSError:  # no files: the last resort needs none
+            except OSError:  # files do not work: the other thread needs none
                 continue
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
-        """Sign or leave the roll call, and compare this rank with others who have signed."""
+        """Sign or leave the roll call, and compare this rank with others that have signed."""
         if self._signed not in (None, changed):
             self._signed = None
             reports.leave()
@@ -400,7 +400,7 @@ class Watchdog:
                 self._speak(changed, age, vain)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
-        """Whether this rank is to sign: it stands still for long, or for a moment and others have signed."""
+        """Return whether this rank must sign: after a long wait, or a short one if others have signed."""
         soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > soon
@@ -413,17 +413,17 @@ class Watchdog:
         self._signed, self._pause, self._compares_at = changed, CALL / 2, 0.0
 
     def _speak(self, changed: float, age: float, vain: Vain | None = None) -> None:
-        """Tell where all ranks stand and end the job, unless another rank does."""
+        """Print the states of all ranks and end the job, unless another rank does."""
         reports = self._reports
         if reports is None:
             self._end(age)
         if self._signed != changed:
             self._sign(reports, changed)
         if not reports.claim():
-            time.sleep(GRACE)  # the one that speaks is about to end the job
+            time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
         if vain is not None:
-            time.sleep(min(LOOK, self.limit / 8))  # so that who comes to the same point may be named too
+            time.sleep(min(LOOK, self.limit / 8))  # so that ranks that reach the same point are named too
         self._sign(reports, changed)
         states = reports.read()
         found = in_vain(states) or vain
@@ -457,7 +457,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Where the threads of this process are, but for those that only watch."""
+    """Return the stacks of this process's threads, without those that only watch."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)

@@ -1,8 +1,8 @@
-"""Runs a command on all ranks, so that it ends on all ranks: one line, one traceback, one exit status.
+"""Runs a command on all ranks and ends it on all of them: one line, one traceback, one exit status.
 
-An MPI job whose rank dies of an exception hangs: the others wait for it. So whatever leaves a command is
-caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an error of one
-rank is printed with its number and aborts the job.
+If a rank of an MPI job dies of an exception, the job hangs: the others wait for it. So all exceptions of a
+command are caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an
+error of one rank is printed with its number and aborts the job.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
 END = "the end of the other ranks"
-MPI_START = 600.0  # seconds for all ranks to come to MPI_Init
+MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
 BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
 class Hearing(CommWrapper):
-    """What ranks agree by. Raises on all of them Stopped if one was told to stop before the first step.
+    """Communicator of agreements. Raises Stopped on all ranks if one got a stop signal before the first step.
 
-    lost: says on rank 0 why the run folder is not the job's any more; all raise JobError then
+    lost: returns on rank 0 why the run folder is no longer the job's; all ranks then raise JobError
     """
 
     lost: Callable[[], str] = str
@@ -65,11 +65,11 @@ class World:
     """The ranks that a command runs on.
 
     mpi       mpi4py's MPI module, or None for a single process
-    farewell  a communicator for the end alone
-    comm      what the ranks agree by (`comm.agree`)
-    closing   called on each rank once all ranks have come to the end
+    farewell  a communicator that is used only at the end
+    comm      the communicator of agreements (`comm.agree`)
+    closing   called on each rank once all ranks have reached the end
     at_end    called with the exit status and the reason when this rank ends the command, or rank 0 for all:
-              with 0 or 75 once all ranks have come to the end, with another status before they are ended
+              with 0 or 75 once all ranks have reached the end, with another status before they are ended
     """
 
     rank: int
@@ -82,12 +82,12 @@ class World:
 
     @property
     def meter(self) -> Meter:
-        """What tells where this rank waits for the others."""
+        """Meter of this rank's waits for the others."""
         return self.comm.meter
 
     @cached_property
     def node(self) -> Comm:
-        """The ranks of this one's node. Collective where it is asked for first."""
+        """Communicator of the ranks of this node. The first access is collective."""
         if self.size == 1:
             return SerialComm()
         from zero_mpi.comm.mpi import MPIComm
@@ -96,7 +96,7 @@ class World:
         return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
 
     def tell(self, status: int, reason: str = "") -> None:
-        """Tell those who want to know the end: who came last first, for it may lean on those before."""
+        """Call the listeners in `at_end`, the last one first, as it may depend on earlier ones."""
         for listener in reversed(self.at_end):
             listener(status, reason)
 
@@ -108,7 +108,7 @@ class World:
         os._exit(status)
 
     def end(self, status: int, reason: str, text: str = "") -> NoReturn:
-        """End all ranks without asking them, from any thread; `text` is said before."""
+        """End all ranks without an agreement, from any thread; print `text` first."""
         if text:
             say(text)
         self.tell(status, reason)
@@ -117,23 +117,23 @@ class World:
         self.kill(status)
 
     def together(self, action: Callable[[], Any]) -> Any:
-        """action() on every rank; if it raises UsageError or JobError on any, all raise the first.
+        """Return action() of this rank; if it raises UsageError or JobError on any rank, all raise the first.
 
-        It must not communicate, and is not done in a folder that is lost. Collective, as are the next ones.
-        A signal before the first step ends it.
+        It must not communicate, and is not called if the folder is lost. This and the next methods are
+        collective. A signal before the first step ends it.
         """
         return agree.together(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def on_root(self, action: Callable[[], Any]) -> Any:
-        """action() on rank 0 only, its result there and None elsewhere; raises as `together`."""
+        """Call action() on rank 0 only; return its result there, None elsewhere; raise like `together`."""
         return self.together(lambda: action() if self.rank == 0 else None)
 
     def from_root(self, action: Callable[[], Any]) -> Any:
-        """action() on rank 0 only, and its result on all ranks; raises as `together`."""
+        """Call action() on rank 0 only; return its result on all ranks; raise like `together`."""
         return self.results(lambda: action() if self.rank == 0 else None)[0]
 
     def from_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
-        """action(beat) of rank 0 as `from_root`; each `beat()` is progress of the ranks that wait as well."""
+        """Return action(beat) of rank 0 on all ranks; each `beat()` is progress of the waiting ranks."""
         due = 0.0
 
         def beat() -> None:
@@ -154,11 +154,11 @@ class World:
         return self.comm.broadcast_object(agree.together(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
-        """action() of every rank, in order of ranks; raises as `together`."""
+        """Return action() of every rank, in order of ranks; raise like `together`."""
         return agree.results(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
-        """action() on one rank of each node first and then on its others, which find what it prepared."""
+        """Call action() on one rank of each node first, then on the others, which use the prepared files."""
         for turn in (True, False):
             if (self.node.rank == 0) == turn:
                 signals.cut_short(action)
@@ -170,12 +170,12 @@ Command = Callable[[World, Sequence[str]], int]
 
 
 def find_world() -> World:
-    """The MPI world; a single process where there is no MPI and no launcher asks for one.
+    """Return the MPI world; a world of one process if there is no MPI and no launcher.
 
-    Raises UsageError where MPI cannot start.
+    Raise UsageError if MPI cannot start.
     """
     dev_shm.check_room()
-    if environment.under_launcher():  # which lets ranks wait in MPI_Init for one that ended before it
+    if environment.under_launcher():  # it lets ranks wait in MPI_Init for one that ended before
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -193,7 +193,7 @@ def find_world() -> World:
 
     ranks = MPI.COMM_WORLD
     farewell = ranks.Dup()
-    dev_shm.unname()  # all ranks have come to Dup, hence hold the library's segments
+    dev_shm.unname()  # all ranks have reached Dup, hence hold the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
     return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
 
@@ -203,8 +203,8 @@ def run(
 ) -> NoReturn:
     """Run command(world, arguments) on this rank and end the process with the job's exit status.
 
-    `alone`: the command is for one process, so MPI is started only where a launcher started us, as for
-    --help and --version, and where that are several ranks they are told what to do `instead`.
+    `alone`: the command is for one process, so MPI is started only if a launcher started us, as for --help
+    and --version; if it started several ranks, the message says what to do `instead`.
     """
     world, problem = World(environment.launch_rank(), 1), ""  # until it is known
     try:
@@ -223,7 +223,7 @@ def run(
     except KeyboardInterrupt:
         stopping.say_interrupted()
         status, problem = stopping.INTERRUPTED, "interrupted"
-        if world.size > 1:  # rank 0 has said so, another one only if it alone was interrupted
+        if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
             await_turn(world.rank)
             text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
             world.end(status, problem, text if world.rank else "")
@@ -248,7 +248,7 @@ def abort(world: World, error: BaseException) -> NoReturn:
 
 
 def meet(world: World, patience: float) -> bool:
-    """Wait until all ranks have come here; False if they have not after so many seconds."""
+    """Wait until all ranks have called this; return False if they have not after `patience` seconds."""
     request, until = world.farewell.Ibarrier(), time.monotonic() + patience
     while not request.Test():
         if time.monotonic() > until:
@@ -260,8 +260,8 @@ def meet(world: World, patience: float) -> bool:
 def leave_together(world: World, status: int, problem: str) -> None:
     """Wait for the other ranks to end too.
 
-    A rank that leaves alone with a bad status ends the job, or the others would wait for it for ever; one
-    that is done has patience, for another may still be writing.
+    A rank that ends alone with a bad status ends the job, or the others would wait for it for ever; one that
+    ends well waits without limit, since another may still be writing.
     """
     with world.meter.waiting(END):
         if not meet(world, PATIENCE if status else math.inf):
@@ -282,13 +282,13 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
         leave_together(world, status, problem)
     for close in world.closing:
         close()
-    if world.rank == 0 and fine:  # now that all ranks have come here
+    if world.rank == 0 and fine:  # now all ranks have reached this point
         world.tell(status, problem)
     if world.farewell is not None and status == REQUEUE:
-        meet(world, PATIENCE)  # rank 0 has told it then: a launcher that was held back may end all ranks
+        meet(world, PATIENCE)  # then rank 0 has called its listeners: a held launcher may end all ranks
     open_mpi_reprieve.release()
     for thread in threading.enumerate():
-        if thread.name == "zero_mpi saver":  # behind a run that failed; it may be inside the MPI library
+        if thread.name == "zero_mpi saver":  # left by a run that failed; it may be inside the MPI library
             thread.join(PATIENCE)
             if thread.is_alive():
                 end_surely(world.kill, status)

@@ -26,10 +26,10 @@ ARCHITECTURES: dict[str, type[ModelConfig]] = {
 def config_from_gguf(
     metadata: Metadata, tensors: Iterable[str], source: str, read: Read | None = None
 ) -> ModelConfig:
-    """The configuration of a GGUF file; raises UsageError for an architecture that is not built in.
+    """Return the configuration of a GGUF file; raise UsageError for an unknown architecture.
 
-    `tensors`: name -> shape, or only the names. `read` (name -> elements, 1-D float32) is asked for what is
-    part of the configuration but lies in a tensor; a file with such a tensor is refused without it.
+    `tensors`: name -> shape, or only the names. `read` (name -> elements, 1-D float32) reads parts of the
+    configuration that are stored in tensors; without it a file with such a tensor is refused.
     """
     arch = GGUFKeys(metadata, source).architecture
     if arch not in ARCHITECTURES:

@@ -1,7 +1,7 @@
-"""The `gemma3` architecture (Gemma Team, 2025): most blocks look back through a window, every sixth further.
+"""The `gemma3` architecture (Gemma Team, 2025): five of six blocks attend to a window, the sixth to all.
 
-Norms stand before and behind attention and feed-forward, and q and k are normalized head by head. Blocks with
-a window turn by a base of their own, which is never scaled.
+Attention and feed-forward have a norm before and one after them, and q and k are normalized head by head.
+The rotary frequencies of blocks with a window have their own base, which is never scaled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_mpi.nn.activation import SwiGLU
 
 PERIOD = 6  # of blocks; the last of them has no window
 LOCAL_BASE = 10000.0  # of the others' rotary frequencies
-BLOCKS_27B = 62  # the model of so many blocks divides scores by another width; llama.cpp knows it so too
+BLOCKS_27B = 62  # the model with 62 blocks divides scores by another width; llama.cpp detects it so too
 WINDOW, PATTERN, BASE = (
     "attention.sliding_window",
     "attention.sliding_window_pattern",

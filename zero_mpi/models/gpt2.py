@@ -87,7 +87,7 @@ class GPT2(ModelConfig):
         return super().metadata() | epsilon
 
     def block(self, prefix: str) -> Layer:
-        """x + attention(norm(x)), then x + mlp(norm(x))."""
+        """Return the layer x + attention(norm(x)), then x + mlp(norm(x))."""
         width, hidden, eps = self.embedding_length, self.feed_forward_length, self.norm_epsilon
         head = width // self.head_count
         std = HEAD_STD / (2 * self.block_count) ** 0.5

@@ -17,10 +17,10 @@ from zero_mpi.nn import Chain, Layer, Multiply, Residual
 
 @dataclass(frozen=True)
 class Granite(Llama):
-    """Sizes of a granite model, and what is multiplied.
+    """Sizes and multipliers of a granite model.
 
-    embedding_scale  vectors of tokens; residual_scale: what attention and feed-forward add to the stream
-    attention_scale  products of queries and keys; 0: by the root of the width of a head, as elsewhere
+    embedding_scale  multiplies token embeddings; residual_scale: outputs of attention and feed-forward
+    attention_scale  multiplies products of queries and keys; 0: 1 / root of a head's width, as elsewhere
     logit_scale      divides the logits
     """
 
@@ -61,7 +61,7 @@ class Granite(Llama):
         return Chain(super().final_norm(), Multiply(1 / self.logit_scale))
 
 
-# field -> its key, and what a key of 0 stands for, which llama.cpp takes for none
+# field -> its key, and the meaning of a key of 0, which llama.cpp treats as a missing key
 MULTIPLIERS = {
     "embedding_scale": ("embedding_scale", 1.0),
     "residual_scale": ("residual_scale", 1.0),

@@ -1,4 +1,4 @@
-"""Which projections of a model have adapters (`nn.low_rank`), and of what rank."""
+"""Selection of the projections of a model that have adapters (`nn.low_rank`), and their rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
 
-HEAD = "output.weight"  # has one only where it is named: PEFT's all-linear leaves it out too
+HEAD = "output.weight"  # has an adapter only if it is named: PEFT's all-linear leaves it out too
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
 FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters of a rank for the weights that patterns name; their products count alpha / rank times.
+    """Adapters of rank `rank` for the weights that match patterns; products are scaled by alpha / rank.
 
-    stored: names and types of what is beside them and stays in the blocks of its file
+    stored: names and types of the frozen weights that stay quantized in the blocks of their file
     """
 
     rank: int
@@ -30,7 +30,7 @@ class LoRA:
     stored: tuple[tuple[str, BlockKind], ...] = ()
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
-        """The stages, their projections with adapters where a pattern names them."""
+        """Add adapters to the projections that match a pattern; return the stages."""
         for name, linear in projections(stages).items():
             if any(is_meant(name, pattern) for pattern in self.targets):
                 linear.adapt(self.rank, self.alpha / self.rank)
@@ -53,23 +53,23 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return if a pattern names a projection; the head, only if it begins like that."""
+    """Return whether a pattern names a projection; the head needs a pattern that begins with "output"."""
     return fnmatchcase(name, pattern) and (name != HEAD or pattern.startswith("output"))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith((FIRST, SECOND))
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
-    """The linear layers behind the embedding, by their weights; a head, unless it is the embedding."""
+    """Return the linear layers after the embedding, by their weights; with the head, unless it is tied."""
     blocks = (stage for stage in stages if stage.scope.startswith(("blk.", "output")))
     return {linear.weight: linear for stage in blocks for linear in linears(stage.layer)}
 
 
 def linears(layer: Layer) -> Iterator[Linear]:
-    """The linear layers that a layer is made of."""
+    """Yield the linear layers of a layer."""
     if isinstance(layer, Linear):
         yield layer
     elif isinstance(layer, Composite):

@@ -1,8 +1,7 @@
-"""What every architecture offers, and the checks they share.
+"""The interface of every architecture, and the checks they share.
 
 A model is a configuration that knows three things: the stages that compute it, the GGUF keys that
-describe it, and how to read itself back from such keys. Sizes are named as in GGUF. Annotations are no texts
-here: subclasses in other modules have them in their own signatures.
+describe it, and how to read itself back from such keys. Sizes are named as in GGUF.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ class ModelConfig:
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
-        """The configuration that command-line flags describe; raises UsageError on impossible sizes."""
+        """Return the configuration that command-line flags describe; raise UsageError on invalid sizes."""
         raise NotImplementedError
 
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
-        """The configuration that a file's keys and tensors (names, or name -> shape) describe.
+        """Return the configuration that a file's keys and tensors (names, or name -> shape) describe.
 
-        `read` gives what is part of the configuration but lies in a tensor. Raises UsageError.
+        `read` reads parts of the configuration that are stored in tensors. Raise UsageError.
         """
         raise NotImplementedError
 
     def layers(self) -> list[Stage]:
-        """The stages in order of computation, without adapters."""
+        """Return the stages in order of computation, without adapters."""
         raise NotImplementedError
 
     def metadata(self) -> dict[str, Any]:
-        """GGUF keys of this architecture, by which llama.cpp opens the file."""
+        """Return the GGUF keys of this architecture, by which llama.cpp opens the file."""
         return {
             f"{self.arch}.context_length": np.uint32(self.context_length),
             f"{self.arch}.embedding_length": np.uint32(self.embedding_length),
@@ -73,7 +72,7 @@ class ModelConfig:
         }
 
     def stages(self, recompute: bool = False) -> list[Stage]:
-        """The stages; with `recompute` each block keeps only its input for backward."""
+        """Return the stages; with `recompute` each block keeps only its input for backward."""
         stages = self.layers() if self.lora is None else self.lora.adapt(self.layers())
         if not recompute:
             return stages
@@ -84,7 +83,7 @@ class ModelConfig:
 
     @property
     def stored(self) -> dict[str, BlockKind]:
-        """Parameters that stay in the blocks of the file that they came from."""
+        """Parameters that stay quantized in the blocks of their file."""
         return {} if self.lora is None else dict(self.lora.stored)
 
     @property
@@ -94,11 +93,11 @@ class ModelConfig:
         return sum(kind.bytes_of(params[name].size) for name, kind in self.stored.items() if name in params)
 
     def params(self) -> dict[str, Param]:
-        """All parameters by name, adapters included, in the order of the file."""
+        """Return all parameters by name, adapters included, in the order of the file."""
         return stage_params(self.stages())
 
     def constants(self) -> dict[str, Array]:
-        """Tensors of the file, float32, that are no parameters: never trained, written as they were read."""
+        """Return float32 tensors of the file that are no parameters: not trained, written back unchanged."""
         return {}
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -117,31 +116,31 @@ class ModelConfig:
 
 
 def name_some(names: Iterable[str], most: int = 3) -> str:
-    """'none', or the first few names and how many more there are."""
+    """Return 'none', or the first `most` names and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values of a key that say the same as its absence; so does False, not True
+NEUTRAL = (None, "none", 0, 1)  # values of a key that mean the same as its absence; so does False, not True
 
 
 class ModelKeys:
-    """Reads the keys of one architecture; errors name the key."""
+    """Reader of the keys of one architecture; errors name the key."""
 
     def __init__(self, arch: str, metadata: Metadata) -> None:
         self.arch, self.keys = arch, GGUFKeys(metadata)
 
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
-        """The finite number at ARCH.NAME, or `default`; without one the key is required."""
+        """Return the finite number at ARCH.NAME, or `default`; without a default the key is required."""
         return self._given(name, self.keys.number(f"{self.arch}.{name}", least), default)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """The whole number from 1 at ARCH.NAME, or `default`; without one the key is required."""
+        """Return the integer from 1 at ARCH.NAME, or `default`; without a default the key is required."""
         return self._given(name, self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
-        """The text at ARCH.NAME; None where there is none."""
+        """Return the string at ARCH.NAME; None if there is none."""
         return self.keys.text(f"{self.arch}.{name}")
 
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
@@ -152,7 +151,7 @@ class ModelKeys:
         return found
 
     def blocks(self, tensors: Iterable[str]) -> int:
-        """ARCH.block_count, which the file's tensors bear out: building blocks costs time and memory."""
+        """Return ARCH.block_count; raise if the file has fewer blocks: building one costs time and memory."""
         count, found = (
             self.size("block_count"),
             len({n.split(".")[1] for n in tensors if n.startswith("blk.")}),
@@ -164,12 +163,12 @@ class ModelKeys:
         return count
 
     def refuse_non_causal(self) -> None:
-        """Raise for a model whose positions see what comes after them."""
+        """Raise for a model whose positions attend to later ones."""
         if self.keys.flag(f"{self.arch}.attention.causal") is False:
             raise UsageError(f"the GGUF key {self.arch}.attention.causal = False is not supported")
 
     def require(self, name: str, only: float) -> None:
-        """Raise unless the number at ARCH.NAME is absent or the one that is computed."""
+        """Raise unless the number at ARCH.NAME is absent or `only`, the supported value."""
         value = self.number(name, only, least=-math.inf)
         if value != only:
             raise UsageError(
@@ -177,7 +176,7 @@ class ModelKeys:
             )
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Raise for keys whose meaning this runtime does not implement: silence would compute wrongly."""
+        """Raise for keys that this runtime does not implement: ignoring them would give wrong results."""
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
@@ -186,7 +185,7 @@ class ModelKeys:
 
 
 def vocabulary(metadata: Metadata, keys: ModelKeys) -> int:
-    """Number of tokens: the tokenizer's, else ARCH.vocab_size."""
+    """Return the number of tokens: the tokenizer's, else ARCH.vocab_size."""
     return len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size")
 
 
@@ -200,7 +199,7 @@ REQUIRED, OPTIONAL = ("layers", "dim", "heads", "context", "vocab_size"), ("kv_h
 
 
 def check_sizes(flags: Any) -> dict[str, Any]:
-    """Flags of the model's sizes, as whole numbers; raises UsageError for names and values that are none."""
+    """Return the flags of the model's sizes as integers; raise UsageError for invalid names and values."""
     if not isinstance(flags, Mapping):
         raise UsageError(f"sizes of a model: expected a mapping such as {{'layers': 2}}, got {came(flags)}")
     given = dict.fromkeys(OPTIONAL) | dict(flags)
@@ -218,12 +217,12 @@ def check_sizes(flags: Any) -> dict[str, Any]:
 
 
 def spelled(name: str) -> str:
-    """The flag of a size."""
+    """Return the flag of a size."""
     return f"--{name.replace('_', '-')}"
 
 
 def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that every architecture takes from the flags, which were checked."""
+    """Return the sizes that every architecture takes from the flags, which were checked."""
     dim, heads = flags["dim"], flags["heads"]
     require_divides(
         dim, heads, f"--heads {heads} does not divide --dim {dim}", "every head gets dim / heads columns"
@@ -238,7 +237,7 @@ def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> list[Stage]:
-    """Final norm and logits; a tied head is the embedding's matrix, hence of its scope."""
+    """Return the stages of final norm and logits; a tied head has the embedding's matrix and scope."""
     if tied:
         return [Stage("output_norm", norm), Stage("token_embd", Linear("token_embd", width, vocabulary_size))]
     return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
@@ -248,12 +247,12 @@ MOST_BLOCKS = 2_000  # twice the deepest that was ever trained; a plan of more t
 
 
 def elements(model: ModelConfig) -> int:
-    """The number of elements of all parameters; blocks may differ, as with adapters in some of them."""
+    """Return the number of elements of all parameters; blocks may differ, as with adapters in some."""
     return sum(param.size for param in model.params().values())
 
 
 def check_blocks(model: ModelConfig) -> ModelConfig:
-    """The model of flags itself; raises UsageError for one that would take minutes to build."""
+    """Return the model; raise UsageError if it has so many blocks that building it would take minutes."""
     if model.block_count > MOST_BLOCKS:
         one, two = (elements(replace(model, block_count=count)) for count in (1, 2))  # its blocks are alike
         raise UsageError(

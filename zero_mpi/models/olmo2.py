@@ -1,6 +1,6 @@
-"""The `olmo2` architecture (Groeneveld et al., 2024): norms behind attention and feed-forward, and of q, k.
+"""The `olmo2` architecture (Groeneveld et al., 2024): norms after attention and feed-forward, and of q, k.
 
-What a branch gives is normalized before it is added, what it is given is not; q and k are over all heads.
+The output of a branch is normalized before it is added, its input is not; q and k are over all heads.
 """
 
 from __future__ import annotations

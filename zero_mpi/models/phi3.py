@@ -1,8 +1,8 @@
 """The `phi3` architecture (Abdin et al., 2024): one matrix for q, k and v, and one for gate and up.
 
 For long contexts it has two sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one
-up to the context of its first training, one for a longer one. The context is what the file says of the model,
-as where llama.cpp is given no other, so neither a short text nor a cache changes what is computed.
+up to the context of its first training, one for a longer one. The model's context in the file selects the
+set, as llama.cpp does by default, so neither a short text nor a cache changes the results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Phi3(RotaryModel):
     """Sizes of a phi3 model.
 
     long_factors, short_factors   divisors of rotary frequencies, or none of either
-    original_context              up to which the short ones count; 0: the model's context
-    rope_magnitude                what q and k are multiplied by as they are turned
+    original_context              longest context that uses the short ones; 0: the model's context
+    rope_magnitude                factor of q and k when they are rotated
     """
 
     arch: ClassVar[str] = "phi3"

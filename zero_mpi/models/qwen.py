@@ -1,4 +1,4 @@
-"""The `qwen2` and `qwen3` architectures (Yang et al., 2024 and 2025): a llama in the other rotary order.
+"""The `qwen2` and `qwen3` architectures (Yang et al., 2024 and 2025): llama with the other rotary order.
 
 Qwen2 has biases at q, k and v; Qwen3 normalizes q and k instead, head by head.
 """

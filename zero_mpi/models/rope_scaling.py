@@ -1,9 +1,9 @@
-"""Rotary positions that were scaled to reach further than in a model's first training, as a GGUF says it.
+"""Scaling of rotary positions beyond the context of a model's first training, as described by GGUF keys.
 
-`linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` leaves the quick ones as they are,
-divides the slow ones, goes from one to the other along a ramp, and multiplies what is turned by a magnitude
-that grows with the factor's logarithm (Peng et al., "YaRN", 2023). Both are keys. Llama 3 has divisors of its
-own instead, in a tensor.
+`linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` keeps the high ones, divides the low
+ones, interpolates between them along a ramp, and multiplies q and k by a magnitude that grows with the
+factor's logarithm (Peng et al., "YaRN", 2023). Keys describe both. Llama 3 has its own divisors instead, in a
+tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAST, SLOW = (
     32.0,
     1.0,
 )  # turns within the first context from which, and up to which, a frequency is quick, slow
-# Keys of YaRN's other numbers, and the only value that is computed.
+# Keys of YaRN's other numbers, and the only supported value of each.
 FIXED = {
     "rope.scaling.yarn_beta_fast": FAST,
     "rope.scaling.yarn_beta_slow": SLOW,
@@ -39,7 +39,7 @@ FIXED = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A kind of scaling, `linear` or `yarn`; how much further; and for yarn, the context before it."""
+    """Kind of scaling, `linear` or `yarn`; its factor; and for yarn, the context before scaling."""
 
     kind: str
     factor: float
@@ -47,7 +47,7 @@ class RopeScaling:
 
     @classmethod
     def from_gguf(cls, keys: ModelKeys) -> Self | None:
-        """What a file's keys say, None where nothing is scaled; raises UsageError for others."""
+        """Return the scaling in a file's keys, None if there is none; raise UsageError for other kinds."""
         for name, only in FIXED.items():
             keys.require(name, only)
         kind = keys.text(TYPE) or LINEAR  # so llama.cpp has it
@@ -67,14 +67,14 @@ class RopeScaling:
         return cls(kind, factor, keys.size(ORIGINAL, keys.size("context_length")))
 
     def metadata(self) -> dict[str, Any]:
-        """The keys, without the prefix."""
+        """Return the keys, without the prefix."""
         keys = {TYPE: self.kind, FACTOR: np.float32(self.factor)}
         if self.kind == LINEAR:
             return keys
         return keys | {ORIGINAL: np.uint32(self.original)}
 
     def divisors(self, width: int, base: float) -> tuple[float, ...]:
-        """What the width / 2 frequencies of a head are divided by."""
+        """Return the divisors of the width / 2 frequencies of a head."""
         pairs = np.arange(width // 2)
         if self.kind == LINEAR:
             return (self.factor,) * len(pairs)
@@ -83,7 +83,7 @@ class RopeScaling:
         return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """The pair up to which frequencies are quick, and that from which on they are slow."""
+        """Return the last pair with a high frequency, and the first with a low one: the ramp's ends."""
         places = [
             width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
         ]
@@ -91,14 +91,14 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What queries and keys are multiplied by as they are turned."""
+        """Factor by which queries and keys are multiplied when they are rotated."""
         return 1.0 + 0.1 * log(self.factor) if self.kind == YARN else 1.0
 
 
 def read_factors(
     tensors: Collection[str], read: Read | None, count: int, name: str = ROPE_FREQS
 ) -> tuple[float, ...]:
-    """The `count` values of a tensor; raises UsageError unless they can divide frequencies."""
+    """Return the `count` values of a tensor; raise UsageError unless they can divide frequencies."""
 
     def check(shape: tuple[int, ...]) -> None:
         if shape != (count,):
@@ -107,7 +107,7 @@ def read_factors(
     if read is None:
         raise UsageError(f"{name} is part of the configuration, and nothing was given to read it with")
     if isinstance(tensors, Mapping):
-        check(tensors[name])  # before anything is read: a shape from a file may be of any size
+        check(tensors[name])  # before the tensor is read: a shape from a file may be of any size
     values = read(name)
     check(values.shape)
     if not (np.isfinite(values) & (values > 0)).all():

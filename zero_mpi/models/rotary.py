@@ -1,9 +1,9 @@
-"""What llama and its relatives share: RMSNorm, rotary positions, grouped attention, a gated feed-forward.
+"""Base of llama and related models: RMSNorm, rotary positions, grouped attention, a gated feed-forward.
 
-The architectures differ in data: the rotary order of the rows of q and k, where norms are, which blocks have
-no rotary positions, biases, and what llama.cpp takes from a file. What one of them computes beside that is a
-method of it. A file decides which of the possible biases a model has. Annotations are no texts here, as in
-`model_config`.
+The architectures differ in class variables: the rotary order of the rows of q and k, the places of norms,
+blocks without rotary positions, biases, and the tensors that llama.cpp reads. Other differences are methods
+of an architecture. A file decides which of the possible biases a model has. Annotations are no strings here:
+subclasses in other modules have them in their own signatures.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -53,9 +53,9 @@ QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
 
 @dataclass(frozen=True)
 class RotaryModel(ModelConfig):
-    """Sizes of such a model; `biases` names the projections that have one ("attn_q", "ffn_up", ...).
+    """Sizes of a rotary model; `biases` names the projections with a bias ("attn_q", "ffn_up", ...).
 
-    `rope_factors` (one a pair, or none) divide the rotary frequencies; each is a float32. Positions turn the
+    `rope_factors` (one per pair, or none) divide the rotary frequencies; each is a float32. RoPE rotates the
     first `rope_dimension_count` elements of a head; 0: all.
     """
 
@@ -150,12 +150,12 @@ class RotaryModel(ModelConfig):
 
     @classmethod
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        """What a file says that only this architecture has."""
+        """Return the fields that only this architecture has, read from a file."""
         return {}
 
     @classmethod
     def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
-        """The attention heads that a file's keys describe; raises UsageError if they do not fit together."""
+        """Return the attention heads that a file's keys describe; raise UsageError if they do not fit."""
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
         if query % kv:
@@ -199,22 +199,22 @@ class RotaryModel(ModelConfig):
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
-        """A projection back into the residual stream: its start is scaled by the depth, as in GPT-2."""
+        """Return a projection into the residual stream: depth scales its initialization, as in GPT-2."""
         std = HEAD_STD / (2 * self.block_count) ** 0.5
         return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=std)
 
     def norm(self, name: str) -> RMSNorm:
-        """An RMSNorm over the residual stream."""
+        """Return an RMSNorm over the residual stream."""
         return RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
     def branch(self, before: str, after: str, *layers: Layer) -> Layer:
-        """The layers of attention or feed-forward, between the norms that the architecture has there."""
+        """Return the layers of attention or feed-forward, between the architecture's norms."""
         first = [self.norm(before)] if self.norms_before else []
         last = [self.norm(after)] if self.norms_after else []
         return Chain(*first, *layers, *last)
 
     def attention(self, prefix: str) -> Layer:
-        """The layer x -> attention(norm(x))."""
+        """Return the layer x -> attention(norm(x))."""
         width, heads = self.embedding_length, self.heads
         return self.branch(
             f"{prefix}.attn_norm",
@@ -228,13 +228,13 @@ class RotaryModel(ModelConfig):
         )
 
     def norms_of_heads(self, prefix: str) -> list[Layer]:
-        """What normalizes q and k, if the architecture does."""
+        """Return the layer that normalizes q and k, if the architecture has one."""
         if self.joint_norms:
             return [JointQKNorm(prefix, self.heads, self.rms_epsilon)]
         return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
 
     def turn(self, block: int) -> list[Layer]:
-        """The rotary positions of a block, if it has any."""
+        """Return the RoPE layer of a block, if it has one."""
         if self.unturned and (block + 1) % self.unturned == 0:
             return []
         return [
@@ -244,22 +244,22 @@ class RotaryModel(ModelConfig):
                 factors=self.divisors,
                 magnitude=self.magnitude,
                 width=self.turned_width,
-                in_place=True,  # projections and norms of heads keep what they are given, not what they give
+                in_place=True,  # projections and norms of heads save their inputs, not their outputs
             )
         ]
 
     def window(self, block: int) -> int | None:
-        """How many positions a block attends to at most; None: to all before each."""
+        """Return the most positions that a block attends to; None: all positions before each."""
         return None
 
     @property
     def turned_width(self) -> int:
-        """Elements of a head that positions turn."""
+        """Elements of a head that RoPE rotates."""
         return self.rope_dimension_count or self.key_length
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """What rotary frequencies are divided by; empty: by nothing."""
+        """Divisors of the rotary frequencies; empty: none."""
         if self.rope_scaling is None:
             return self.rope_factors
         scaled = self.rope_scaling.divisors(self.turned_width, self.rope_freq_base)
@@ -268,16 +268,16 @@ class RotaryModel(ModelConfig):
 
     @property
     def magnitude(self) -> float:
-        """What q and k are multiplied by as they are turned."""
+        """Factor by which q and k are multiplied when they are rotated."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
     def score_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor by which products of queries and keys are multiplied."""
         return float(self.key_length**-0.5)
 
     def feed_forward(self, prefix: str) -> Layer:
-        """x -> down(gated pair(norm(x)))."""
+        """Return the layer x -> down(gated pair(norm(x)))."""
         width, hidden = self.embedding_length, self.feed_forward_length
         return self.branch(
             f"{prefix}.ffn_norm",
@@ -287,15 +287,15 @@ class RotaryModel(ModelConfig):
         )
 
     def block(self, prefix: str) -> Layer:
-        """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+        """Return the layer x + attention(norm(x)), then x + feed_forward(norm(x))."""
         return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
 
     def embedding(self) -> Layer:
-        """The layer that makes vectors of tokens."""
+        """Return the layer that maps tokens to vectors."""
         return Embedding("token_embd", self.vocab_size, self.embedding_length)
 
     def final_norm(self) -> Layer:
-        """What stands before the head."""
+        """Return the norm before the head."""
         return self.norm("output_norm")
 
     def layers(self) -> list[Stage]:
@@ -305,5 +305,5 @@ class RotaryModel(ModelConfig):
 
 
 def block_number(prefix: str) -> int:
-    """The number in the prefix of a block's names: 3 of `blk.3`."""
+    """Return the number in the prefix of a block's names: 3 of `blk.3`."""
     return int(prefix.rpartition(".")[2])

@@ -1,6 +1,6 @@
-"""The `smollm3` architecture (Bakouch et al., 2025): a llama of which every fourth block has no positions.
+"""The `smollm3` architecture (Bakouch et al., 2025): llama, but every fourth block has no rotary positions.
 
-Yang et al., "RoPE to NoRoPE and Back Again", 2025: such blocks look far back, the others near.
+Yang et al., "RoPE to NoRoPE and Back Again", 2025: such blocks attend far back, the others near.
 """
 
 from __future__ import annotations

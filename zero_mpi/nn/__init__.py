@@ -1,4 +1,4 @@
-"""Layers: parameters by name, a forward and a backward, no arrays of their own."""
+"""Layers: they have parameter names, a forward and a backward, but hold no arrays."""
 
 from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, SwiGLU
 from zero_mpi.nn.attention import (

@@ -1,4 +1,4 @@
-"""GELU, and the gated pairs of projections of SwiGLU and GeGLU."""
+"""GELU, and the gated projections of SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JointSwiGLU(SwiGLU):
 
 
 class GeGLU(SwiGLU):
-    """gelu(gate(x)) * up(x), with the same names."""
+    """gelu(gate(x)) * up(x), with the parameter names of SwiGLU."""
 
     def _join(self, gate: Any, up: Any) -> Any:
         return ops.geglu(gate, up)

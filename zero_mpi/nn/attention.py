@@ -27,7 +27,7 @@ from zero_mpi.ops.elementary import cosines, power, sines
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads, and how wide."""
+    """Numbers of heads, and their widths."""
 
     query: int
     kv: int
@@ -36,11 +36,11 @@ class Heads:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns of q, k and v when the heads lie side by side."""
+        """Columns of q, k and v when the heads are concatenated."""
         return self.query * self.key_width, self.kv * self.key_width, self.kv * self.value_width
 
     def split(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """(B, T, heads * width) -> (B, T, heads, width) for each."""
+        """Reshape q, k and v from (B, T, heads * width) to (B, T, heads, width)."""
         lead = q.shape[:2]
         return (
             q.reshape(*lead, self.query, self.key_width),
@@ -50,7 +50,7 @@ class Heads:
 
 
 def merge(x: Any) -> Any:
-    """(B, T, heads, width) -> (B, T, heads * width)."""
+    """Reshape (B, T, heads, width) to (B, T, heads * width)."""
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -79,7 +79,7 @@ class ProjectQKV(Composite):
 class JointQKV(ProjectQKV):
     """x (B, T, C) -> (q, k, v) by parts of one matrix `PREFIX.attn_qkv`: rows of q, then k, then v.
 
-    As `FusedQKV`, but each lies in one piece, so that it can be turned where it lies.
+    Unlike with `FusedQKV`, q, k and v are each contiguous, so RoPE can rotate them in place.
     """
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
@@ -104,7 +104,7 @@ class FusedQKV(Composite):
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        joined = side_by_side(dy)  # so attention's backward leaves them
+        joined = side_by_side(dy)  # attention's backward returns them concatenated
         if joined is None:
             joined = namespace(saved).concatenate([merge(d) for d in dy], axis=-1)
         return self.linear.backward(p, saved, joined, g)
@@ -158,7 +158,7 @@ class JointQKNorm(QKNorm):
 class Frequencies:
     """base^(-2 j / W) / factors[j] for pair j of W / 2; without factors the division is left out.
 
-    What is turned is multiplied by `magnitude` as well.
+    Rotated elements are multiplied by `magnitude` as well.
     """
 
     base: float
@@ -166,7 +166,7 @@ class Frequencies:
     magnitude: float = 1.0
 
     def of(self, width: int) -> Any:
-        """The frequencies (width / 2,) of heads of a width."""
+        """Return the frequencies (width / 2,) of heads of a width."""
         found = power(self.base, -np.arange(0, width, 2, dtype=np.float64) / width)
         return found / self.factors if self.factors else found
 
@@ -175,7 +175,7 @@ class Frequencies:
 def rope_table(
     positions: int, width: int, frequencies: Frequencies, sign: int, dtype: str, on_gpu: bool
 ) -> tuple[Any, Any]:
-    """Magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
+    """Return magnitude times cosines and sines (positions, width / 2) of sign * position * frequency."""
     place, much = device.in_use() if on_gpu else device.HOST, frequencies.magnitude
     angles = sign * np.outer(np.arange(positions), frequencies.of(width))
     cos, sin = (place.from_host((much * turn(angles)).astype(dtype)) for turn in (cosines, sines))
@@ -183,13 +183,13 @@ def rope_table(
 
 
 class RoPE(Layer):
-    """Turn q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
+    """Rotation of q and k by their positions; `interleaved` is llama.cpp's NORM order, otherwise NEOX.
 
-    `factors` (one a pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
-    multiplies what is turned by a `magnitude` as well (Peng et al., 2023). `width`: of the elements of a head
-    that are turned, the first ones; None: all.
-    `in_place`: in the arrays that it is given, which saves memory and a pass; for a chain in which neither
-    the layer before nor the one after keeps what it hands over.
+    `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
+    multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
+    head that are rotated, the first ones; None: all.
+    `in_place`: overwrite the inputs, which saves memory and a pass; for a chain in which neither the layer
+    before saves its output nor the one after its gradient.
     """
 
     backward_reads_params = False
@@ -223,7 +223,7 @@ class RoPE(Layer):
         return q, k, v
 
     def _turn_rows(self, x: Any, cos: Any, sin: Any) -> Any:
-        """`x` (B, T, heads, D) by angles of its own for each of the B T positions."""
+        """Rotate `x` (B, T, heads, D) by a separate angle for each of the B T positions."""
         one = x.reshape(1, -1, *x.shape[2:])
         return ops.rope(one, cos, sin, self.interleaved, one if self.in_place else None).reshape(x.shape)
 
@@ -234,14 +234,14 @@ class RoPE(Layer):
         return self._turn(dy, 0, -1)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`."""
+        """Return y of the positions after `cache`; see `generation.infer`."""
         return self._turn(x, cache.position, 1)
 
 
 class CausalAttention(Layer):
-    """(q, k, v) -> (B, T, H, E): each position attends to itself and those before it in its document.
+    """(q, k, v) -> (B, T, H, E): each position attends to itself and earlier ones of its document.
 
-    With a `window` to so many positions at most, itself included (Beltagy et al., "Longformer", 2020).
+    `window`: the most positions that it attends to, itself included (Beltagy et al., "Longformer", 2020).
     """
 
     backward_reads_params = False
@@ -250,7 +250,7 @@ class CausalAttention(Layer):
         self.scale, self.window = scale, window
 
     def _begins(self, q: Any, start: int) -> Any:
-        """The first position that each query sees, (B, T); None where that is the first of all for each."""
+        """Return the first position that each query attends to, (B, T); None if it is 0 for all queries."""
         found, stop = documents(), start + q.shape[1]
         if self.window is None or stop <= self.window:
             return None if found is None else found.begins
@@ -267,7 +267,7 @@ class CausalAttention(Layer):
         return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`."""
+        """Return y of the positions after `cache`; see `generation.infer`."""
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = self._room(cache, k, v, stop)
@@ -277,7 +277,7 @@ class CausalAttention(Layer):
         ]
 
     def _room(self, cache: Cache, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """This layer's stored keys and values, with room for `stop` positions; doubled when full."""
+        """Return this layer's cached keys and values, for at least `stop` positions; doubled when full."""
         stored = cache.entries.get(id(self))
         if stored is None or stored[0].shape[1] < stop:
             grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Layers made of layers: one after the other, with a shortcut, or computed twice to save memory."""
+"""Layers made of layers: a sequence, a residual connection, or a layer recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chain(Composite, AddsInForward, AddsInBackward):
 
     @cached_property
     def but_last(self) -> Chain | None:
-        """All layers before the last one, if there are any."""
+        """A chain of all layers before the last one, if there are any."""
         return Chain(*self.layers[:-1]) if self.layers[1:] else None
 
     def parts(self) -> Sequence[Layer]:
@@ -63,11 +63,11 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         return dy
 
     def _at_end(self, residual: Any) -> list[Any]:
-        """The residual belongs to the layer that computes last."""
+        """Return a list of residuals per layer: the layer that computes last adds the residual."""
         return [None] * (len(self.layers) - 1) + [residual]
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """As `fusions.Head.loss`: the last layer is the head."""
+        """Return (loss, dx) with the last layer as the head; see `fusions.Head.loss`."""
         if self.but_last is None:
             return loss_and_backward(self.layers[-1], p, x, targets, scale, g)
         y, saved = self.but_last.forward(p, x)
@@ -75,19 +75,19 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         return loss, self.but_last.backward(p, saved, dy, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """As `fusions.Head.evaluate`."""
+        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         y = x if self.but_last is None else self.but_last.forward(p, x)[0]
         return loss_alone(self.layers[-1], p, y, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`, one layer after the other."""
+        """Return y of the positions after `cache`, one layer after the other; see `generation.infer`."""
         for layer in self.layers:
             x = infer(layer, p, x, cache)
         return x
 
 
 class Wrapper(Composite):
-    """A layer around one other layer, whose parameters are its own."""
+    """A layer around one other layer, with the parameters of that layer."""
 
     def __init__(self, inner: Layer) -> None:
         self.inner = inner
@@ -107,12 +107,12 @@ class Residual(Wrapper):
         return backward_onto(self.inner, p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`."""
+        """Return y of the positions after `cache`; see `generation.infer`."""
         return ops.add(x, infer(self.inner, p, x, cache))
 
 
 class Recompute(Wrapper):
-    """inner(x), which keeps only x and runs forward again inside backward.
+    """inner(x): it saves only x and runs forward again in backward (activation checkpointing).
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The second run has the same bits.
     """
@@ -129,13 +129,13 @@ class Recompute(Wrapper):
         return self.inner.backward(p, kept, dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """As `fusions.Head.loss`: backward follows at once, so there is nothing to save."""
+        """Return (loss, dx) without recomputing, as backward follows at once; see `fusions.Head.loss`."""
         return loss_and_backward(self.inner, p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """As `fusions.Head.evaluate`."""
+        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         return loss_alone(self.inner, p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`."""
+        """Return y of the positions after `cache`; see `generation.infer`."""
         return infer(self.inner, p, x, cache)

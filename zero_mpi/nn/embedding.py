@@ -23,7 +23,7 @@ class Embedding(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # others would be cut to whole ones, or fail
+        array(f"{self.weight}: tokens", x, kinds=WHOLE)  # other types would be truncated to integers, or fail
         return ops.embedding(x, p[self.weight]), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -32,7 +32,7 @@ class Embedding(Layer):
 
 
 class LearnedPositions(Layer):
-    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C), from each document's beginning on."""
+    """y (B, T, C) = x + the first T rows of `NAME.weight` (context, C), from each document's start on."""
 
     backward_reads_params = False
 
@@ -57,5 +57,5 @@ class LearnedPositions(Layer):
         return dy
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """As `generation.infer`."""
+        """Return y of the positions after `cache`; see `generation.infer`."""
         return ops.positions(x, p[self.weight][cache.position : cache.position + x.shape[1]])

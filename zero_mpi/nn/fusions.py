@@ -1,8 +1,8 @@
-"""What a layer may offer beside its two functions, and what is done where it does not.
+"""Optional fused operations of a layer beside forward and backward, and fallbacks for other layers.
 
-A layer that writes its result itself can add a residual to it in the same pass. A last stage that makes
-logits can take the loss with them, so that they need not all exist. Who asks goes through the functions
-here, so that a layer with nothing but `forward` and `backward` does everywhere.
+A layer that writes its result itself can add a residual to it in the same pass. A last stage that computes
+logits can compute the loss as well, so that not all logits exist at once. Callers use the functions here, so
+a layer with only `forward` and `backward` works everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class AddsInForward(Layer):
     """A layer whose forward adds `residual` where it writes y."""
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        """(y, saved), or (residual + y, saved)."""
+        """Return (y, saved), or (residual + y, saved)."""
         raise NotImplementedError
 
 
@@ -26,12 +26,12 @@ class AddsInBackward(Layer):
     """A layer whose backward adds `residual` where it writes dx."""
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
-        """dx, or residual + dx; adds the parameters' gradients into g."""
+        """Return dx, or residual + dx; add the parameters' gradients into g."""
         raise NotImplementedError
 
 
 def forward_onto(layer: Layer, p: Weights, x: Any, residual: Any) -> tuple[Any, Any]:
-    """(residual + y, saved); a residual of None is none."""
+    """Return (residual + y, saved); None: no residual."""
     if residual is None:
         return layer.forward(p, x)
     if isinstance(layer, AddsInForward):
@@ -41,7 +41,7 @@ def forward_onto(layer: Layer, p: Weights, x: Any, residual: Any) -> tuple[Any, 
 
 
 def backward_onto(layer: Layer, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any) -> Any:
-    """residual + dx; a residual of None is none."""
+    """Return residual + dx; None: no residual."""
     if residual is None:
         return layer.backward(p, saved, dy, g)
     if isinstance(layer, AddsInBackward):
@@ -51,22 +51,22 @@ def backward_onto(layer: Layer, p: Weights, saved: Any, dy: Any, g: Gradients, r
 
 @runtime_checkable
 class Head(Protocol):
-    """A last stage that can do with less than all logits at once."""
+    """A last stage that computes loss or gradients without all logits in memory."""
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """(loss, dx): forward, cross-entropy of y as logits, and backward, in one.
+        """Return (loss, dx): forward, cross-entropy of y as logits, and backward, in one.
 
         The loss is `scale` times the sum over targets of -log softmax.
         """
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """The loss without a backward to come."""
+        """Return the loss; no backward follows."""
 
 
 def loss_and_backward(
     layer: Layer, p: Weights, x: Any, targets: Any, scale: float, g: Gradients
 ) -> tuple[Scalar, Any]:
-    """(loss, dx) of any layer as a head; see `Head.loss`."""
+    """Return (loss, dx) of any layer as a head; see `Head.loss`."""
     if isinstance(layer, Head):
         return layer.loss(p, x, targets, scale, g)
     y, saved = layer.forward(p, x)
@@ -75,7 +75,7 @@ def loss_and_backward(
 
 
 def loss_alone(layer: Layer, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-    """The loss of any layer as a head; at scale 0 the number of targets that are not the likeliest ids."""
+    """Return the loss of any layer as a head; at scale 0 the number of targets that are not the argmax."""
     if not scale:
         return (layer.forward(p, x)[0].argmax(-1) != targets).sum()
     if isinstance(layer, Head):

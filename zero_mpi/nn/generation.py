@@ -1,4 +1,4 @@
-"""Layers one position after the other: what generation keeps between calls, and how a layer uses it."""
+"""Generation, one position after the other: the cache that it keeps between calls, and its use by layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_mpi.nn.layer import Layer, Weights
 
 @dataclass
 class Cache:
-    """What generation keeps between calls: how many positions are done, and keys and values per layer."""
+    """State of generation between calls: the number of positions done, and keys and values per layer."""
 
     position: int = 0
     entries: dict[int, Any] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class Cache:
 def infer(layer: Layer, p: Weights, x: Any, cache: Cache) -> Any:
     """Return y of any layer for the positions that follow those in `cache`.
 
-    A layer has `infer` where its result depends on other positions than its own, or on where they are.
+    A layer has `infer` if its result at a position depends on other positions or on the position's number.
     """
     own: Callable[..., Any] | None = getattr(layer, "infer", None)
     return layer.forward(p, x)[0] if own is None else own(p, x, cache)

@@ -1,7 +1,7 @@
-"""What a layer is: it names its parameters and knows two functions, and it holds no arrays.
+"""Definition of a layer: it names its parameters, has a forward and a backward, and holds no arrays.
 
-Weights are an argument of `forward` and `backward`, so the runtime may free them after the one and
-gather them again for the other. Backward *adds* into the gradients it is given: accumulation, tied
+Weights are an argument of `forward` and `backward`, so the runtime may free them after forward and
+gather them again for backward. Backward *adds* into the gradients it is given: accumulation, tied
 weights and flat gradient buffers then need no more code. Parameter names are GGUF's own.
 """
 
@@ -21,7 +21,7 @@ INITS = ("normal", "ones", "zeros")
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: shape, and how it starts: "normal" with `std`, "ones" or "zeros"."""
+    """A parameter: its shape and initialization: "normal" with `std`, "ones" or "zeros"."""
 
     shape: tuple[int, ...]
     init: str = "normal"
@@ -37,37 +37,37 @@ class Param:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+        """True if weight decay applies: to matrices, not to norms and biases."""
         return len(self.shape) >= 2
 
 
 class Layer:
     """Base of all layers.
 
-    `saved` is whatever backward needs of forward and must not hold anything of `p`. A parameter that is
-    missing in `g` is frozen: its gradient is not computed.
+    `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that
+    is missing in `g` is frozen: its gradient is not computed.
     """
 
-    backward_reads_params = True  # False lets a sharded unit stay away during this layer's backward
+    backward_reads_params = True  # False: a sharded unit need not be gathered for this layer's backward
 
     def params(self) -> dict[str, Param]:
-        """Name -> Param, in the order in which they lie in a file."""
+        """Return name -> Param, in the order of the file."""
         return {}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        """The output y, and what backward needs: (y, saved)."""
+        """Return (y, saved): the output, and the values that backward needs."""
         raise NotImplementedError
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        """dx; adds the parameters' gradients into g. x and dy stay as they are."""
+        """Return dx; add the parameters' gradients into g. x and dy are not changed."""
         raise NotImplementedError
 
 
 class Composite(Layer):
-    """A layer made of others, whose parameters are its own."""
+    """A layer made of others, with the parameters of those layers."""
 
     def parts(self) -> Sequence[Layer]:
-        """The layers that it is made of, in the order of their parameters."""
+        """Return the layers that it is made of, in the order of their parameters."""
         raise NotImplementedError
 
     def params(self) -> dict[str, Param]:
@@ -76,14 +76,14 @@ class Composite(Layer):
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a model: a layer, and the scope (name prefix) whose parameters travel together."""
+    """One step of a model: a layer, and the scope (name prefix) whose parameters are gathered together."""
 
     scope: str
     layer: Layer
 
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:
-    """All parameters of a model in its order; a tied one once, where it comes first. Raises ValueError."""
+    """Return all parameters of a model in order; a tied one only at its first place. Raise ValueError."""
     params: dict[str, Param] = {}
     for stage in stages:
         for name, param in stage.layer.params().items():
@@ -94,7 +94,7 @@ def stage_params(stages: list[Stage]) -> dict[str, Param]:
 
 
 def check_param(name: Any, param: Any) -> None:
-    """Raise ValueError for a parameter that cannot be."""
+    """Raise ValueError for an invalid parameter."""
     instance("a parameter's name", name, str, "a text")
     instance(f"parameter {name}", param, Param, "Param(shape)")
     if not isinstance(param.shape, tuple) or not param.shape:

@@ -19,8 +19,8 @@ ALL = slice(None)
 class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
-    With an adapter (`low_rank`) its product is added. `fused`: the rows of each
-    matrix, where W is several on top of each other.
+    With an adapter (`low_rank`) its product is added. `fused`: the number of rows of each
+    matrix, if W consists of several stacked matrices.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Linear(AddsInForward):
         self._adapter: LowRank | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
-        """Add a product of low rank, which may be trained while the matrix is frozen."""
+        """Add an adapter (a product of low rank), which may be trained while the matrix is frozen."""
         self._adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale)
 
     def params(self) -> dict[str, Param]:
@@ -51,7 +51,7 @@ class Linear(AddsInForward):
         return self.rows(p, x, ALL, residual), x
 
     def rows(self, p: Weights, x: Any, part: slice, residual: Any = None) -> Any:
-        """y of a part of the rows of W."""
+        """Return y of a part of the rows of W."""
         bias = p[self.bias][part] if self.bias else None
         y = ops.linear(x, p[self.weight][part], bias, residual)
         return y if self._adapter is None else self._adapter.add_to(y, p, x, part)
@@ -60,13 +60,13 @@ class Linear(AddsInForward):
         return p[self.bias] if self.bias else None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
-        """dx; added to `into`, which is then the result, where several layers share an input."""
+        """Return dx; if several layers share an input, add it to `into` and return that."""
         return self.backward_of_rows(p, saved, dy, g, ALL, into)
 
     def backward_of_rows(
         self, p: Weights, x: Any, dy: Any, g: Gradients, part: slice, into: Any = None
     ) -> Any:
-        """The backward of what `rows` computed; as `backward`."""
+        """Return dx of the result of `rows`; otherwise like `backward`."""
         if self.weight in g:
             ops.linear_backward_w(dy, x, g[self.weight][part])
         if self.bias and self.bias in g:
@@ -75,7 +75,7 @@ class Linear(AddsInForward):
         return dx if self._adapter is None else self._adapter.backward(p, x, dy, g, dx, part)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """As `fusions.Head.loss`: logits in pieces."""
+        """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""
         if self._adapter is not None:
             return self._adapted_loss(p, x, targets, scale, g)
         dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
@@ -83,7 +83,7 @@ class Linear(AddsInForward):
         return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """As `fusions.Head.evaluate`."""
+        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         if self._adapter is not None:
             return self._adapted_loss(p, x, targets, scale, None)[0]
         weight, bias = p[self.weight], self._bias(p)
@@ -92,7 +92,7 @@ class Linear(AddsInForward):
     def _adapted_loss(
         self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None
     ) -> tuple[Scalar, Any]:
-        """(loss, dx) with an adapter, which is no part of the one operation; dx is None without `g`."""
+        """Return (loss, dx) with an adapter, which the fused operation lacks; dx is None without `g`."""
         dx: Any = None if g is None else ops.scale(x, 0.0)
         loss, flat, ids = 0.0, x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         step = chunk_rows(len(flat), self._params[self.weight].shape[0])
@@ -105,24 +105,24 @@ class Linear(AddsInForward):
 
 
 class Rows:
-    """Some rows of a linear layer, used as one: what several share a matrix computes by itself.
+    """Rows of a linear layer, used as a layer: one of several projections that share a matrix.
 
-    Products by parts leave each result in one piece, which one product of all rows would not.
+    Separate products make each result contiguous, which one product of all rows would not.
     """
 
     def __init__(self, linear: Linear, start: int, stop: int) -> None:
         self._linear, self._part = linear, slice(start, stop)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        """As `Linear.forward`."""
+        """Return (y, saved); see `Linear.forward`."""
         return self._linear.rows(p, x, self._part), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
-        """As `Linear.backward`."""
+        """Return dx; see `Linear.backward`."""
         return self._linear.backward_of_rows(p, saved, dy, g, self._part, into)
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:
-    """The rows of a layer in parts of so many, one after the other."""
+    """Split the rows of a layer into consecutive parts of `counts` rows."""
     ends = list(accumulate(counts))
     return [Rows(linear, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]

@@ -13,10 +13,10 @@ from zero_mpi.device.types import Array
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> tuple[Scalar, Array]:
-    """(loss, dlogits) for logits (..., V) and whole-number targets (...).
+    """Return (loss, dlogits) for logits (..., V) and integer targets (...).
 
     The loss is `scale` times the sum over targets of -log softmax. `scale` is 1 over the number of targets
-    of the *whole step*, on all ranks and micro-batches, so that gradients are summed and never divided;
+    of the *full step*, on all ranks and micro-batches, so that gradients are summed and never divided;
     left out, it is 1 over the targets given here. A target of -1 does not count: it has no loss.
     """
     check_targets(targets, logits)
@@ -28,7 +28,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
 
 
 def check_targets(targets: Any, logits: Any = None) -> None:
-    """Raise ValueError unless targets are whole numbers, one for each row of logits if these are known."""
+    """Raise ValueError unless targets are integers, one for each row of logits if these are known."""
     array("cross_entropy: targets", targets, kinds=WHOLE)
     if targets.size == 0:
         raise ValueError("cross_entropy: expected at least one target, got an array without elements")
@@ -46,9 +46,9 @@ def check_targets(targets: Any, logits: Any = None) -> None:
 class CrossEntropy:
     """The loss of a micro-batch: called with logits it is `cross_entropy`.
 
-    As an object it also tells targets and scale, so that a model whose last layer makes the logits can take
-    them in pieces (`ShardedModule.forward_backward`). Where targets of -1 do not count, that layer is given
-    little more than the rows that do: each has to be one that treats rows by themselves.
+    The object also holds targets and scale, so that a model whose last layer computes the logits can do so
+    in chunks (`ShardedModule.forward_backward`). If some targets are -1, that layer gets few rows beyond
+    those that count: it must treat each row independently.
     """
 
     targets: Array
@@ -59,5 +59,5 @@ class CrossEntropy:
         number("CrossEntropy: scale", self.scale)
 
     def __call__(self, logits: Array) -> tuple[Scalar, Array]:
-        """The loss and its gradient: (loss, dlogits)."""
+        """Return (loss, dlogits): the loss and its gradient."""
         return cross_entropy(logits, self.targets, self.scale)

@@ -1,8 +1,8 @@
-"""A product of low rank beside a matrix: what a projection learns while its weight is frozen.
+"""LoRA adapters: a trained product of low rank, added to a projection whose weight is frozen.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021: y = x W^T + s (x a^T) b^T, with
 a = `NAME.lora_a` (R, C) random and b = `NAME.lora_b` (O, R) zero at the start, where NAME is the weight's
-whole name, as llama.cpp has it. s is the quotient of alpha and R.
+full name, as in llama.cpp. s is alpha / R.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class LowRank:
         }
 
     def params(self) -> dict[str, Param]:
-        """Both matrices by name."""
+        """Return both matrices by name."""
         return self._params
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice) -> Any:
-        """y (..., O) + s (x a^T) b^T for x (..., C), of a part of the O rows."""
+        """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows."""
         return ops.linear(self._narrow(p, x), p[self._b][part], None, y)
 
     def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice) -> Any:
-        """dx + s (dy b) a, where dx is added to; the gradients of a and b are added into g.
+        """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
-        x a^T is computed again: it takes R / O of the products of the layer.
+        x a^T is computed again: it costs R / O of the products of the layer.
         """
         if self._b in g:
             ops.linear_backward_w(dy, self._narrow(p, x), g[self._b][part])
@@ -50,11 +50,11 @@ class LowRank:
         return ops.linear_backward_x(narrow, p[self._a], dx)
 
     def _narrow(self, p: Weights, x: Any) -> Any:
-        """s x a^T (..., R)."""
+        """Return s x a^T (..., R)."""
         return self._scaled(ops.linear(x, p[self._a]))
 
     def _scaled(self, x: Any) -> Any:
-        """s x (..., R), by a product: every device and type of array has that."""
+        """Return s x (..., R), computed as a matrix product: every device and dtype supports it."""
         if self._scale == 1:
             return x
         return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.home_of(x)))
@@ -62,5 +62,5 @@ class LowRank:
 
 @lru_cache(maxsize=32)
 def diagonal(size: int, value: float, dtype: Any, place: device.Device) -> Any:
-    """A matrix (size, size) that multiplies by `value`."""
+    """Return `value` times the identity matrix (size, size)."""
     return place.from_host((value * np.eye(size)).astype(dtype))

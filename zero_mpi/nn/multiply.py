@@ -1,4 +1,4 @@
-"""A number that a branch, an embedding or logits are multiplied by."""
+"""Multiplication of a branch, an embedding or logits by a number."""
 
 from __future__ import annotations
 

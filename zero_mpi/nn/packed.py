@@ -1,9 +1,9 @@
-"""Several documents in a row of tokens: what keeps them apart in the layers that mix or number positions.
+"""Several documents in a row of tokens: layers that mix or number positions keep them apart.
 
-Nearly all layers treat each position by itself and need not know. Those that do not ask `documents()`, which
-whoever calls them has set by `reading`: a module does, for an input that is `Packed`. Attention then looks no
-further back than a document's beginning, from where positions are counted. Shapes are those of rows without
-documents, so the same memory serves whatever lies in a row.
+Nearly all layers treat each position independently and need no documents. The others call `documents()`,
+which the caller of the layers has set by `reading`: a module does, for an input that is `Packed`. Attention
+then reaches back to a document's start at most, and positions are counted from there. Shapes are those of
+rows without documents, so the memory needed is the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zero_mpi.device.types import Array
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of several documents each, as the input of a model in the place of ids.
+    """Rows of several documents each, as the input of a model instead of ids.
 
-    ids      (B, T) whole numbers
-    begins   (B, T) int64: for each position that of its row at which its document begins
+    ids      (B, T) integers
+    begins   (B, T) int64: for each position, the position in its row at which its document begins
 
-    Raises ValueError for arrays that cannot be these.
+    Raises ValueError for invalid arrays.
     """
 
     ids: Array
@@ -46,7 +46,7 @@ class Packed:
 
 
 class Documents:
-    """Where the documents of a micro-batch begin, on the device, and what layers make of it once for all."""
+    """Starts of a micro-batch's documents, on the device, and arrays that layers derive from them once."""
 
     def __init__(self, begins: Array) -> None:
         self.begins = device.in_use().from_host(begins)
@@ -59,14 +59,14 @@ class Documents:
         return namespace(self.begins).arange(self.begins.shape[1]) - self.begins
 
     def rows(self, table: Array) -> Array:
-        """The rows of a table (positions, ...) for each token, (B T, ...): made once for each table."""
+        """Return the rows of a table (positions, ...) for each token, (B T, ...): made once per table."""
         found = self._rows.get(id(table))
         if found is None:
             found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
         return found[1]
 
     def within(self, window: int) -> Array:
-        """The first position that each sees of its document, `window` at most: made once for each."""
+        """Return the first position of its document in each position's window: made once per window."""
         if window not in self._within:
             batch, length = self.begins.shape
             first = first_in_window(batch, 0, length, window, device.home_of(self.begins))
@@ -76,7 +76,7 @@ class Documents:
 
 @lru_cache(maxsize=32)
 def first_in_window(batch: int, start: int, stop: int, window: int, place: device.Device) -> Array:
-    """The first position that each of start to stop sees through a window: (B, T) int64."""
+    """Return the first position in the window of each position from start to stop: (B, T) int64."""
     first = np.maximum(0, np.arange(start, stop) - window + 1)
     return place.from_host(np.tile(first, (batch, 1)))
 
@@ -85,13 +85,13 @@ _documents: Documents | None = None
 
 
 def documents() -> Documents | None:
-    """The documents of the rows that are being computed; None where a row is one."""
+    """Return the documents of the rows being computed; None if each row is one document."""
     return _documents
 
 
 @contextmanager
 def reading(found: Documents | None) -> Iterator[None]:
-    """Let layers that are called within see these documents."""
+    """Set the documents that `documents()` returns within the context."""
     global _documents
     before, _documents = _documents, found
     try:

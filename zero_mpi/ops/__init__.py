@@ -1,9 +1,9 @@
-"""The operations that layers and optimizers are made of, chosen by the type of their first array.
+"""The operations of layers and optimizers, dispatched by the type of their first array.
 
 `reference` defines each one. A faster version for an array type registers itself with
-`ops.NAME.register(ArrayType)`; callers write `ops.NAME(...)` and never ask where an array lies. For NumPy
-arrays that is `ops.cpu`, where numba and SciPy are installed; it is loaded by `prepare` or by the first
-operation, and ZERO_MPI_OPS=reference keeps it away. For CuPy arrays it is `ops.gpu`.
+`ops.NAME.register(ArrayType)`; callers write `ops.NAME(...)` for arrays on any device. For NumPy
+arrays the faster version is `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation
+loads it, unless ZERO_MPI_OPS=reference is set. For CuPy arrays it is `ops.gpu`.
 """
 
 import os
@@ -20,9 +20,9 @@ from zero_mpi.ops import code_cache, low_precision, reference, signatures, threa
 
 
 def _dispatched(definition: Callable[..., Any]) -> Any:
-    """An operation that is chosen by the type of its first array, and takes low precision on the host.
+    """Return an operation dispatched by the type of its first array; on the host it takes low precision.
 
-    Raises ValueError for arrays that do not fit its signature, whichever version would compute.
+    The operation raises ValueError for arrays that do not fit its signature, in every version.
     """
 
     @wraps(definition)
@@ -83,7 +83,7 @@ _gpu_prepared = False
 
 
 def backend() -> str:
-    """What computes: "numba 0.68.1", "numpy" for the reference, or the libraries that a GPU has."""
+    """Return the backend in use: "numba 0.68.1", "numpy" for the reference, or the libraries of a GPU."""
     if device.in_use().name == "cuda":
         from zero_mpi.ops import gpu
 
@@ -92,9 +92,9 @@ def backend() -> str:
 
 
 def products(kind: Any) -> tuple[str, str]:
-    """What multiplies a type on the host: (a library, ""), or ("", why float32 copies are multiplied).
+    """Return (the library that multiplies a type on the host, ""), or ("", why float32 copies are used).
 
-    ("", "") for float32 where it is BLAS, and on a GPU.
+    It is ("", "") for float32 if BLAS multiplies it, and on a GPU.
     """
     if device.in_use() is not device.HOST:
         return "", ""
@@ -109,7 +109,7 @@ def products(kind: Any) -> tuple[str, str]:
 
 
 def slower(kind: Any) -> str:
-    """Say why computing in a type is slower here than it could be; empty where it is not."""
+    """Return why computing in a type is slower here than it could be; empty if it is not."""
     if device.in_use().name == "cuda":
         from zero_mpi.ops import gpu
 
@@ -119,7 +119,7 @@ def slower(kind: Any) -> str:
 
 
 def compiled_for() -> str:
-    """The processor that the operations are compiled for; empty where the reference or a GPU computes."""
+    """Return the processor that the operations are compiled for; empty for the reference or a GPU."""
     if not _compiles or device.in_use().name == "cuda":
         return ""
     from zero_mpi.ops.cpu import jit
@@ -128,7 +128,7 @@ def compiled_for() -> str:
 
 
 def prepare_gpu() -> None:
-    """Compile the kernels of the GPU in use, or load them from CuPy's cache; once is enough."""
+    """Compile the kernels of the GPU in use, or load them from CuPy's cache; one call is enough."""
     from zero_mpi.ops import gpu
 
     for name, operation in signatures.defined_in(gpu.MODULES):
@@ -137,11 +137,11 @@ def prepare_gpu() -> None:
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for the device in use, or load them from the cache; once is enough.
+    """Compile all kernels of a type for the device in use, or load them from the cache; one call is enough.
 
-    Before it compiles for a processor, which takes ten seconds or so, it tells `say` in one line. Where many
-    ranks start at once let one of each node go first: the others then find the cache filled. Kernels that
-    were not prepared, the host's where a GPU is in use, are when the first array for them comes.
+    Before it compiles for a processor, which takes about ten seconds, it calls `say` with one line. If many
+    ranks start at once, let one of each node go first: the others then find the cache filled. Kernels that
+    were not prepared, such as the host's if a GPU is in use, are compiled for the first array for them.
     """
     global _gpu_prepared
     if device.in_use().name == "cuda":
@@ -155,7 +155,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
 
 
 def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | None) -> None:
-    """Load the kernels of a type once, and say so if that will compile them."""
+    """Load the kernels of a type once, and call `say` first if that will compile them."""
     if kind in _prepared:
         return
     if say is not None and not code_cache.is_complete(kind):
@@ -166,9 +166,9 @@ def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | No
 
 
 def use_threads(count: int | None = None) -> int:
-    """Compute on so many threads in this process, by default on those that the environment's variables name.
+    """Compute on `count` threads in this process, by default on as many as environment variables say.
 
-    Where the reference computes they are the library's that multiplies for NumPy. Returns how many.
+    For the reference they are the threads of NumPy's BLAS. Return the number of threads.
     """
     if count is None:
         count = threads.of_libraries() if environment.threads_were_set else 1
@@ -179,7 +179,7 @@ def use_threads(count: int | None = None) -> int:
 
 
 def prepare_cpu() -> None:
-    """Let compiled operations take the arrays of NumPy."""
+    """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu
 
     for name, operation in signatures.defined_in(cpu.MODULES):
@@ -188,7 +188,7 @@ def prepare_cpu() -> None:
 
 
 def prepare_low() -> None:
-    """Compile for bfloat16 what was compiled for float32."""
+    """Compile the kernels for bfloat16 that were compiled for float32."""
     from zero_mpi.ops.cpu import jit, products
 
     products.load()
@@ -196,7 +196,7 @@ def prepare_low() -> None:
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:
-    """What stands in for an operation until kernels are loaded."""
+    """Return a placeholder of an operation that loads the kernels when it is called."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         _load("float32", prepare_cpu, None)

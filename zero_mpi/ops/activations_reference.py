@@ -1,4 +1,4 @@
-"""Activations and gated pairs in plain array code, elementwise: definitions, as those in `reference`."""
+"""Activations and gated pairs in plain array code, elementwise: definitions like those in `reference`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ GELU_CUBIC = 0.044715
 
 
 def gelu(x: Array) -> Array:
-    """The tanh form of GELU, elementwise, as GPT-2 and llama.cpp use it (Hendrycks and Gimpel, 2016)."""
+    """Return the tanh form of GELU, elementwise, as in GPT-2 and llama.cpp (Hendrycks and Gimpel, 2016)."""
     xp = namespace(x)
     return 0.5 * x * (1.0 + xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x)))
 
 
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """The gradient dx of `gelu`."""
+    """Return the gradient dx of `gelu`."""
     xp = namespace(x)
     t = xp.tanh(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
     slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
@@ -26,28 +26,28 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    """Return 1 / (1 + exp(-x)), by tanh, which does not overflow."""
     xp = namespace(x)
     return 0.5 + 0.5 * xp.tanh(0.5 * x)
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, elementwise (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+    """Return silu(gate) * up, elementwise (Shazeer, "GLU Variants Improve Transformer", 2020)."""
     return gate * sigmoid(gate) * up
 
 
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """(dgate, dup) of `swiglu`."""
+    """Return (dgate, dup) of `swiglu`."""
     s = sigmoid(gate)
     silu = gate * s
     return dy * up * (s + silu * (1.0 - s)), dy * silu
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up, elementwise (Shazeer, 2020)."""
+    """Return gelu(gate) * up, elementwise (Shazeer, 2020)."""
     return gelu(gate) * up
 
 
 def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """(dgate, dup) of `geglu`."""
+    """Return (dgate, dup) of `geglu`."""
     return gelu_backward(dy * up, gate), dy * gelu(gate)

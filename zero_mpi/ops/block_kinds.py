@@ -1,7 +1,7 @@
-"""The types of GGUF that a frozen tensor may stay in: how many elements a block has, and how many bytes.
+"""The quantized types of GGUF in which a frozen tensor may stay: elements and bytes of a block.
 
-A block is a few elements with scales of their own, each tensor a run of whole blocks. What the bytes mean is
-said by `gguf.quants.dequantize`; what computes it fast is `ops.cpu.dequantize`.
+A block is a few elements with their own scales, and each tensor is a run of full blocks.
+`gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` computes it fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockKind:
     nbytes: int
 
     def bytes_of(self, size: int) -> int:
-        """Bytes of a tensor of `size` elements, a multiple of the block's."""
+        """Return the bytes of a tensor of `size` elements, a multiple of the block's elements."""
         return size // self.elements * self.nbytes
 
 

@@ -1,4 +1,4 @@
-"""The part of `reference` that unpacks blocks of GGUF: as the package gguf does it."""
+"""The part of `reference` that unpacks blocks of GGUF, by the package gguf."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PIECE = 1 << 18  # elements unpacked at a time, a multiple of every block: tempo
 
 
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Fill out (n,) with the elements of whole blocks raw (bytes,), rounded once if `out` is of a low type.
+    """Fill out (n,) with the elements of full blocks raw (bytes,), rounded once if `out` is of a low type.
 
     kind: a name of `BLOCK_KINDS`.
     """
     raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
-    with np.errstate(all="ignore"):  # what is not finite is refused where a file is read
+    with np.errstate(all="ignore"):  # values that are not finite are refused when a file is read
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])
             return

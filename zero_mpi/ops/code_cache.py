@@ -1,8 +1,8 @@
-"""Where compiled kernels are kept between runs: a folder for this machine type and these versions.
+"""Cache of compiled kernels between runs: a folder for this machine type and these versions.
 
-Its name changes with whatever changes the code, so what is in it is never out of date, and machines of
-different kinds may share a home. What is loaded from it is executed: it belongs to this user alone. Where no
-such folder can be written, a temporary one serves, and kernels are compiled in every run.
+Its name is a hash of everything that changes the code, so its content is never out of date, and machines of
+different kinds may share a home. Code loaded from it is executed, so it must belong to this user alone. If no
+such folder can be written, a temporary one is used, and kernels are compiled in every run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zero_mpi.environment import portable
 
 SOURCES = Path(__file__).parent / "cpu"
 PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
-COMPLETE = "complete-{}"  # a file that says that all kernels of a type are there
+COMPLETE = "complete-{}"  # a file that marks that all kernels of a type exist
 
 
 def installed(package: str) -> str:
-    """A package's version, or an empty string."""
+    """Return a package's version, or an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -34,7 +34,7 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """What code is compiled for: what is pinned, or the processor's name as far as the system tells."""
+    """Return the processor that code is compiled for: the pinned one, or the name that the system gives."""
     if portable.active:
         return f"{portable.TARGET} {portable.FEATURES}"
     try:
@@ -46,7 +46,7 @@ def processor() -> str:
 
 
 def key() -> str:
-    """A name for everything that the code depends on."""
+    """Return a hash of everything that the code depends on."""
     digest = hashlib.sha256()
     place = str(SOURCES)  # numba asks for it too
     for text in (
@@ -64,7 +64,7 @@ def key() -> str:
 
 
 def candidates() -> Iterator[Path]:
-    """Where the folder may lie, best first."""
+    """Yield the possible parents of the folder, best first."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(given)
     if given := os.environ.get("XDG_CACHE_HOME"):
@@ -75,7 +75,7 @@ def candidates() -> Iterator[Path]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this user, and nobody else, can write into the folder; it is made if it is not there."""
+    """Return whether only this user can write into the folder; make it if it does not exist."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
@@ -88,7 +88,7 @@ def is_ours(folder: Path) -> bool:
 
 @cache
 def folder() -> Path:
-    """The folder; never fails."""
+    """Return the folder; never fails."""
     name = key()
     for base in candidates():
         if is_ours(base / name):
@@ -99,13 +99,13 @@ def folder() -> Path:
 
 
 def is_complete(kind: str) -> bool:
-    """Whether all kernels of a type ("float32", "bfloat16") have been compiled into the folder before."""
+    """Return whether all kernels of a type ("float32", "bfloat16") are in the folder."""
     return (folder() / COMPLETE.format(kind)).exists()
 
 
 def mark_complete(kind: str) -> None:
-    """Write down that the folder has them all."""
+    """Mark the folder as having all kernels of a type."""
     try:
         (folder() / COMPLETE.format(kind)).touch()
-    except OSError:  # then the next run says that it compiles, and does not
+    except OSError:  # then the next run announces a compilation that does not happen
         return

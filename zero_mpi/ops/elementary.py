@@ -1,4 +1,4 @@
-"""Logarithms, powers, cosines and normal numbers whose bits depend on no machine, where that is asked for.
+"""Logarithms, powers, cosines and normal numbers, with the same bits on every machine if requested.
 
 The C library's differ between its versions and processors in the last bit, and so do NumPy's, which call it
 or have vector code of their own. Under `--bits portable` functions of this module stand in their place, made
@@ -36,10 +36,10 @@ COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
 
 
 def log_of_parts(m: Any, e: Any) -> Any:
-    """The logarithm of m 2^e for m from the root of 1/2 to that of 2, scalars or arrays, to 1 ulp.
+    """Return the logarithm of m 2^e for m from sqrt(1/2) to sqrt(2), scalars or arrays, to 1 ulp.
 
-    log m = 2 artanh s for s = (m - 1) / (m + 1), by its series; the first term is taken apart, for s is
-    rounded.
+    log m = 2 artanh s for s = (m - 1) / (m + 1), by its series; the first term is computed separately,
+    because s is rounded.
     """
     f = m - 1.0
     s = f / (2.0 + f)
@@ -52,7 +52,7 @@ def log_of_parts(m: Any, e: Any) -> Any:
 
 
 def log_of_array(x: Array) -> Array:
-    """The logarithms of finite numbers above 0, float64."""
+    """Return the logarithms of finite numbers above 0, float64."""
     m, e = np.frexp(x)
     less = m < ROOT_HALF
     found: Array = log_of_parts(np.where(less, m + m, m), (e - less).astype(np.float64))
@@ -60,7 +60,7 @@ def log_of_array(x: Array) -> Array:
 
 
 def decimal_log(x: float) -> float:
-    """The logarithm of a number above 0, rounded once; ValueError for another, as of `math`."""
+    """Return the logarithm of a number above 0, rounded once; raise ValueError for others, like `math`."""
     if not x > 0:
         raise ValueError(f"the logarithm of {x}: expected a number above 0")
     return float(Decimal(x).ln(EXACTLY))
@@ -68,19 +68,19 @@ def decimal_log(x: float) -> float:
 
 @lru_cache(maxsize=256)
 def decimal_power(x: float, y: float) -> float:
-    """x^y for x of at least 0 and y that is not below where x is 0, rounded once."""
+    """Return x^y, rounded once, for x >= 0, and y >= 0 if x is 0."""
     return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
 
 
 def power_by_decimal(x: float, y: Any) -> Any:
-    """x^y of a number, or of an array of exponents."""
+    """Return x^y of a number, or of an array of exponents."""
     if isinstance(y, np.ndarray):
         return np.array([decimal_power(float(x), float(each)) for each in y.flat]).reshape(y.shape)
     return decimal_power(float(x), float(y))
 
 
 def quarters(x: Array) -> tuple[Array, Array]:
-    """Angles as whole quarters of a turn modulo 4, and what is left, between -pi/4 and pi/4."""
+    """Split angles into full quarter turns modulo 4 and the rest, between -pi/4 and pi/4."""
     assert not np.size(x) or np.abs(x).max() < MOST_ANGLE, "a larger angle loses its bits"
     count = np.floor(x * (2 / math.pi) + 0.5)
     for part in QUARTER_TURN:
@@ -89,7 +89,7 @@ def quarters(x: Array) -> tuple[Array, Array]:
 
 
 def series(z: Array, factors: Iterable[float]) -> Array:
-    """z (f_n + z (f_n-1 + ...)), the last factor first."""
+    """Return z (f_n + z (f_n-1 + ...)), the last factor first."""
     total = np.zeros_like(z)
     for factor in factors:
         total = (total + factor) * z
@@ -97,7 +97,7 @@ def series(z: Array, factors: Iterable[float]) -> Array:
 
 
 def sine_ahead(x: Array, ahead: int) -> Array:
-    """The sines of angles that are so many quarters of a turn ahead of x, float64, to 3 ulp."""
+    """Return the sines of angles that are `ahead` quarter turns ahead of x, float64, to 3 ulp."""
     quarter, r = quarters(np.asarray(x, np.float64))
     quarter, z = quarter + ahead, r * r
     sine = r + r * series(z, SINE)
@@ -107,22 +107,22 @@ def sine_ahead(x: Array, ahead: int) -> Array:
 
 
 def sine_of_array(x: Array) -> Array:
-    """The sines of angles, float64, to 3 ulp."""
+    """Return the sines of angles, float64, to 3 ulp."""
     return sine_ahead(x, 0)
 
 
 def cosine_of_array(x: Array) -> Array:
-    """The cosines of angles, float64, to 3 ulp."""
+    """Return the cosines of angles, float64, to 3 ulp."""
     return sine_ahead(x, 1)
 
 
 def cosine_of_number(x: float) -> float:
-    """The cosine of one angle."""
+    """Return the cosine of one angle."""
     return float(cosine_of_array(np.array(x)))
 
 
 def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
-    """Standard normal numbers (count,), float32, of an even count (Box and Muller, 1958)."""
+    """Return standard normal numbers (count,), float32; the count is even (Box and Muller, 1958)."""
     u = generator.random(count)  # a generator's whole numbers, times a power of two
     radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
     angle = TURN * u[1::2]
@@ -131,12 +131,12 @@ def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
 
 
 def normals_by_numpy(generator: np.random.Generator, count: int) -> Array:
-    """Standard normal numbers (count,), float32."""
+    """Return standard normal numbers (count,), float32."""
     return generator.standard_normal(count, np.float32)
 
 
 def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
-    """A function of this module where bits are portable, and otherwise the library's."""
+    """Return this module's function if bits are portable, and otherwise the library's."""
     return own if portable.active else library
 
 

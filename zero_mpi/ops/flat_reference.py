@@ -27,7 +27,7 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """One AdamW update, in place in p, m and v; all flat and of one size. `low` takes p rounded.
+    """Compute one AdamW update, in place in p, m and v; all flat and of one size. `low` takes p rounded.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
     p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
@@ -61,7 +61,7 @@ def adamw(
 
 
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """e = keep e + (1 - keep) p, in place in e; both flat and of one size.
+    """Compute e = keep e + (1 - keep) p, in place in e; both flat and of one size.
 
     Each element is computed alone, as in `adamw`.
     """
@@ -72,7 +72,7 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """Float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
+    """Return float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
 
     Each sum depends on its own run alone, so a vector of them is the same however the runs are dealt out.
     """

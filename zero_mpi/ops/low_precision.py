@@ -1,7 +1,7 @@
 """The operations in bfloat16 and float16 on the host: inputs widened to float32, results rounded once.
 
-This defines what low precision means: sums and products are those of float32, and what is handed on has the
-low type. It is a reference and slow; kernels, of a GPU or for bfloat16 on the host, are held to it.
+This defines low precision: sums and products are those of float32, and results have the low type. It is a
+slow reference; tests compare kernels, of a GPU or for bfloat16 on the host, with it.
 Statistics that a forward keeps for its backward, losses and the tables of rotary positions are never low. A
 gradient that is added to keeps its own type, low or not.
 """
@@ -27,10 +27,10 @@ LOW = (BFLOAT16, FLOAT16)
 
 @dataclass(frozen=True)
 class Roles:
-    """What is low in an operation.
+    """Low arguments and results of an operation.
 
-    told_by     the argument whose type tells
-    rounded     the results that are, by their place; None: the only one
+    told_by     the index of the argument whose type decides
+    rounded     the indices of low results; None: the only result
     added_to    arguments that are written to; a result that is one of them is not copied
     """
 
@@ -68,17 +68,17 @@ ROLES = {
 
 
 def is_low(x: Any) -> bool:
-    """Whether `x` is an array of a low type."""
+    """Return whether `x` is an array of a low type."""
     return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype in LOW
 
 
 def widened(x: Any) -> Any:
-    """A float32 copy of a low array; anything else as it is."""
+    """Return a float32 copy of a low array; any other value unchanged."""
     return x.astype(np.float32) if is_low(x) else x
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """`operation`, of float32 and wider, that takes low arrays as well; as it is where that is no matter.
+    """Return `operation`, of float32 and wider, extended to low arrays; unchanged if it has no `ROLES`.
 
     `native`: the low types that it computes with by itself.
     """
@@ -98,7 +98,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
 
 
 def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) -> Any:
-    """The operation on widened arguments, its results rounded to the type of the argument that tells."""
+    """Run the operation on widened arguments; round its results to the type of the deciding argument."""
     kind = list(given.values())[roles.told_by].dtype
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # infinities of float16 are met on purpose
@@ -112,20 +112,20 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
 
 
 def rounded(result: Any, places: tuple[int, ...] | None, kind: Any) -> Any:
-    """The results in the low type where they are to be; None stays None."""
+    """Return the results with those at `places` in the low type; None stays None."""
     if places is None:
         return None if result is None else narrowed(result, kind)
     return tuple(narrowed(item, kind) if place in places else item for place, item in enumerate(result))
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """`x` rounded to nearest, ties to even; what is too large becomes infinite, and the norm will tell."""
+    """Return `x` rounded to nearest, ties to even; too large values become infinite, which the norm shows."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)
 
 
 def on_copies(operation: Callable[..., Any], *given: Any) -> Any:
-    """What an operation of float32 gives for low arrays, as `run_low`."""
+    """Run an operation of float32 on low arrays by `run_low`."""
     names = signature(operation).parameters
     return run_low(operation, ROLES[operation.__name__], dict(zip(names, given, strict=False)))
 

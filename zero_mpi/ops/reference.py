@@ -32,7 +32,7 @@ LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weigh
 
 
 def rows(x: Array) -> Array:
-    """x (..., C) as a matrix (N, C); a view for contiguous x."""
+    """Return x (..., C) as a matrix (N, C); a view for contiguous x."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -40,12 +40,12 @@ def rows(x: Array) -> Array:
 
 
 def add(x: Array, y: Array) -> Array:
-    """The sum x + y."""
+    """Return the sum x + y."""
     return x + y
 
 
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """y = x * factor + plus, elementwise, for one number `factor`."""
+    """Return y = x * factor + plus, elementwise, for one number `factor`."""
     y = x * factor
     return y if plus is None else y + plus
 
@@ -54,7 +54,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    """y (..., O) = x (..., C) @ w (O, C) transposed + b (O,) + plus (..., O)."""
+    """Return y (..., O) = x (..., C) @ w (O, C) transposed + b (O,) + plus (..., O)."""
     y = (rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
     for addend in (b, plus):
         if addend is not None:
@@ -63,7 +63,7 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """dx (..., C) of `linear`, from dy (..., O) and w (O, C); with `into` added to that, in place."""
+    """Return dx (..., C) of `linear`, from dy (..., O) and w (O, C); if given, add to `into` in place."""
     dx = (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
     if into is None:
         return dx
@@ -85,7 +85,7 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 
 
 def embedding(tokens: Array, w: Array) -> Array:
-    """y (..., C) = rows of w (V, C) by tokens (...), whole numbers below V."""
+    """Return y (..., C), the rows of w (V, C) of tokens (...), integers below V."""
     return w[tokens]
 
 
@@ -103,7 +103,7 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
 
 
 def positions(x: Array, w: Array) -> Array:
-    """y (B, T, C) = x + w (T, C)."""
+    """Return y (B, T, C) = x + w (T, C)."""
     return x + w
 
 
@@ -116,7 +116,7 @@ def positions_backward(dy: Array, dw: Array) -> None:
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-    """y = x / sqrt(mean(x^2) + eps) * w over the last axis; also the reciprocal root (..., 1).
+    """Return y = x / sqrt(mean(x^2) + eps) * w over the last axis, and the reciprocal root (..., 1).
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -128,7 +128,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
-    """dx of `rms_norm`, + plus; adds the gradient of w into dw (C,) unless that is None."""
+    """Return dx of `rms_norm`, + plus; add the gradient of w into dw (C,) unless that is None."""
     n = x * r
     if dw is not None:
         dw += column_sums(rows(dy * n))
@@ -138,7 +138,7 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """y = (x - mean) / sqrt(var + eps) * w + b over the last axis; also mean and reciprocal root.
+    """Return y = (x - mean) / sqrt(var + eps) * w + b over the last axis, mean and reciprocal root.
 
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
@@ -159,7 +159,7 @@ def layer_norm_backward(
     db: Array | None,
     plus: Array | None = None,
 ) -> Array:
-    """dx of `layer_norm`, + plus; adds the gradients of w and b into dw and db (C,) unless None."""
+    """Return dx of `layer_norm`, + plus; add the gradients of w and b into dw and db (C,) unless None."""
     n = (x - mean) * r
     if dw is not None:
         dw += column_sums(rows(dy * n))
@@ -198,17 +198,17 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def grouped(x: Array, kv_heads: int) -> Array:
-    """x (B, T, H, D) as a view (B, K, R, T, D): the R query heads that share a key/value head together."""
+    """Return x (B, T, H, D) as a view (B, K, R, T, D): R query heads share a key/value head."""
     b, t, h, d = x.shape
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
 def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = None) -> tuple[Array, Any]:
-    """Softmax attention where a position sees itself and what came before it.
+    """Compute softmax attention in which a position sees itself and earlier ones.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
     begins (B, T): the first of the S positions that each one sees, which never falls along a row.
-    Returns y (B, T, H, E) and what backward takes, here the weights (B, K, R, T, S). Query head h uses
+    Return y (B, T, H, E) and the input of backward, here the weights (B, K, R, T, S). Query head h uses
     key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """
     xp = namespace(q)
@@ -229,7 +229,7 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = N
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and what that returned beside y."""
+    """Return (dq, dk, dv) of `causal_attention`, from dy (B, T, H, E) and its second result."""
     xp, kv, (b, t, h, _) = namespace(q), k.shape[2], q.shape
     check_kept((p, b * t * h * k.shape[1]))
     dy_g = grouped(dy, kv)
@@ -249,7 +249,7 @@ def causal_attention_backward(
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Array]:
-    """Loss and its gradient by the logits (..., V), for whole-number targets (...).
+    """Return the loss and its gradient by the logits (..., V), for integer targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
     factor; a row whose target is UNCOUNTED has no part in either. With scale = 1 / (targets of the whole
@@ -271,7 +271,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
 
 
 def chunk_rows(n: int, vocabulary: int) -> int:
-    """Rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
+    """Return the rows of logits at a time: n rows in equal chunks of at most LOGITS_BYTES."""
     chunks = -(-n * vocabulary * 4 // LOGITS_BYTES)
     return max(1, -(-n // max(1, chunks)))
 
@@ -286,7 +286,7 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
-    """`cross_entropy` of the logits x (..., C) @ w (V, C) transposed + b (V,), and its backward in one.
+    """Compute `cross_entropy` of logits x (..., C) @ w (V, C) transposed + b (V,) and its backward in one.
 
     Returns (loss, dx), dx None unless `need_dx`; adds the gradients of w and b into dw and db unless None.
     Never more than one chunk of logits exists, whatever the number of rows.

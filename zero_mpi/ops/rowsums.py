@@ -1,8 +1,8 @@
-"""The order in which gradients of biases and norms are summed over rows: a definition, as in `reference`.
+"""The order in which gradients of biases and norms are summed over rows: a definition like `reference`.
 
-One sum over thousands of rows loses a bit with each fourfold of them. So of each LANES * LANE_ROWS rows,
-row i goes to lane i mod LANES, the lanes are added in pairs, and these short sums one after the other. The
-order follows from the number of rows alone. Blocks of a GPU have an order of their own, as short.
+One sum over thousands of rows loses a bit when their number grows fourfold. So of each LANES * LANE_ROWS
+rows, row i goes to lane i mod LANES, the lanes are added in pairs, and these short sums one after the other.
+The order follows from the number of rows alone. Blocks of a GPU have their own order, with sums as short.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LANES, LANE_ROWS = 4, 16
 
 
 def column_sums(x: Array) -> Array:
-    """The sum of x (N, O) over its rows, (O,)."""
+    """Return the sum of x (N, O) over its rows, (O,)."""
     xp, (n, width) = namespace(x), x.shape
     parts = -(-n // (LANES * LANE_ROWS))
     missing = parts * LANES * LANE_ROWS - n

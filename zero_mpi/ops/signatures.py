@@ -119,7 +119,7 @@ def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> 
 
 
 def bytes_of(kind: str, size: int) -> int:
-    """Bytes of so many elements in blocks of a kind; -1 if there are none such."""
+    """Return the bytes of `size` elements in blocks of a kind; -1 if there are no such blocks."""
     block = BLOCK_KINDS.get(kind)
     return -1 if block is None or size % block.elements else block.bytes_of(size)
 

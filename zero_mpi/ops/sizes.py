@@ -1,7 +1,7 @@
-"""Sizes of what operations take beside their results, in a module that everybody can import.
+"""Sizes of the buffers that operations need beside their results, in a module that any other can import.
 
-Of the packages of operations one compiles when it is imported and the other needs CuPy; a plan that counts
-bytes wants neither. So the operations and the plan ask here, numbers and formulas alike.
+One package of operations compiles when it is imported and the other needs CuPy; a plan that counts bytes must
+load neither. So operations and plan both use the numbers and formulas of this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
 
 def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
-    """Arrays for dq, dk and dv: columns of one if q, k and v are, so that none has to join them later."""
+    """Return arrays for dq, dk and dv: columns of one if q, k and v are, to avoid joining them later."""
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
@@ -51,14 +51,14 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
 
 
 def head_weights(length: int, total: int, block: int = BLOCK) -> int:
-    """Elements of a head's weights, by blocks that end at the diagonal, for T queries of S positions."""
+    """Return the elements of a head's weights in blocks up to the diagonal, for T queries of S positions."""
     blocks, before = -(-length // block), total - length
     whole = block * ((blocks - 1) * before + block * ((blocks - 1) * blocks // 2))
     return whole + (length - (blocks - 1) * block) * total
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Elements of these that are left out in one head of all sequences: keys that no row of a block sees.
+    """Return the weights left out in one head of all sequences: of keys that no row of a block sees.
 
     begins (B, T): the first key that each row sees.
     """
@@ -67,55 +67,55 @@ def unseen_weights(begins: Array, block: int = BLOCK) -> int:
 
 
 def tile_heads(batch: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """(sequences, heads) of T queries of S positions that are computed at a time in bfloat16."""
+    """Return (sequences, heads) of T queries of S positions that are computed at a time in bfloat16."""
     most = max(1, LOW_TILE // (min(length, LOW_BLOCK) * total))
     return min(batch, max(1, most // heads)), min(most, heads)
 
 
 def low_tile(batch: int, heads: int, length: int, total: int) -> int:
-    """Elements of the scores that are computed at a time in bfloat16, at most; `heads`: of keys."""
+    """Return the most scores that are computed at a time in bfloat16; `heads`: heads of keys."""
     sequences, together = tile_heads(batch, heads, length, total)
     last = (length - 1) % LOW_BLOCK + 1
     return sequences * together * max(last * total, LOW_BLOCK * (total - last) if last < length else 0)
 
 
 def column_lines(rows: int) -> int:
-    """Lines of partial sums over so many rows."""
+    """Return the lines of partial sums over `rows` rows."""
     return min(COLUMN_LINES, -(-rows // COLUMN_ROWS))
 
 
 def norm_lanes(width: int, pack: int, held: int) -> int:
-    """How many threads work on a row: a pack each, up to `held` in longer rows; a power of two."""
+    """Return the threads per row: one per pack, each with up to `held` in longer rows; a power of two."""
     packs = -(-width // pack)
     wanted = packs if packs <= 32 else max(32, -(-packs // held))
     return min(THREADS, 1 << (wanted - 1).bit_length())
 
 
 def norm_blocks(rows: int, lanes: int) -> int:
-    """Blocks of a norm; in backward each writes a line of partial sums, as far as NORM_LINES go."""
+    """Return the blocks of a norm; in backward each writes a line of partial sums, up to NORM_LINES."""
     return -(-rows // (THREADS // lanes))
 
 
 def embedding_runs(tokens: int) -> int:
-    """Runs of sorted places; each has a partial sum of the row that it begins in and of that it ends in."""
+    """Return the runs of sorted places; each has partial sums of the rows of its first and last place."""
     return -(-tokens // RUN)
 
 
 def scores_across(total: int) -> int:
-    """Elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
+    """Return the elements from a row of scores to the next: a multiple of 8, so that rows are aligned."""
     return -(-total // 8) * 8
 
 
 def score_rows(heads: int, total: int) -> int:
-    """Queries of a block of attention at most; `heads`: those of all sequences."""
+    """Return the most queries in a block of attention; `heads`: those of all sequences."""
     most = max(1, SCORES // (4 * heads * scores_across(total)))
     return most // EVEN * EVEN if most > EVEN else most
 
 
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
-    """(sequences, key/value heads) of a call of cuDNN's backward for q (B, T, H, D), within `most` bytes.
+    """Return (sequences, key/value heads) per call of cuDNN's backward of q (B, T, H, D), by `most` bytes.
 
-    All, where one head is too much, or a part of the logarithms would not be aligned.
+    It is all of them if one head needs too much, or a part of the logarithms would not be aligned.
     """
     batch, length, heads, _ = shape
     fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
@@ -131,12 +131,12 @@ def most_slopes(memory: float = LARGE_GPU) -> int:
 
 
 def slopes_of(heads: int, length: int) -> int:
-    """Bytes of so many heads' scores in blocks of 64 by 128, in 16 bits."""
+    """Return the bytes of the scores of `heads` heads in blocks of 64 by 128, in 16 bits."""
     return 2 * heads * (-(-length // 64) * 64) * (-(-length // 128) * 128)
 
 
 def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
-    """Bytes that cuDNN's backward takes: scores, or a float32 dq where one head has too many."""
+    """Return the bytes that cuDNN's backward needs: scores, or a float32 dq if one head has too many."""
     batch, length, heads, width = shape
     sequences, together = cudnn_group(shape, kv, SLOPES)
     slopes = slopes_of(sequences * together * (heads // kv), length)
@@ -144,12 +144,12 @@ def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
 
 
 def logit_width(vocabulary: int) -> int:
-    """Elements of a row of logits."""
+    """Return the elements of a row of logits."""
     return -(-vocabulary // LINE) * LINE
 
 
 def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
-    """Rows of logits at a time on a GPU of so many bytes: n rows in equal chunks of at most LOGITS_BYTES."""
+    """Return the rows of logits at a time on a GPU of `memory` bytes: n rows in equal, bounded chunks."""
     most = LOGITS_BYTES if memory >= LARGE_GPU else LOGITS_BYTES // 8
     chunks = max(1, -(-n * row_bytes // most))
     return max(1, -(-n // chunks))
@@ -165,5 +165,5 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Elements of each run, where p consists of as many as `runs` has entries; at least 1."""
+    """Return the elements of each run, if p consists of as many as `runs` has entries; at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

@@ -1,4 +1,4 @@
-"""The threads of a rank: what it computes is cut into parts that do not need each other.
+"""The threads of a rank: its computations are cut into independent parts.
 
 A kernel or a product runs on one thread and lets go of the interpreter's lock, so Python's own threads are
 enough, and the libraries of products get one each: threads of theirs would spin on the cores that ours want.
@@ -33,12 +33,12 @@ _pool: ThreadPoolExecutor | None = None
 
 @cache
 def of_libraries() -> int:
-    """Threads that libraries of products took by themselves, which is before `use` was ever called."""
+    """Return the default number of threads of product libraries, before the first call of `use`."""
     return max((pool["num_threads"] for pool in threadpool_info()), default=1)
 
 
 def use(count: int) -> None:
-    """Cut what this process computes from now on for so many threads."""
+    """Compute on `count` threads in this process from now on."""
     global _threads, _pool
     of_libraries()
     threadpool_limits(1)
@@ -49,17 +49,17 @@ def use(count: int) -> None:
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
-    """Equal parts of the rows of such an array, multiples of `even`; one part where there is little."""
+    """Return equal parts of the rows of an array of a shape, multiples of `even`; one part if it is small."""
     return slices(shape[0], prod(shape) // LEAST, even)
 
 
 def slices(rows: int, most: int, even: int) -> list[slice]:
-    """Rows in equal parts, multiples of `even`: one a thread, and `most` at most."""
+    """Return rows in equal parts, multiples of `even`: one per thread, and `most` at most."""
     return equal_parts(rows, min(_threads, most), even)
 
 
 def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
-    """Rows in so many equal parts, multiples of `even`; in fewer where there are not so many."""
+    """Return rows in `parts` equal parts, multiples of `even`; fewer parts if there are too few rows."""
     parts = min(parts, rows // even)
     if parts < 2:
         return [slice(0, rows)]
@@ -68,7 +68,7 @@ def equal_parts(rows: int, parts: int, even: int) -> list[slice]:
 
 
 def run(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of calls, in order; the last one is made here, the others on threads of their own."""
+    """Return the results of calls, in order; the last call runs here, the others on other threads."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
     others = [_pool.submit(call) for call in calls[:-1]]
@@ -77,7 +77,7 @@ def run(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) -> list[T]:
-    """What `work` gives for each part of the rows of an array of a shape; see `cut`."""
+    """Return the results of `work` for each part of the rows of an array of a shape; see `cut`."""
     if _threads == 1:
         return [work(slice(0, shape[0]))]
     return run([partial(work, part) for part in cut(shape, even)])
@@ -92,9 +92,9 @@ def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
 
 
 def shared(product: Callable[..., Array]) -> Callable[..., Array]:
-    """A product(a, b, c, bias=, plus=, adds=) of matrices, or of many at a time, that all threads compute.
+    """Return a product(a, b, c, bias=, plus=, adds=) of one or many matrices that all threads compute.
 
-    Of one matrix c its rows are cut, or where it is wide its columns; of many, these.
+    One matrix c is cut by rows, or if it is wide by columns; many are divided among the threads.
     """
     if _threads == 1:
         return product
@@ -110,7 +110,7 @@ def shared(product: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def piece(part: slice, axis: int, **of: Any) -> dict[str, Any]:
-    """What a product is given to compute a part of c (..., M, N) along an axis of it."""
+    """Return the arguments of a product for a part of c (..., M, N) along one of its axes."""
     place, lead, rows, columns = (slice(None),) * axis + (part,), of["c"].ndim > 2, axis == 0, axis == 1
     cuts = {"a": lead or rows, "b": lead or columns, "c": True, "plus": True, "bias": columns}
     return {

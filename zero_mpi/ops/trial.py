@@ -1,4 +1,4 @@
-"""A small trial, to see whether two machines compute the same bits: every operation on fixed numbers.
+"""A small trial that shows whether two machines compute the same bits: every operation on fixed numbers.
 
 Names do not tell: OpenBLAS calls Zen 5 and Intel's AVX-512 cores alike, compiled code depends on the
 processor, products on the threads. So each operation runs once, by the way that a training takes, on numbers
@@ -39,7 +39,7 @@ Draw = Callable[..., Array]  # `numbers`, of one type
 
 @cache
 def stream() -> Array:
-    """Numbers between -1 and 1, the same everywhere: no library's generator makes them."""
+    """Return numbers between -1 and 1, the same everywhere: no library's generator makes them."""
     bits = np.arange(STREAM, dtype=np.uint32) * np.uint32(2654435761)
     bits ^= bits >> np.uint32(15)
     bits *= np.uint32(2246822519)
@@ -48,20 +48,20 @@ def stream() -> Array:
 
 
 def numbers(*shape: int, seed: int, times: float = 1, kind: Any = np.float32) -> Array:
-    """An array of such numbers in a type of computing, beginning elsewhere for each seed."""
+    """Return an array of numbers of `stream` in a type; each seed starts at another place."""
     start = 997 * seed
     values = stream()[start : start + math.prod(shape)].reshape(shape) * np.float32(times)
     return device.in_use().from_host(values.astype(kind))
 
 
 def whole(count: int, *shape: int) -> Array:
-    """Whole numbers below `count`, each of them often."""
+    """Return integers below `count`, each of them often."""
     values = np.arange(math.prod(shape), dtype=np.int64) * 7919 % count
     return device.in_use().from_host(values.reshape(shape))
 
 
 def products(draw: Draw) -> Iterator[Array]:
-    """The linear layer in every shape, forward and backward."""
+    """Try the linear layer in every shape, forward and backward."""
     for rows, inputs, outputs in PRODUCTS:
         x, w, b = draw(rows, inputs, seed=1), draw(outputs, inputs, seed=2), draw(outputs, seed=3)
         y = ops.linear(x, w, b, draw(rows, outputs, seed=4))
@@ -73,7 +73,7 @@ def products(draw: Draw) -> Iterator[Array]:
 
 
 def attention(draw: Draw) -> Iterator[Array]:
-    """Attention, forward and backward."""
+    """Try attention, forward and backward."""
     for batch, length, heads, shared, width in ATTENTIONS:
         q = draw(batch, length, heads, width, seed=1)
         k, v = (draw(batch, length, shared, width, seed=seed) for seed in (2, 3))
@@ -93,7 +93,7 @@ def norms(draw: Draw) -> Iterator[Array]:
 
 
 def elements(draw: Draw) -> Iterator[Array]:
-    """What is computed element by element, over the whole range of the exponential."""
+    """Try elementwise operations, over the full range of the exponential."""
     x, y, z = (draw(ROWS, WIDTH, seed=seed, times=9) for seed in (1, 2, 3))
     yield from (ops.add(x, y), ops.gelu(x), ops.gelu_backward(y, x), ops.swiglu(x, y))
     yield from (ops.geglu(x, y), *ops.geglu_backward(z, x, y))
@@ -113,7 +113,7 @@ def tables(draw: Draw) -> Iterator[Array]:
 
 
 def losses(draw: Draw) -> Iterator[Array]:
-    """The loss by itself, and with its head."""
+    """Try the loss by itself, and with its head."""
     targets, x = whole(VOCABULARY, ROWS), draw(ROWS, WIDTH, seed=1)
     yield from ops.cross_entropy(draw(ROWS, VOCABULARY, seed=2, times=5), targets, 0.01)
     w, b = draw(VOCABULARY, WIDTH, seed=3), draw(VOCABULARY, seed=4)
@@ -123,7 +123,7 @@ def losses(draw: Draw) -> Iterator[Array]:
 
 
 def updates() -> Iterator[Array]:
-    """The optimizer, and the sums of its gradient's norm."""
+    """Try the optimizer, and the sums of its gradient's norm."""
     p, g, m = (numbers(3072, seed=seed) for seed in (1, 2, 3))
     v, decay = numbers(3072, seed=4) ** 2, np.array([0.1, 0.0, 0.1])
     yield ops.chunk_squares(g, 1024)
@@ -137,7 +137,7 @@ PARTS = (products, attention, norms, elements, tables, losses)
 
 
 def results(kind: Any) -> Iterator[Array]:
-    """What all operations give in float32, and in the low type that a run computes in."""
+    """Yield the results of all operations in float32, and in the low type that a run computes in."""
     for part in PARTS:
         yield from part(numbers)
     yield from updates()
@@ -146,7 +146,7 @@ def results(kind: Any) -> Iterator[Array]:
 
 
 def digest(kind: Any = np.float32) -> str:
-    """A short text that stands for the bits of all results; some tens of milliseconds, once compiled."""
+    """Return a short hash of the bits of all results; it takes some tens of milliseconds once compiled."""
     found = hashlib.sha256()
     where = device.in_use()
     for result in results(kind):

@@ -1,8 +1,8 @@
 """The head of a GGUF file as bytes: header, keys and tensor table, and where each tensor's data goes.
 
-The counterpart of `index.py`, free of any file, so that one rank may stream a file and many may write one
-together. Packed here and not by the gguf package's writer, because that drops empty strings and arrays and
-turns wide items into 32-bit ones.
+This is the counterpart of `index.py`. It opens no file, so that one rank may stream a file and many may write
+one together. The gguf package's writer is not used because it drops empty strings and arrays and turns wide
+items into 32-bit ones.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuanti
 def pack_file(
     architecture: str, metadata: Mapping[str, Any], tensors: Sequence[Announced]
 ) -> tuple[bytes, dict[str, int], int]:
-    """(header, offsets, total) of a GGUF file with these keys and tensors.
+    """Return (header, offsets, total) of a GGUF file with these keys and tensors.
 
     `header` is everything before the data, padding included; `offsets` maps each tensor to the byte in the
-    file where its data begins; `total` is the file's length. What lies between tensors is zeros. Values are
+    file where its data begins; `total` is the file's length. Bytes between tensors are zeros. Values are
     as the reader returns them; a plain int becomes UINT32, a plain float FLOAT32, an empty list an empty
     array of strings. `general.architecture` is always the first key.
 
@@ -77,7 +77,7 @@ def _with_architecture(architecture: str, metadata: Mapping[str, Any]) -> dict[s
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
-    """The alignment that the keys ask for; GGUFError for one that no loader takes."""
+    """Return the alignment that the keys ask for; raise GGUFError for one that no loader takes."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if not isinstance(value, int | np.uint32) or not alignment_is_sane(int(value)):
         found = f"{type(value).__name__} {show(str(value))}"
@@ -86,7 +86,7 @@ def alignment_of(metadata: Mapping[str, Any]) -> int:
 
 
 def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
-    """The announced tensors by name; GGUFError for what a loader would refuse."""
+    """Return the announced tensors by name; raise GGUFError for a tensor that a loader would refuse."""
     table: dict[str, TensorSpec] = {}
     for name, shape, *kind in tensors:
         if name in table:
@@ -103,7 +103,7 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 
 
 def pack_key(key: str, value: Any) -> bytes:
-    """Name, type and value of one key as they stand in the file. GGUFError names key and remedy."""
+    """Return name, type and value of one key as bytes of the file. GGUFError names key and remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
     try:
         kind, payload = _pack_value(value)
@@ -113,7 +113,7 @@ def pack_key(key: str, value: Any) -> bytes:
 
 
 def _pack_value(value: Any) -> tuple[int, bytes]:
-    """(type of the value, its bytes). The order matters: a bool is an int, a np.float64 is a float."""
+    """Return (type, bytes) of a value. The order of tests matters: bool is an int, np.float64 a float."""
     if isinstance(value, str):
         return GGUFValueType.STRING, _pack_string(value)
     if isinstance(value, bool):
@@ -130,7 +130,7 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
 
 
 def _widened(value: Any) -> np.generic:
-    """A plain number as the NumPy scalar it is stored as."""
+    """Return the NumPy scalar as which a plain number is stored."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:
             raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: give np.int64 or the like")
@@ -207,7 +207,7 @@ class GGUFStream(TensorStream):
         super().__init__(path, header, lengths, alignment)
 
     def write(self, name: str, array: npt.NDArray[np.float32]) -> None:
-        """Append the next tensor, of type F32. ValueError unless it is the next one, in shape and dtype."""
+        """Append the next tensor, of type F32. Raise ValueError if name, shape or dtype is not the next's."""
         self.expect_next(name)
         spec = self._specs[name]
         if spec.type != GGMLQuantizationType.F32:

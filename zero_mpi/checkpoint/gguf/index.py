@@ -56,7 +56,7 @@ NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.
 
 
 class GGUFError(FileError):
-    """A GGUF file or what should become one is not as it must be: file, place, expected, found."""
+    """A GGUF file, read or to be written, is invalid; the message has file, place, expected and found."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class TensorInfo(TensorSpec):
 
 
 class Index:
-    """Reads forward through the index; `at` is the place every error names.
+    """Forward reader of the index; every error names the byte offset `at`.
 
-    What is read is named by a text in which {} stands for `subject`, the key or tensor that is being read:
-    names of hundreds of thousands of keys are made fit to be shown only where an error shows one.
+    Each read has a label in which {} stands for `subject`, the key or tensor that is being read. A name is
+    escaped only when an error shows it, which saves time with hundreds of thousands of keys.
     """
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
@@ -119,7 +119,7 @@ class Index:
             raise self.fault(f"{self.named(what)}: expected UTF-8, found byte {found:#04x}", at) from None
 
     def strings(self, count: int) -> list[str]:
-        """A vocabulary: a loop of its own, since 300 000 calls of `string` would take a second."""
+        """Read a vocabulary in a loop of its own: 300 000 calls of `string` would take a second."""
         self.need(8 * count, f"{count} strings of {{}}")
         out: list[str] = []
         for _ in range(count):
@@ -177,7 +177,7 @@ class Index:
         return shape
 
     def tensor(self, expected: int) -> TensorInfo:
-        """One line of the table; its offset, still relative to the data, must be `expected`."""
+        """Read one line of the table; its offset, still relative to the data, must be `expected`."""
         name = self.string("name of a tensor", 1, MAX_NAME_BYTES)
         self.subject = ("tensor", name)
         what = self.named("{}")
@@ -195,7 +195,7 @@ class Index:
 
 
 def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """(keys, tensors) of a file, tensors in its order. GGUFError names the byte where anything is off."""
+    """Return (keys, tensors) of a file, tensors in its order. GGUFError names the byte of the error."""
     n_tensors, n_keys = _read_header(index)
     metadata = _read_metadata(index, n_keys)
     alignment = _alignment(index, metadata)
@@ -204,7 +204,7 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
 
 
 def _read_header(index: Index) -> tuple[int, int]:
-    """(number of tensors, number of keys), after magic and version."""
+    """Return (number of tensors, number of keys), after checking magic and version."""
     magic = index.take(4, "magic")
     if magic != MAGIC:
         raise index.fault(f"expected a GGUF file that starts with {MAGIC!r}, found {magic!r}", 0)
@@ -273,10 +273,10 @@ def _placed(
 
 
 def padded(count: int, alignment: int) -> int:
-    """`count` bytes rounded up to a multiple of `alignment`."""
+    """Return `count` bytes rounded up to a multiple of `alignment`."""
     return -(-count // alignment) * alignment
 
 
 def alignment_is_sane(value: int) -> bool:
-    """A power of two that the format allows (a multiple of 8) and that wastes no disk (up to 1 MiB)."""
+    """Return whether `value` is a power of two from 8 (the format's minimum) to 1 MiB (wastes no disk)."""
     return 8 <= value <= 1 << 20 and value & (value - 1) == 0

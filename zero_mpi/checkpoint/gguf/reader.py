@@ -1,4 +1,4 @@
-"""A GGUF model: its index, and only the bytes that are asked for.
+"""Reader of a GGUF model: it reads the index, and of the data only the bytes that are asked for.
 
 A model may be split into files NAME-00001-of-0000N.gguf. The first holds the keys, each holds its own tensor
 table; opened by the first they are one model, and nothing else of this package knows that they are several.
@@ -33,9 +33,9 @@ class GGUFFile:
     """The index of a GGUF model; the data is read on demand.
 
     It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
-    order, over all parts. `metadata` has no `split.*` keys, which tell of the files and not of the model:
-    those are in `split`. Paths have their links resolved, so that an index opened through a link to the
-    newest checkpoint does not read another checkpoint's data later.
+    order, over all parts. `metadata` has no `split.*` keys, which describe the files and not the model:
+    `split` has them. Links in paths are resolved, so that an index opened through a link to the newest
+    checkpoint does not read another checkpoint's data later.
     """
 
     parts: tuple[StoredFile, ...]
@@ -45,9 +45,9 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Read and check the index of `path`, never the data. UsageError where anything is off.
+        """Read and check the index of `path`, never the data. Raise UsageError if the index is invalid.
 
-        Of a split model `path` is the first part; all others must be there and fit.
+        If the model is split, `path` is its first part; all other parts must exist and fit.
         """
         first = _read_part(path)
         parts = [first, *_other_parts(path, first)]
@@ -72,11 +72,11 @@ class GGUFFile:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) of the flattened tensor, (stop - start,) float32; into `out` if given.
+        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
 
-        Every type that gguf can dequantize is; blocks cut by the range are read whole, nothing else is
-        touched. UsageError for an unknown name, a type that holds no weights or a file that changed;
-        ValueError for a range outside the tensor or an `out` that does not fit.
+        All types that gguf can dequantize are supported; blocks cut by the range are read in full, no other
+        bytes are read. Raise UsageError for an unknown name, a type that holds no weights or a file that
+        changed; ValueError for a range outside the tensor or an `out` that does not fit.
         """
         info = self._info(name)
         start, stop = checked_range(info, start, stop)
@@ -93,11 +93,11 @@ class GGUFFile:
         self.parts[info.part].bytes_at(info.offset + start, out)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The whole tensor in its shape, float32. Errors as in `read`."""
+        """Return the full tensor in its shape, float32. Errors are those of `read`."""
         return self.read(name).reshape(self._info(name).shape)
 
     def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
-        """The stored bytes of a tensor in pieces of `size` bytes, the last one shorter."""
+        """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
         info = self._info(name)
         return self.parts[info.part].pieces(info.offset, info.nbytes, size)
 
@@ -109,7 +109,7 @@ class GGUFFile:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file: a whole model, or a part of one."""
+    """One file: a complete model, or a part of a split one."""
 
     file: StoredFile
     metadata: Metadata
@@ -119,7 +119,7 @@ class _Part:
         return GGUFError(f"{self.file.path}: {what}")
 
     def split_number(self, key: str, kind: type[np.integer[Any]], default: int | None = None) -> int:
-        """The value of a `split.*` key, of exactly the type that llama.cpp asks for."""
+        """Return the value of a `split.*` key; its type must be exactly the one that llama.cpp asks for."""
         value: Any = self.metadata.get(key)
         if value is None and default is not None:
             return default
@@ -140,9 +140,9 @@ def _read_part(path: str | os.PathLike[str]) -> _Part:
 
 
 def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
-    """The later parts of a split model, checked against the first; none for a whole one.
+    """Yield the later parts of a split model, checked against the first; none if it is not split.
 
-    A count of 0 or 1 is a whole model too: llama.cpp's tools leave the keys behind when they merge parts.
+    A count of 0 or 1 is not split either: llama.cpp's tools leave the keys behind when they merge parts.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:
@@ -165,7 +165,7 @@ def _part_path(named: re.Match[str], number: int, count: int) -> str:
 
 
 def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
-    """A later part says its place, and nothing about the model: only the first part's keys would count."""
+    """Raise GGUFError unless a later part states its place and has no keys of the model (part 1 has them)."""
     for key, expected in ((PLACE, number), (COUNT, count)):
         if (found := part.split_number(key, np.uint16)) != expected:
             raise part.fault(
@@ -180,7 +180,7 @@ def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
 
 
 def _check_total(parts: list[_Part], found: int) -> None:
-    """Each part of several that says how many tensors the model has says the truth; the first must say it."""
+    """Raise GGUFError unless the first of several parts, and any other with the key, has the right total."""
     for part in parts if len(parts) > 1 else ():
         if part is parts[0] or TOTAL in part.metadata:
             said = part.split_number(TOTAL, np.int32)

@@ -1,1 +1,1 @@
-"""Folders as Hugging Face keeps models: their configuration, names, and order of rows."""
+"""Model folders in Hugging Face's format: their configuration, names, and order of rows."""

@@ -1,6 +1,6 @@
-"""What Hugging Face's classes of rotary models take where a configuration does not say, and what it may say.
+"""Default and permitted settings of config.json for each of Hugging Face's classes of rotary models.
 
-One row each. Whoever reads a folder and whoever writes one takes from here what differs between them.
+One row per class. The reader and the writer of a folder both take the differences between classes from here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from zero_mpi.files.foreign import quoted
 
 
 class Settings:
-    """The values of a config.json, read with their limits; errors name the setting."""
+    """Values of a config.json, read with their limits; errors name the setting."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        """The error for a setting that is not as expected."""
+        """Return the error for a setting that is not as expected."""
         found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0; `default` where it is absent or null."""
+        """Return a finite number above 0; `default` if the setting is absent or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
@@ -33,14 +33,14 @@ class Settings:
         return float(value)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 to 2^31; `default` where it is absent or null."""
+        """Return an integer from 1 to 2^31 - 1; `default` if the setting is absent or null."""
         value = self.number(name, default)
         if value != int(value) or value >= 1 << 31:
             raise self.fault(name, "a whole number below 2^31")
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false; `default` where it is absent or null."""
+        """Return true or false; `default` if the setting is absent or null."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -48,7 +48,7 @@ class Settings:
         return value
 
     def only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-        """FileError for the first setting that asks for something else than what is computed."""
+        """Raise FileError for the first setting whose value is not supported."""
         for name, values in allowed.items():
             if self.values.get(name) not in values:
                 raise self.fault(name, f"{' or '.join(str(value) for value in values[1:]) or 'none'} (only)")
@@ -66,20 +66,20 @@ NO_WINDOW = {"use_sliding_window": False}
 
 @dataclass(frozen=True)
 class RotaryClass:
-    """One class, by its own name.
+    """Defaults and limits of one class.
 
     tied, theta, epsilon   defaults of these settings
-    head_dim        of that too; None: the width over the number of heads
-    kv_heads        whether as many as there are heads is the default; a number of its own has to be said
-    biases          settings, and the projections that each of them gives a bias to
-    biased          projections that have one whatever is said
-    numbers         GGUF keys of numbers, each with its setting and that one's default
-    only            settings beyond `config.ONLY_ROTARY` that may say nothing else, or be absent
-    written         what else a config.json of ours says
+    head_dim        default of that setting; None: the width over the number of heads
+    kv_heads        true: the default is the number of heads; false: the setting is required
+    biases          settings, and the projections to which each of them gives a bias
+    biased          projections that always have a bias
+    numbers         GGUF keys of numbers, each with its setting and the setting's default
+    only            settings beyond `config.ONLY_ROTARY` that must have these values or be absent
+    written         further settings that zero_mpi writes to config.json
     llama3, longrope   whether rotary frequencies may be scaled as Llama 3's are, or Phi 3's
-    model_type      the setting of that name, where it is not the architecture's
+    model_type      the setting of that name, where it is not the architecture's name
     activation      the setting that names the activation, and its values
-    period          of so many blocks the last sees all positions, the others a window; 0: all see all
+    period          every period-th block attends to all positions, the others to a window; 0: all to all
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face folder as GGUF keys.
+"""Conversion of config.json of a Hugging Face folder to GGUF keys.
 
-Whatever would change the result and is not computed here is refused by name: silence would train another
-model. Keys are those that llama.cpp's converter writes.
+Every setting that would change the result and is not supported is refused by name: ignoring it would train
+another model. Keys are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GPT2_SIZES = {
     "vocab_size": "vocab_size",
 }
 
-# What is computed whatever the configuration says: a setting may only say this, or be absent.
+# Settings that the computation fixes: a configuration must have one of these values, or none.
 ONLY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_causal": (None, True)}
 ONLY_ROTARY = ONLY | {"use_bidirectional_attention": (None, False)}
 ONLY_GPT2 = ONLY | {
@@ -53,13 +53,13 @@ ONLY_GPT2 = ONLY | {
 }
 
 
-# What is left out at random while Hugging Face trains, and how much where a configuration does not say.
+# Dropout settings of Hugging Face, and their rates where a configuration does not give one.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
 DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
 
 
 def architecture(settings: Settings) -> str:
-    """The GGUF name of the architecture."""
+    """Return the GGUF name of the architecture."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
     types |= {"mistral": "llama"}  # as llama.cpp's converter has it
     found = settings.values.get("model_type")
@@ -69,7 +69,7 @@ def architecture(settings: Settings) -> str:
 
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
-    """The GGUF keys of a configuration; one of ours keeps what the divisors of frequencies were made from."""
+    """Return the GGUF keys of a configuration, and one of zero_mpi with the settings of Llama 3's scaling."""
     own = gpt2_keys(settings) if arch == "gpt2" else rotary_keys(arch, settings)
     scaling = llama3_settings(arch, settings)
     kept = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
@@ -77,7 +77,7 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
 
 
 def gpt2_keys(settings: Settings) -> Metadata:
-    """The keys of a gpt2 model, without the prefix."""
+    """Return the keys of a gpt2 model, without the prefix."""
     settings.only(ONLY_GPT2)
     sizes = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
     hidden = np.uint32(settings.size("n_inner", 4 * settings.size("n_embd")))
@@ -86,7 +86,7 @@ def gpt2_keys(settings: Settings) -> Metadata:
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
-    """The keys of a rotary model, without the prefix."""
+    """Return the keys of a rotary model, without the prefix."""
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
@@ -114,7 +114,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
 
 
 def biases_of(arch: str, settings: Settings) -> set[str]:
-    """The projections of a block that have a bias. gpt2's are all needed and not asked for here."""
+    """Return the projections of a block that have a bias; none for gpt2, whose biases are all required."""
     if arch == "gpt2":
         return set()
     kind = ROTARY_CLASSES[arch]
@@ -123,12 +123,12 @@ def biases_of(arch: str, settings: Settings) -> set[str]:
 
 
 def all_full(kinds: Any, layers: int) -> bool:
-    """Whether a list says of each layer that it attends to all positions; `layers` may be any number."""
+    """Return whether `kinds` lists full attention for each of `layers` layers (any number)."""
     return isinstance(kinds, list) and len(kinds) == layers and set(map(str, kinds)) == {"full_attention"}
 
 
 def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
-    """The keys of blocks that see a window, without the prefix, where the class has some."""
+    """Return the keys of sliding windows, without the prefix, if the class has blocks with a window."""
     if not kind.period:
         refuse_windows(settings)
         return {}
@@ -155,12 +155,12 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """What scores of gemma3 are divided by the root of: not a head's width in the model of 62 layers."""
+    """Return the number by whose root gemma3 divides scores: with 62 layers it is not a head's width."""
     return width // heads if layers == 62 else head
 
 
 def refuse_windows(settings: Settings) -> None:
-    """FileError for attention that does not reach back to the first position."""
+    """Raise FileError for attention that does not reach back to the first position."""
     kinds = settings.values.get("layer_types")
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer (only)")
@@ -176,7 +176,7 @@ def refuse_windows(settings: Settings) -> None:
 
 
 def refuse_other_unturned(settings: Settings) -> None:
-    """FileError unless the blocks without rotary positions, if a list names them, are every fourth."""
+    """Raise FileError unless the blocks without rotary positions, if a list names them, are every fourth."""
     turned = settings.values.get("no_rope_layers")
     every_fourth = isinstance(turned, list) and turned == [int(i % 4 != 3) for i in range(len(turned))]
     if turned is not None and not every_fourth:

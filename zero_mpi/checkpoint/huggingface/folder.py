@@ -1,7 +1,7 @@
 """A Hugging Face folder (config.json and safetensors) as a source of weights, by GGUF's names.
 
-Nothing is converted beforehand: `read` brings any range of elements into GGUF's order while it reads just
-what the range needs, so each rank can take its own slices of a model that no rank could hold.
+No file is converted beforehand: `read` brings any range of elements into GGUF's order and reads only the
+bytes that the range needs, so each rank can read its shards of a model that does not fit on one rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HuggingFaceFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> HuggingFaceFolder:
-        """Read and check configuration and headers, never the data. UsageError where anything is off."""
+        """Read and check configuration and headers, never the data. Raise UsageError if one is invalid."""
         folder = Path(os.path.realpath(path))
         config = read_config(folder / CONFIG)
         with prefixed(f"{folder / CONFIG}:"):
@@ -98,10 +98,10 @@ class HuggingFaceFolder:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """Elements [start, stop) of the flattened tensor in GGUF's order, float32; into `out` if given.
+        """Return elements [start, stop) of the flattened tensor in GGUF's order, float32; in `out` if given.
 
-        UsageError for an unknown name or a file that changed; ValueError for a range outside the tensor or an
-        `out` that does not fit.
+        Raise UsageError for an unknown name or a file that changed; ValueError for a range outside the tensor
+        or an `out` that does not fit.
         """
         spec = self.tensors.get(name)
         if spec is None:
@@ -115,7 +115,7 @@ class HuggingFaceFolder:
         return out
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The whole tensor in its shape, float32. Errors as in `read`."""
+        """Return the full tensor in its shape, float32. Errors are those of `read`."""
         values = self.read(name)
         return values.reshape(self.tensors[name].shape)
 
@@ -141,12 +141,12 @@ def fill(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a config.json."""
+    """Return the object in a config.json."""
     return json_object(path, read_file(path, MAX_CONFIG, "a configuration"))
 
 
 def open_weights(folder: Path) -> SafetensorsModel:
-    """The safetensors of a folder; FileError says what to do where there are none."""
+    """Open the safetensors of a folder; if there are none, raise FileError, which says what to do."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
@@ -155,7 +155,7 @@ def open_weights(folder: Path) -> SafetensorsModel:
 
 
 def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
-    """The folder's tensors by GGUF's names, in the order of computation."""
+    """Return the folder's tensors by GGUF's names, in the order of computation."""
     found: dict[str, TensorSpec] = {}
     for source in weights.tensors:
         name = to_gguf(arch, source)
@@ -168,7 +168,7 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
 
 
 def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
-    """One tensor, its shape fit for the order it is read in."""
+    """Return one tensor; raise FileError unless its shape fits the order in which it is read."""
     order, shape = order_of(arch, name), stored.shape
     if not shape or 0 in shape:
         raise FileError(f"tensor {show(stored.name)}: expected elements in it, found shape {shape}")
@@ -185,7 +185,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
 
 
 def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied: bool) -> None:
-    """A tied head is the embedding and nothing of its own; a copy of it is dropped, another is refused."""
+    """Drop a tied head equal to the embedding; raise FileError if it differs or an untied one is missing."""
     if not tied and HEAD not in tensors:
         raise FileError("lm_head.weight is missing, and tie_word_embeddings is not true")
     if tied and HEAD in tensors and EMBEDDING in tensors:
@@ -201,7 +201,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
-    """The biases are those that the configuration speaks of: others would be left out of the computation."""
+    """Raise FileError for a bias that the configuration does not name: the computation would ignore it."""
     for name in tensors:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]

@@ -1,8 +1,8 @@
 """Names of tensors, in GGUF and in Hugging Face folders, and the order of elements that goes with them.
 
 GGUF keeps llama's q and k in interleaved rotary order and all matrices as (out, in); Hugging Face keeps the
-two halves of a head apart, and gpt2's matrices as (in, out). Nothing in a file tells a missed conversion:
-shapes may agree, and the model speaks nonsense.
+two halves of a head apart, and gpt2's matrices as (in, out). A file does not show a missed conversion:
+shapes may agree, and the model generates nonsense.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ReadBlock = Callable[[int, int, int, int], Floats]
 
 
 def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """The range [start, stop) of rows of `width` elements as (first row, last, first column, last): at most
-    a part of a row, whole rows, and a part of a row."""
+    """Yield the range [start, stop) of rows of `width` elements as (first row, last, first column, last): at
+    most a part of a row, full rows, and a part of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -57,7 +57,7 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
 
 
 def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
-    """Fill the rows of `target` with what lies together from `start` on, in pieces."""
+    """Fill the rows of `target` with contiguous elements from `start` on, in chunks."""
     step = max(1, CHUNK // width)
     for at in range(0, len(target), step):
         part = target[at : at + step]
@@ -67,7 +67,7 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
 def transposed(read: ReadBlock, height: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with the elements from `start` on of the transpose of a stored matrix (width, height).
 
-    Where a range needs a good part of each stored row, bands of whole rows are read, since they lie together.
+    If a range needs at least a quarter of each stored row, bands of full rows are read: they are contiguous.
     """
     at = 0
     for a, b, c, d in rows_of(start, start + out.size, width):
@@ -81,14 +81,14 @@ def transposed(read: ReadBlock, height: int, width: int, start: int, out: Floats
 
 
 def halves_of(read: Read, head: int, width: int, heads: int) -> Iterator[Floats]:
-    """A tensor with rows in GGUF's rotary order, with halves instead: head by head, flat."""
+    """Yield a tensor with rows in GGUF's rotary order in the order of halves: head by head, flat."""
     for number in range(heads):
         rows = read(number * head * width, (number + 1) * head * width).reshape(head // 2, 2, width)
         yield np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
 
 
 def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
-    """The transpose of a matrix (height, width), in bands of its rows, flat."""
+    """Yield the transpose of a matrix (height, width), in bands of its rows, flat."""
     step, rows = max(1, CHUNK // height), max(1, CHUNK // width)
     for c in range(0, width, step):
         band = np.empty((min(step, width - c), height), np.float32)
@@ -99,7 +99,7 @@ def transposes_of(read: Read, height: int, width: int) -> Iterator[Floats]:
 
 
 class Order(Enum):
-    """How elements lie in the folder, beside how they lie in GGUF."""
+    """Order of elements in the folder, relative to their order in GGUF."""
 
     SAME = "same"
     HALVES = "halves"  # rows of a head: first those of even place in GGUF, then those of odd place
@@ -210,7 +210,7 @@ FAMILIES = {
 
 
 def to_gguf(arch: str, name: str) -> str | None:
-    """The GGUF name of a tensor of a folder; None for one without weights. FileError for an unknown one."""
+    """Return the GGUF name of a folder's tensor, None if it has no weights; FileError if it is unknown."""
     family = FAMILIES[arch]
     if re.fullmatch(family.dropped, name):
         return None
@@ -223,7 +223,7 @@ def to_gguf(arch: str, name: str) -> str | None:
 
 
 def from_gguf(arch: str, name: str) -> str:
-    """The name in a folder of a GGUF tensor. FileError for an unknown one."""
+    """Return the name in a folder of a GGUF tensor; raise FileError for an unknown one."""
     family = FAMILIES[arch]
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
@@ -237,14 +237,14 @@ def from_gguf(arch: str, name: str) -> str:
 
 
 def order_of(arch: str, name: str) -> Order:
-    """The order of elements in a folder of the tensor that GGUF calls `name`."""
+    """Return the order of elements in a folder of the tensor that GGUF calls `name`."""
     stem, _, kind = name.rpartition(".")
     order = FAMILIES[arch].orders.get(stem.rpartition(".")[2], Order.SAME)
     return Order.SAME if order == Order.TRANSPOSED and kind == "bias" else order
 
 
 def place_of(arch: str, name: str) -> tuple[int, int, int]:
-    """Sorts GGUF names as they are computed: embedding, blocks by number, what follows them."""
+    """Return a sort key of GGUF names in order of computation: embedding, blocks by number, the rest."""
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:

@@ -1,8 +1,8 @@
-"""An adapter as PEFT keeps it (adapter_config.json and safetensors) as a source of weights, by GGUF's names.
+"""Reader of an adapter in PEFT's format (adapter_config.json and safetensors), by GGUF's names.
 
-Such a folder does not say of which architecture its base is, and llama, qwen2 and qwen3 name their layers
-alike; only llama's rows of q and k lie in another order. So the base's keys are asked for. Whatever PEFT can
-do beside the plain product is refused by name: without it the adapter would be another one.
+Such a folder does not name the architecture of its base, and llama, qwen2 and qwen3 name their layers alike;
+only llama's rows of q and k have another order. So the caller passes the base's keys. Every PEFT option
+beyond the plain product is refused by name: ignoring it would make another adapter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
-# What says which layers have one, how it was trained, or of what: the tensors tell all that counts.
+# Settings that name the layers, the training or the base: they are ignored, the tensors say what is needed.
 PASSED_OVER = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
@@ -53,7 +53,7 @@ class PeftFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], base: Metadata) -> PeftFolder:
-        """Read and check the headers, by the keys of the base. FileError where anything is off."""
+        """Read and check the headers, by the keys of the base. Raise FileError if one is invalid."""
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
@@ -71,7 +71,7 @@ class PeftFolder:
     def read(
         self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
     ) -> npt.NDArray[np.float32]:
-        """As `WeightSource.read`."""
+        """Return elements of a tensor; see `WeightSource.read`."""
         spec = self.tensors[name]
         start, stop = checked_range(spec, start, stop)
         out = output(stop - start, out)
@@ -79,12 +79,12 @@ class PeftFolder:
         return out
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The whole tensor in its shape, float32."""
+        """Return the full tensor in its shape, float32."""
         return self.read(name).reshape(self.tensors[name].shape)
 
 
 def alpha_of(settings: Settings) -> float:
-    """What over the rank the products count; FileError for what is not the plain product of two factors."""
+    """Return alpha: products are scaled by alpha / rank. FileError if LoRA is not the plain product."""
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
@@ -99,7 +99,7 @@ def alpha_of(settings: Settings) -> float:
 def _tensor(
     weights: SafetensorsModel, source: str, arch: str, keys: GGUFKeys
 ) -> tuple[str, HuggingFaceTensor]:
-    """One factor by GGUF's name; `head` is what its rows are put in order by."""
+    """Return one factor with its GGUF name; `head` is the number of rows that are reordered together."""
     stored = weights.spec(source)
     ours, theirs = next(((o, t) for o, t in ENDS.items() if source.endswith(t)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(theirs)
@@ -112,14 +112,14 @@ def _tensor(
 
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
-    """How the rows of a factor lie in a folder, and how many a head has; gpt2's are not transposed."""
+    """Return the order of a factor's rows in a folder, and the rows per head; gpt2's are not transposed."""
     if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
 
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
-    """Rows of a head in the second factor of q or k; FileError where the base has no such heads."""
+    """Return the rows per head in the second factor of q or k; FileError if the base has no such heads."""
     heads = keys.whole(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
         heads = keys.whole(f"{keys.architecture}.attention.head_count_kv", 1) or heads

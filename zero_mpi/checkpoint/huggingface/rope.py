@@ -1,4 +1,4 @@
-"""Rotary positions in a config.json: the width of a head, the base, and how frequencies are scaled.
+"""Rotary positions in a config.json: the width of a head, the base, and the scaling of frequencies.
 
 Linear scaling and YaRN are keys of a GGUF. Llama 3's is no key but a tensor of divisors, `rope_freqs.weight`.
 """
@@ -43,7 +43,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
 
 
 def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
-    """The numbers that `keys_of` has kept; None where there are none, or none that can be meant."""
+    """Return the numbers that `keys_of` has stored; None if they are missing or invalid."""
     try:
         values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
         return {name: values[name] for name in LLAMA3 if Settings(values).number(name)}
@@ -52,7 +52,7 @@ def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def head_width(arch: str, settings: Settings) -> int:
-    """Rows of q a head; halves of it are turned, so it is even."""
+    """Return the width of a head; raise FileError unless it is even, as halves of it are rotated."""
     usual = settings.size("hidden_size") // settings.size("num_attention_heads")
     width = settings.size("head_dim", ROTARY_CLASSES[arch].head_dim or max(usual, 1))
     if width > MAX_HEAD:
@@ -63,7 +63,7 @@ def head_width(arch: str, settings: Settings) -> int:
 
 
 def turned_width(arch: str, settings: Settings) -> int:
-    """Return how many elements of a head are turned, the first ones; FileError unless they make pairs."""
+    """Return the number of elements of a head that are rotated (the first); FileError unless it is even."""
     width = int(head_width(arch, settings) * rope_of(settings).number(PARTIAL, 1.0))
     if not 0 < width <= head_width(arch, settings) or width % 2:
         raise FileError(f"{PARTIAL}: expected an even part of the width of a head, found {width} elements")
@@ -71,10 +71,10 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """The settings with one for rotary positions, that of layers that see all positions.
+    """Return the settings with one for rotary positions, that of layers with full attention.
 
-    Layers with a window have their own, which may only be gemma3's: the base 10000, not scaled. What mistral
-    does not say is given as llama's classes take it.
+    Layers with a window have their own, which must be gemma3's: the base 10000, not scaled. Mistral's
+    missing settings are filled in with the defaults that differ from those of llama's classes.
     """
     if settings.values.get("model_type") == "mistral":
         return Settings({"num_key_value_heads": 8, "sliding_window": 4096} | dict(settings.values))
@@ -90,7 +90,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
 
 
 def object_of(settings: Settings, name: str) -> dict[str, Any]:
-    """The object in a setting, empty where it is absent or null."""
+    """Return the object in a setting; an empty one if the setting is absent or null."""
     value = settings.values.get(name)
     if value is not None and not isinstance(value, dict):
         raise settings.fault(name, "an object")
@@ -98,9 +98,9 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def rope_of(settings: Settings) -> Settings:
-    """Base and scaling of rotary positions, in the newer or the older spelling of a configuration.
+    """Return base and scaling of rotary positions, in the newer or the older spelling of a configuration.
 
-    As in transformers the older one goes first, and the first context beside it before the one in it.
+    As in transformers the older spelling has precedence, and the first context beside it over the one in it.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
@@ -118,7 +118,7 @@ def rope_of(settings: Settings) -> Settings:
 
 
 def rope_type(settings: Settings) -> Any:
-    """How frequencies are scaled; "default" for not at all."""
+    """Return the kind of frequency scaling; "default" if there is none."""
     values = rope_of(settings).values
     kind = values.get("rope_type", values.get("type"))
     if kind in OLDER_LONGROPE and settings.values.get("model_type") == "phi3":
@@ -127,7 +127,7 @@ def rope_type(settings: Settings) -> Any:
 
 
 def scaling_keys(settings: Settings) -> Metadata:
-    """The keys of linear scaling and of YaRN, without the prefix; none for other kinds."""
+    """Return the keys of linear scaling and of YaRN, without the prefix; none for other kinds."""
     rope, kind = rope_of(settings), rope_type(settings)
     if kind not in SCALINGS:
         return {}
@@ -146,7 +146,7 @@ def scaling_keys(settings: Settings) -> Metadata:
 
 
 def longrope_keys(settings: Settings) -> Metadata:
-    """The keys of Phi 3's scaling, without the prefix: the first context, and what multiplies q and k."""
+    """Return the keys of Phi 3's scaling, without the prefix: the first context and the factor of q and k."""
     if rope_type(settings) != LONGROPE:
         return {}
     rope, context = rope_of(settings), settings.size("max_position_embeddings")
@@ -158,7 +158,7 @@ def longrope_keys(settings: Settings) -> Metadata:
 
 
 def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Both tensors of divisors, (count,) each, by name."""
+    """Return both tensors of divisors, (count,) each, by name."""
     found, rope = {}, rope_of(settings)
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
@@ -172,7 +172,7 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
-    """The four numbers of Llama 3's scaling, as the file has them; None for other kinds."""
+    """Return the four numbers of Llama 3's scaling, as in the file; None for other kinds."""
     if arch == "gpt2":
         return None
     rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
@@ -189,7 +189,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 
 
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
-    """The tensors of divisors of the rotary frequencies, (D / 2,) each, by name; none where keys say all."""
+    """Return divisors of rotary frequencies, (D / 2,) each, by name; none if keys describe the scaling."""
     numbers = llama3_settings(arch, settings)
     if arch != "gpt2" and rope_type(settings) == LONGROPE:
         return longrope_factors(settings, turned_width(arch, settings) // 2)
@@ -207,8 +207,8 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> npt.NDArray[np.float32]:
-    """Divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, a smooth way in
-    between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
+    """Return the divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, smooth
+    in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
     with np.errstate(all="ignore"):  # odd settings make odd divisors, which are refused where they are read
         return _llama3_factors(
             base, width, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings

@@ -1,11 +1,11 @@
-"""Products of many small matrices of bfloat16 by a processor's tile units (AMX), as attention wants them.
+"""Products of many small matrices of bfloat16 by a processor's tile units (AMX), for attention.
 
 A tile has 16 rows of 64 bytes, and one instruction adds the product of two to a third: 16 x 32 elements by
 32 x 16, the latter as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four sums of 16 x 16 are held
 while 32 rows meet 32 columns. b is packed as pairs once a matrix, and of a what does not lie by whole tiles;
 oneDNN takes longer to copy heads whose rows lie apart than to multiply them (docs/benchmarks.md).
 
-Import it where `products.by_tiles` does: elsewhere the compiler has no such words, and ends the process.
+Import it only where `products.by_tiles` does: elsewhere the compiler lacks these types and ends the process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # of a tile's row; of a float32, or a pai
 
 
 def configuration() -> Array:
-    """What LDTILECFG reads: the first palette, eight tiles of 16 rows of 64 bytes."""
+    """Return the bytes that LDTILECFG reads: the first palette, eight tiles of 16 rows of 64 bytes."""
     told = np.zeros(64, np.uint8)
     told[0] = 1
     told[16:32:2], told[48:56] = ROW_BYTES, ROWS
@@ -59,7 +59,7 @@ TILES = configuration()
 
 @helper
 def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
-    """The word of elements (i, j) and (i + down, j + right); what is beyond x counts as zero."""
+    """Return the word of elements (i, j) and (i + down, j + right); elements beyond x are zero."""
     low, high = np.uint32(x[i, j]), np.uint32(0)
     if i + down < x.shape[0] and j + right < x.shape[1]:
         high = np.uint32(x[i + down, j + right])
@@ -68,7 +68,7 @@ def pair_of(x: Array, i: int, j: int, down: int, right: int) -> Any:
 
 @fixed_helper
 def pack_pairs(b: Array, packed: Array) -> None:
-    """packed (N / 16, K / 2, 16) = pairs of rows of b (K, N), by 16 columns each; what is beyond stays."""
+    """Pack pairs of rows of b (K, N) into packed (N / 16, K / 2, 16), by 16 columns; the rest stays."""
     (k, n), (down, right), start = b.shape, b.strides, b.ctypes.data
     for first in range(0, n, ROWS):
         panel, at = packed[first // ROWS], start + first * right
@@ -89,7 +89,7 @@ def pack_pairs(b: Array, packed: Array) -> None:
 
 @fixed_helper
 def pack_rows(a: Array, packed: Array) -> None:
-    """packed (M, K / 2) = rows of a (M, K), as pairs; what is beyond a stays."""
+    """Pack rows of a (M, K), as pairs, into packed (M, K / 2); the rest stays."""
     (m, k), (down, right), start = a.shape, a.strides, a.ctypes.data
     whole, deep = (m // ROWS * ROWS, k // DEPTH * DEPTH) if down == LOW_BYTES else (0, 0)
     for i in range(0, whole, ROWS):
@@ -117,7 +117,7 @@ def add_panel(a: Any, a_step: Any, b: Any, next_b: Any, depth: Any) -> None:
 
 @helper
 def begin(out: Any, step: Any, adds: Any) -> None:
-    """Fill tiles 0 to 3 with what is in a block of 32 x 32 sums, or with zeros."""
+    """Fill tiles 0 to 3 with a block of 32 x 32 sums if `adds`, else with zeros."""
     if adds:
         load(0, out, step)
         load(1, out + ROW_BYTES, step)
@@ -141,7 +141,7 @@ def end(out: Any, step: Any) -> None:
 
 @fixed_helper
 def put(c: Array, sums: Array, adds: bool) -> None:
-    """c (M, N) = the first rows and columns of sums, or c plus these; rounded where c is bfloat16."""
+    """Write the first rows and columns of sums to c (M, N), or add them; round them if c is bfloat16."""
     m, n = c.shape
     rounds = c.itemsize == LOW_BYTES and n == PANEL and not adds
     for i in range(m):
@@ -156,7 +156,7 @@ def put(c: Array, sums: Array, adds: bool) -> None:
 
 @kernel(*[given(4, LOW, "A")] * 2, filled(4, EITHER, "A"), TRUTH, given(1, types.uint8))
 def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> None:
-    """c (..., M, N) = a (..., M, K) b (..., K, N), or c plus that."""
+    """Compute c (..., M, N) = a (..., M, K) b (..., K, N), plus c if `adds`."""
     (m, k), n = a.shape[2:], b.shape[3]
     depth, columns = (k + DEPTH - 1) // DEPTH * DEPTH, (n + PANEL - 1) // PANEL * PANEL
     pairs = np.zeros((columns // ROWS, depth // 2, ROWS), np.uint32)
@@ -188,9 +188,9 @@ def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> Non
 
 
 def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
-    """Return c (B, H, M, N) after computing a (B, H, M, K) b (B, H, K, N), or c plus that.
+    """Return c (B, H, M, N) after computing a (B, H, M, K) b (B, H, K, N), plus c if `adds`.
 
-    a and b are bfloat16, c that or float32; of each the elements of rows or of columns follow each other.
+    a and b are bfloat16, c bfloat16 or float32; each has contiguous rows or contiguous columns.
     """
     multiply_many(bits(a), bits(b), bits(c), adds, TILES)
     return c

@@ -1,9 +1,9 @@
 """Causal attention on CPUs, head by head in blocks of rows, every product by BLAS from inside the kernel.
 
-A block of n queries ends at position m and needs the scores of the first m keys only: what lies above the
-diagonal is neither computed nor stored, half of a full mask. Short sequences keep the weights of their
+A block of n queries ends at position m and needs the scores of the first m keys only: scores above the
+diagonal, half of a full mask, are neither computed nor stored. Short sequences keep the weights of their
 blocks for backward; long ones keep the logarithm of each row's sum and compute the block again, so that
-memory grows with T (Dao et al., "FlashAttention", 2022). bfloat16 is for `attention_bf16`.
+memory grows with T (Dao et al., "FlashAttention", 2022). `attention_bf16` computes bfloat16.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ ROOM = filled(4, layout="A")
 
 @helper
 def weights_before(number: int, block: int, before: int) -> int:
-    """Elements of a head's weights in earlier blocks; `before`: positions ahead of the first query."""
+    """Return the elements of a head's weights in earlier blocks; `before`: positions ahead of query 0."""
     return block * (number * before + block * (number * (number + 1) // 2))
 
 
 @helper
 def at(x: Array, b: int, t: int, h: int) -> tuple[int, int]:
-    """A head's rows of x from x[b, t, h] on, as `gemm` takes a matrix."""
+    """Return a head's rows of x from x[b, t, h] on, in the form that `gemm` takes."""
     address = x.ctypes.data + b * x.strides[0] + t * x.strides[1] + h * x.strides[2]
     return address, max(x.strides[1] // 4, x.shape[3], 1)
 
 
 @helper
 def first_seen(begins: Array, row: int) -> int:
-    """The first key that a block sees: that of its first row."""
+    """Return the first key that a block sees: that of its first row."""
     return begins[row] if begins.size else 0
 
 
 @helper
 def hide(row: Array, begins: Array, i: int, value: float) -> None:
-    """Put `value` where row i of a block does not see keys that the block's first row sees."""
+    """Put `value` at the keys that row i of a block does not see and the block's first row does."""
     if begins.size:
         row[: begins[i] - begins[0]] = value
 
@@ -73,8 +73,8 @@ def hide(row: Array, begins: Array, i: int, value: float) -> None:
 def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
     """Turn n rows of m scores into weights, in place; sums[i] = the logarithm of a row's sum of exponentials.
 
-    The rows are the last n of m positions, each of which sees itself and those before it: from begins[i] on,
-    where the first of the m is begins[0], or all if that is empty.
+    The rows are the last n of m positions, each of which sees itself and earlier ones: from begins[i] on,
+    where begins[0] is the first of the m, or all of them if `begins` is empty.
     """
     for i in range(n):
         row = p[i * m : (i + 1) * m]
@@ -95,7 +95,7 @@ def soften(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
 
 @helper
 def soften_again(p: Array, n: int, m: int, sums: Array, begins: Array) -> None:
-    """`soften` by the sums it gave."""
+    """Turn scores into weights again, with the sums of `soften`."""
     for i in range(n):
         row = p[i * m : (i + 1) * m]
         less = sums[i]
@@ -131,7 +131,7 @@ def forward(
     p: Array,
     sums: Array,
 ) -> None:
-    """y of `causal_attention`, and `sums` (B H T,) of its rows; p holds all weights if `keep`, else some."""
+    """Fill y of `causal_attention` and `sums` (B H T,) of rows; p holds all weights if `keep`, else some."""
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     end = 0
@@ -168,10 +168,10 @@ def backward(
     dk: Array,
     dv: Array,
 ) -> None:
-    """Gradients of `forward`; d is room for a block.
+    """Fill the gradients of `forward`; d is scratch space for a block.
 
-    From the last block of a head down: that one sees all keys, so it writes what the others add to, or with
-    `begins` adds to zeros itself. The heads that share keys add to each other's in their order.
+    It runs from the last block of a head down: that one sees all keys, so it writes the gradients that the
+    others add to; with `begins` it adds to zeros. Heads that share keys add to them in order of heads.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
@@ -199,7 +199,7 @@ def backward(
 
 
 def rowwise(x: Array) -> Array:
-    """x (B, T, heads, width), or a copy, whose heads' rows are contiguous and do not overlap."""
+    """Return x (B, T, heads, width), or a copy, whose heads' rows are contiguous and do not overlap."""
     down, right = x.strides[1], x.strides[3]
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
 
@@ -207,7 +207,7 @@ def rowwise(x: Array) -> Array:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """`reference.causal_attention`, which keeps (weights or None, logarithms of sums, begins)."""
+    """Compute `reference.causal_attention`; it keeps (weights or None, logarithms of sums, begins)."""
     multiplies = product_of(q, k, v)
     if multiplies is None or not q.size or not v.size:
         found: tuple[Array, Any] = otherwise(causal_attention, q, k, v, scale, begins)
@@ -235,7 +235,7 @@ def causal_attention(
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """`reference.causal_attention_backward`."""
+    """Compute `reference.causal_attention_backward`."""
     multiplies = product_of(dy, q, k, v)
     if multiplies is None or not isinstance(kept, tuple):
         found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)

@@ -1,8 +1,8 @@
 """Causal attention in bfloat16 on CPUs: blocks of rows of many heads at a time, every product by oneDNN.
 
-The blocks are those of `ops.cpu.attention`, but of some heads together: a product by the library costs ten
-microseconds before it begins. Scores and all sums are float32. Weights are rounded to bfloat16 for the
-products with them, and so are the gradients of scores, as kernels of GPUs do it.
+The blocks are those of `ops.cpu.attention`, but of several heads together: a call of the library costs ten
+microseconds before it begins. Scores and all sums are float32. Weights are rounded to bfloat16 for their
+products, and so are the gradients of scores, as in GPU kernels.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole v
 
 @kernel(given(4), given(2, INTEGER), FLOAT, TRUTH, filled(3), filled(4, LOW))
 def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
-    """p = the weights of scores s (B, H, n, m), times scale: the last n of m positions, which look back.
+    """Compute p, the weights of scores s (B, H, n, m) times scale: the last n of m positions, causal.
 
-    sums (B, H, n): the logarithm of each row's sum of exponentials; what they are if `again`. hidden (B, n):
-    how many of the first keys a row does not see, or empty.
+    sums (B, H, n): the logarithm of each row's sum of exponentials; an input if `again`. hidden (B, n): the
+    number of first keys that a row does not see, or empty.
     """
     batch, heads, n, m = s.shape
     row = np.empty(m + EVEN, np.float32)
@@ -85,7 +85,7 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
 
 @kernel(given(4, LOW), given(4), FLOAT, filled(4, LOW))
 def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
-    """ds = the gradient of scores, p (dp - sum(p dp)) scale, for weights p (B, H, n, m) and theirs, dp."""
+    """Compute ds = p (dp - sum(p dp)) scale, the gradient of scores, from p (B, H, n, m) and its gradient."""
     batch, heads, n, m = p.shape
     for b in range(batch):
         for h in range(heads):
@@ -108,14 +108,14 @@ def lower(x: Array, out: Array) -> None:
 
 
 def by_heads(x: Array) -> Array:
-    """x (B, T, heads, width), or a copy, whose heads' rows are contiguous."""
+    """Return x (B, T, heads, width), or a copy, whose heads' rows are contiguous."""
     return x if x.strides[3] == x.itemsize else np.ascontiguousarray(x)
 
 
 def forward(
     multiplies: Multiply, q: Array, k: Array, v: Array, scale: float, begins: Array | None
 ) -> tuple[Array, Any]:
-    """y of `reference.causal_attention`, and (weights or None, logarithms of sums, begins)."""
+    """Return y of `reference.causal_attention`, and (weights or None, logarithms of sums, begins)."""
     batch, length, heads, _ = q.shape
     parts, views = shares(q, k), (by_heads(q), by_heads(k), by_heads(v))
     most = largest(parts, q, k)
@@ -142,14 +142,14 @@ def forward(
 
 
 def largest(parts: list[HeadShare], q: Array, k: Array) -> int:
-    """Elements of the largest tile of any share."""
+    """Return the elements of the largest tile of any share."""
     return max(tiles_for(*share.cut(q, k))[1] for share in parts)
 
 
 def backward(
     multiplies: Multiply, dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v by `forward`."""
+    """Return the gradients of q, k and v of `forward`."""
     (p, sums, begins), parts = kept, shares(q, k)
     size, most = head_weights(q.shape[1], k.shape[1], LOW_BLOCK), largest(parts, q, k)
     s, slope = recycled((len(parts) * most,)), recycled((len(parts) * most,), BFLOAT16)
@@ -172,9 +172,9 @@ def backward(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What backward of a share works in: scores, their gradients, weights (all, if `kept`), sums of rows.
+    """Buffers of a share's backward: scores, their gradients, weights (all, if `kept`), sums of rows.
 
-    begins: the first position that each of its positions sees, or None.
+    begins: the first position that each of the share's positions sees, or None.
     """
 
     scores: Array
@@ -207,7 +207,7 @@ def backward_of(
 
 
 class KeySums:
-    """The gradient of keys or values (B, S, G, width): what several tiles add to is added up in float32."""
+    """Gradient of keys or values (B, S, G, width): parts that several tiles add to are summed in float32."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
         self._result, self._room = result, None

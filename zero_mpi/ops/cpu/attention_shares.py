@@ -1,4 +1,4 @@
-"""How attention is shared out to the threads of a rank: each does all of it for some heads."""
+"""Division of attention among the threads of a rank: each does all of it for some heads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALL = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """What one thread does of attention: some sequences, and of them some heads of keys with their queries.
+    """One thread's share of attention: some sequences, and of them some heads of keys with their queries.
 
-    number      among the shares
-    before      pairs of a sequence and a head of queries in the shares before it
-    sequences   which of the batch
-    heads       which of the heads of keys
-    shared      heads of queries for each of them
-    keys        heads of keys in all
+    number      of this share
+    before      pairs of a sequence and a head of queries in earlier shares
+    sequences   slice of the batch
+    heads       slice of the heads of keys
+    shared      heads of queries per head of keys
+    keys        total heads of keys
     """
 
     number: int
@@ -32,20 +32,20 @@ class HeadShare:
     keys: int
 
     def cut(self, *arrays: Array) -> list[Array]:
-        """Its part of arrays (B, T, heads of queries or of keys, width), as views."""
+        """Return its part of arrays (B, T, heads of queries or of keys, width), as views."""
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
     def begins(self, begins: Array | None) -> Array:
-        """The first position that each of its positions sees, one sequence after the other; empty: all."""
+        """Return the first position that each of its positions sees, sequence by sequence; empty: all."""
         return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
 
     def of(self, times: int) -> slice:
-        """Its heads, where each of the keys' stands for so many."""
+        """Return the slice of its heads in an array with `times` heads per head of keys."""
         return slice(self.heads.start * times, self.heads.stop * times)
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
-    """What each thread does: whole sequences, or where those would leave threads idle, heads of all."""
+    """Return each thread's share: full sequences, or if that would leave threads idle, heads of all."""
     (batch, length, heads, _), keys = q.shape, k.shape[2]
     size, shared = length * k.shape[1], heads // keys
     by_sequences = threads.cut((batch, heads, size))
@@ -60,5 +60,5 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
 
 
 def busy(parts: list[slice]) -> float:
-    """How many threads work on average until the one with the most is done."""
+    """Return the average number of busy threads until the one with the largest part is done."""
     return float(parts[-1].stop / max(part.stop - part.start for part in parts))

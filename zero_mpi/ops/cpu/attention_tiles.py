@@ -1,4 +1,4 @@
-"""What attention in bfloat16 computes at once: a block of rows of some heads, and the keys that these see."""
+"""Tiles that attention in bfloat16 computes at once: a block of rows of some heads, and the keys they see."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NONE = np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of rows of some heads: what is computed at once.
+    """A block of rows of some heads, which is computed at once.
 
-    shape            (sequences, heads, n, m): n rows, which see the first m keys at most
-    sequences        of them all
-    queries, keys    heads of q, and those of k and v that they look at
-    rows, seen       of the queries and of the keys
-    weights, sums    where its weights and its rows' sums begin, of all tiles' in order
-    begins, ends     it is the first, or last, that adds to the gradients of its keys
+    shape            (sequences, heads, n, m): n rows, which see at most the first m keys
+    sequences        slice of the batch
+    queries, keys    heads of q, and the heads of k and v that they use
+    rows, seen       positions of the queries and of the keys
+    weights, sums    start of its weights and of its rows' sums among those of all tiles in order
+    begins, ends     whether it is the first, or last, that adds to the gradients of its keys
     """
 
     shape: tuple[int, int, int, int]
@@ -39,15 +39,15 @@ class Tile:
     ends: bool
 
     def of_queries(self, x: Array) -> Array:
-        """Its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
+        """Return its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""
         return x[self.sequences, self.rows, self.queries].transpose(0, 2, 1, 3)
 
     def of_keys(self, x: Array) -> Array:
-        """Its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
+        """Return its rows of k or v (B, S, G, width), as a matrix for each sequence and head."""
         return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
-        """The tile without the first keys, which its rows do not see: by whole blocks, for few shapes."""
+        """Return the tile without the first keys that no row sees, cut at blocks to keep shapes few."""
         if begins is None:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
@@ -55,21 +55,21 @@ class Tile:
         return replace(self, shape=shape, seen=slice(first, self.seen.stop))
 
     def hidden(self, begins: Array | None) -> Array:
-        """How many of the keys, from the first on, each of its rows does not see; empty: none of them."""
+        """Return the number of first keys that each of its rows does not see; empty: each sees all."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
     def cut(self, room: Array, start: int = 0) -> Array:
-        """Its matrices of scores or weights in room for several."""
+        """Return its matrices of scores or weights in a buffer for several tiles."""
         return room[start : start + prod(self.shape)].reshape(self.shape)
 
     def cut_sums(self, sums: Array) -> Array:
-        """The sums of its rows, (sequences, heads, n)."""
+        """Return the sums of its rows, (sequences, heads, n)."""
         shape = self.shape[:3]
         return sums[self.sums : self.sums + prod(shape)].reshape(shape)
 
 
 def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[slice, slice]]:
-    """(sequences, heads of keys) that are computed at a time."""
+    """Yield the (sequences, heads of keys) that are computed at a time."""
     sequences, together = tile_heads(batch, heads, length, total)
     for b in range(0, batch, sequences):
         for g in range(0, heads, together):
@@ -78,10 +78,10 @@ def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[sl
 
 @cache
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
-    """The tiles of B sequences of T queries in H heads, of which `shared` each see S keys of one head.
+    """Return the tiles of B sequences of T queries in H heads; `shared` heads each see S keys of one head.
 
-    From the last block of a head down: that one sees all keys, so it writes what the others, and then the
-    heads that share them, add to.
+    They run from the last block of a head down: that one sees all keys, so it writes the gradients that the
+    others, and then the heads that share the keys, add to.
     """
     found: list[Tile] = []
     weights = sums = 0
@@ -104,6 +104,6 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
 
 
 def tiles_for(q: Array, k: Array) -> tuple[tuple[Tile, ...], int]:
-    """(the tiles, elements of the largest)."""
+    """Return (the tiles, elements of the largest)."""
     (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
     return tiles(batch, length, heads, heads // of_keys, total), low_tile(batch, of_keys, length, total)

@@ -1,9 +1,9 @@
-"""Matrix products by BLAS, from Python and from inside kernels, into memory that is there already.
+"""Matrix products by BLAS, from Python and from inside kernels, into existing memory.
 
-The routine is the Fortran sgemm of the OpenBLAS that NumPy itself has loaded, or where that is another
-library, the one that SciPy gives to Cython. Unlike `numpy.matmul` it adds to its result (beta = 1), so a
+The routine is the Fortran sgemm of the OpenBLAS that NumPy itself has loaded, or if NumPy has another
+library, the one that SciPy exports to Cython. Unlike `numpy.matmul` it adds to its result (beta = 1), so a
 gradient goes straight into its place in the flat buffer, and a kernel may call it thousands of times without
-the interpreter. SciPy's alone would do too; it is a second library with threads and buffers of its own, takes
+the interpreter. SciPy's alone would also work; it is a second library with its own threads and buffers, takes
 a quarter of a second to load, and in today's wheels is older and a few per cent slower.
 """
 
@@ -30,7 +30,7 @@ NN, NT, TN = (PLAIN, PLAIN), (PLAIN, TURNED), (TURNED, PLAIN)
 
 
 def address_in_openblas() -> int | None:
-    """Where the sgemm of NumPy's OpenBLAS lies, or None if no OpenBLAS with that name is loaded."""
+    """Return the address of sgemm in NumPy's OpenBLAS, or None if no OpenBLAS with that name is loaded."""
     libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
     libraries.sort(key=lambda library: "numpy" not in library.filepath)
     for library in libraries:
@@ -42,7 +42,7 @@ def address_in_openblas() -> int | None:
 
 
 def address_in_scipy() -> int:
-    """Where SciPy's sgemm lies; it gets as many threads as BLAS has now: it was not there to be told."""
+    """Return the address of SciPy's sgemm; give it BLAS's number of threads, as it was loaded later."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     address: int = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
     ThreadpoolController().limit(limits=max(threads, default=1), user_api="blas")
@@ -69,10 +69,10 @@ def sgemm(
     c: Any,
     ldc: Any,
 ) -> Any:
-    """BLAS's sgemm as Fortran has it: matrices by columns, addresses as whole numbers.
+    """Call BLAS's sgemm by Fortran's conventions: matrices column-major, addresses as integers.
 
-    Sizes are passed by the address of 64 bits. A library whose integers have 32 reads the lower half, which
-    on little-endian machines comes first: the same compiled code does for both.
+    Sizes are passed as the address of 64 bits. A library with integers of 32 bits reads the lower half,
+    which comes first on little-endian machines: the same compiled code works for both.
     """
     whole, real = types.int64, types.float32
     signature = types.void(whole, whole, whole, whole, whole, real, *[whole] * 4, real, whole, whole)
@@ -99,7 +99,7 @@ def sgemm(
 
 @helper
 def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) -> None:
-    """c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, all by rows: Fortran sees c^T = b^T a^T.
+    """Compute c (m, n) = alpha op(a) (m, k) op(b) (k, n) + beta c, row-major: Fortran sees c^T = b^T a^T.
 
     `turns`: NN, NT or TN, which of a and b are transposed; `sizes`: (m, n, k); a matrix: (address, elements
     from one row to the next).
@@ -110,7 +110,7 @@ def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) 
 
 @kernel(given(2, layout="A"), given(2, layout="A"), FLOAT, filled(2, layout="A"))
 def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
-    """c (M, N) = a (M, K) b (K, N) + beta c; each matrix, or for a and b its transpose, has unit stride."""
+    """Compute c (M, N) = a (M, K) b (K, N) + beta c; c, and a and b or their transposes, have unit stride."""
     m, k = a.shape
     n = b.shape[1]
     turn_a, lda = PLAIN, max(a.strides[0] // 4, k, 1)
@@ -131,16 +131,16 @@ def times(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
 
 
 def by_rows(x: Array) -> bool:
-    """Whether BLAS takes a matrix where it lies: contiguous rows that do not overlap. Results must be so."""
+    """Return whether a matrix has contiguous rows that do not overlap: BLAS needs that of results."""
     (down, right), size = x.strides, x.itemsize
     return bool(x.flags.c_contiguous or (right == size and down >= size * x.shape[1] and down % size == 0))
 
 
 def by_row(x: Array) -> Array:
-    """A matrix whose rows are as BLAS takes them, or a copy that has such."""
+    """Return a matrix if its rows are as BLAS needs them, else a copy."""
     return x if by_rows(x) else np.ascontiguousarray(x)
 
 
 def fitting(x: Array) -> Array:
-    """A matrix whose rows, or columns, are as BLAS takes them, or a copy that it takes."""
+    """Return a matrix if its rows, or columns, are as BLAS needs them, else a copy."""
     return x if by_rows(x) or by_rows(x.T) else np.ascontiguousarray(x)

@@ -1,7 +1,7 @@
-"""Blocks of GGUF (`ops.block_kinds`) as float32 or bfloat16: one pass from the bytes to where layers read.
+"""Unpacks blocks of GGUF (`ops.block_kinds`) to float32 or bfloat16, in one pass to the layers' buffer.
 
-Compiled without any liberty: each element has the bits of `reference.dequantize`, for any scale. The
-bytes of a kind lie as in llama.cpp's ggml-common.h.
+It is compiled without fast-math: each element has the bits of `reference.dequantize`, for any scale. The
+byte layout of a kind is that of llama.cpp's ggml-common.h.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(len(PACKED))
 
 @fixed_helper
 def half(raw: Array, at: int) -> Any:
-    """The float16 in two bytes as float32: its bits moved into place, its exponent put right by a product."""
+    """Return the float16 in two bytes as float32: move its bits, then correct its exponent by a product."""
     word = np.uint32(raw[at]) | np.uint32(np.uint32(raw[at + 1]) << np.uint32(8))
     body = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
     sign = np.uint32((word & np.uint32(0x8000)) << np.uint32(16))
@@ -36,7 +36,7 @@ def half(raw: Array, at: int) -> Any:
 
 @fixed_helper
 def scale_and_least(packed: Array, j: int) -> Any:
-    """The 6-bit scale and minimum of the j-th of eight sub-blocks, from twelve bytes."""
+    """Return the 6-bit scale and minimum of the j-th of eight sub-blocks, from twelve bytes."""
     if j < 4:
         return i4(packed[j] & 63), i4(packed[j + 4] & 63)
     high = packed[j + 4]
@@ -48,7 +48,7 @@ def scale_and_least(packed: Array, j: int) -> Any:
 
 @fixed_helper
 def scale_of_16(packed: Array, j: int) -> Any:
-    """The 6-bit scale of the j-th of sixteen sub-blocks, from twelve bytes, less 32."""
+    """Return the 6-bit scale of the j-th of sixteen sub-blocks, from twelve bytes, less 32."""
     low = i4(packed[j & 7]) >> i4(4 * (j >> 3))
     high = i4(packed[8 + (j & 3)]) >> i4(2 * (j >> 2))
     return i4((low & i4(15)) | i4((high & i4(3)) << i4(4))) - i4(32)
@@ -56,7 +56,7 @@ def scale_of_16(packed: Array, j: int) -> Any:
 
 @fixed_helper
 def plain_8(raw: Array, y: Array) -> None:
-    """Q8_0: a scale, 32 signed bytes."""
+    """Unpack Q8_0: a scale, 32 signed bytes."""
     d = half(raw, 0)
     for i in range(32):
         y[i] = narrow(y, f4(np.int8(raw[2 + i])) * d)
@@ -64,7 +64,7 @@ def plain_8(raw: Array, y: Array) -> None:
 
 @fixed_helper
 def nibbles(raw: Array, y: Array, has_least: bool) -> None:
-    """Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
+    """Unpack Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
     d, start = half(raw, 0), 2
     if has_least:
         least, start = half(raw, 2), 4
@@ -81,7 +81,7 @@ def nibbles(raw: Array, y: Array, has_least: bool) -> None:
 
 @fixed_helper
 def five_bits(raw: Array, y: Array, has_least: bool) -> None:
-    """Q5_0 and Q5_1: as with four bits, and the fifth ones in four bytes before them."""
+    """Unpack Q5_0 and Q5_1: as with four bits, and the fifth bits in four bytes before them."""
     d, start = half(raw, 0), 4 if has_least else 2
     least = half(raw, 2)
     for i in range(32):
@@ -95,7 +95,7 @@ def five_bits(raw: Array, y: Array, has_least: bool) -> None:
 
 @fixed_helper
 def two_bits(raw: Array, y: Array) -> None:
-    """Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of pairs of bits, their two factors."""
+    """Unpack Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
     d, least = half(raw, 80), half(raw, 82)
     for j in range(16):
         dl, ml = d * f4(raw[j] & 15), least * f4(raw[j] >> 4)
@@ -106,7 +106,7 @@ def two_bits(raw: Array, y: Array) -> None:
 
 @fixed_helper
 def three_bits(raw: Array, y: Array) -> None:
-    """Q3_K: 32 bytes of third bits, 64 of pairs of bits, sixteen scales, their factor."""
+    """Unpack Q3_K: 32 bytes of third bits, 64 of pairs of bits, sixteen scales, their factor."""
     d = half(raw, 108)
     for j in range(16):
         dl = d * f4(scale_of_16(raw[96:108], j))
@@ -119,7 +119,7 @@ def three_bits(raw: Array, y: Array) -> None:
 
 @fixed_helper
 def scaled_bits(raw: Array, y: Array, has_fifth: bool) -> None:
-    """Q4_K and Q5_K: two factors, eight scales and minima, 32 bytes of fifth bits if any, 128 bytes."""
+    """Unpack Q4_K and Q5_K: two factors, eight scales and minima, fifth bits (32 bytes) if any, 128 bytes."""
     d, least = half(raw, 0), half(raw, 2)
     start = 48 if has_fifth else 16
     for j in range(8):
@@ -135,7 +135,7 @@ def scaled_bits(raw: Array, y: Array, has_fifth: bool) -> None:
 
 @fixed_helper
 def six_bits(raw: Array, y: Array) -> None:
-    """Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
+    """Unpack Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
     d = half(raw, 208)
     for j in range(16):
         dl = d * f4(np.int8(raw[192 + j]))
@@ -149,7 +149,7 @@ def six_bits(raw: Array, y: Array) -> None:
 
 @kernel(given(1, types.uint8), filled(1, EITHER), INTEGER, INTEGER, INTEGER, liberties=False)
 def unpack(raw: Array, out: Array, number: int, elements: int, nbytes: int) -> None:
-    """Fill `out` from whole blocks of the kind of a number."""
+    """Fill `out` from full blocks of the kind PACKED[number]."""
     for block in range(out.size // elements):
         x, y = raw[block * nbytes : (block + 1) * nbytes], out[block * elements : (block + 1) * elements]
         if number == Q8_0:
@@ -169,7 +169,7 @@ def unpack(raw: Array, out: Array, number: int, elements: int, nbytes: int) -> N
 
 
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """`reference.dequantize`."""
+    """Compute `reference.dequantize`."""
     if kind not in PACKED or not alike(out) or not out.flags.c_contiguous:
         reference.dequantize(raw, kind, out)
         return

@@ -39,27 +39,27 @@ CUBIC, THRICE_CUBIC = f4(reference.GELU_CUBIC), f4(3 * reference.GELU_CUBIC)
 
 @helper
 def gelu_share(x: Any) -> Any:
-    """The share of x that GELU lets through: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)."""
+    """Return GELU(x) / x = (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)."""
     return logistic(TWICE_SCALE * (x + CUBIC * x * x * x))
 
 
 @kernel(*[given(1, LOW)] * 2, filled(1, LOW))
 def add_low(x: Array, y: Array, z: Array) -> None:
-    """z = x + y of bfloat16; for float32 NumPy's own loop is as good as any."""
+    """Compute z = x + y of bfloat16; for float32 NumPy's own loop is as fast."""
     for i in range(x.size):
         z[i] = narrow(z, wide(x[i]) + wide(y[i]))
 
 
 @kernel(given(1, EITHER), FLOAT, filled(1, EITHER))
 def multiply(x: Array, factor: float, y: Array) -> None:
-    """y = factor x."""
+    """Compute y = factor x."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor)
 
 
 @kernel(given(1, EITHER), given(1, EITHER), FLOAT, filled(1, EITHER))
 def multiply_and_add(x: Array, plus: Array, factor: float, y: Array) -> None:
-    """y = factor x + plus."""
+    """Compute y = factor x + plus."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor + wide(plus[i]))
 
@@ -74,7 +74,7 @@ def gelu_forward(x: Array, y: Array) -> None:
 
 @kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
 def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
-    """dx = dy gelu'(x)."""
+    """Compute dx = dy gelu'(x)."""
     for i in range(x.size):
         v = wide(x[i])
         s = gelu_share(v)
@@ -84,7 +84,7 @@ def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
 
 @kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
 def swiglu_forward(gate: Array, up: Array, y: Array) -> None:
-    """y = silu(gate) up."""
+    """Compute y = silu(gate) up."""
     for i in range(gate.size):
         v = wide(gate[i])
         y[i] = narrow(y, v / (ONE + exponential(-v)) * wide(up[i]))
@@ -92,7 +92,7 @@ def swiglu_forward(gate: Array, up: Array, y: Array) -> None:
 
 @kernel(*[given(1, EITHER)] * 3, *[filled(1, EITHER)] * 2)
 def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) -> None:
-    """(dgate, dup) of silu(gate) up."""
+    """Compute (dgate, dup) of silu(gate) up."""
     for i in range(gate.size):
         v, d = wide(gate[i]), wide(dy[i])
         s = logistic(v)
@@ -102,13 +102,13 @@ def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array)
 
 @helper
 def gelu_slope(x: Any, share: Any) -> Any:
-    """The derivative of GELU, by the share of x that it lets through."""
+    """Return the derivative of GELU, given share = GELU(x) / x."""
     return share + x * share * (ONE - share) * (TWICE_SCALE * (ONE + THRICE_CUBIC * x * x))
 
 
 @kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
 def geglu_forward(gate: Array, up: Array, y: Array) -> None:
-    """y = gelu(gate) up."""
+    """Compute y = gelu(gate) up."""
     for i in range(gate.size):
         v = wide(gate[i])
         y[i] = narrow(y, v * gelu_share(v) * wide(up[i]))
@@ -116,7 +116,7 @@ def geglu_forward(gate: Array, up: Array, y: Array) -> None:
 
 @kernel(*[given(1, EITHER)] * 3, *[filled(1, EITHER)] * 2)
 def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) -> None:
-    """(dgate, dup) of gelu(gate) up."""
+    """Compute (dgate, dup) of gelu(gate) up."""
     for i in range(gate.size):
         v, d = wide(gate[i]), wide(dy[i])
         s = gelu_share(v)
@@ -126,7 +126,7 @@ def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) 
 
 @kernel(filled(3, EITHER), given(2), given(2), TRUTH)
 def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
-    """Turn the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
+    """Rotate the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
     n, heads = x.shape[:2]
     positions, half = cos.shape
     for i in range(n):
@@ -146,7 +146,7 @@ def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
 
 
 def add(x: Array, y: Array) -> Array:
-    """`reference.add`."""
+    """Compute `reference.add`."""
     if not alike(x, y):
         return defined.add(x, y)
     z = recycled(x.shape, x.dtype)
@@ -157,7 +157,7 @@ def add(x: Array, y: Array) -> Array:
 
 
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """`reference.scale`."""
+    """Compute `reference.scale`."""
     if not alike(x, *([] if plus is None else [plus])):
         return defined.scale(x, factor, plus)
     y, by = recycled(x.shape, x.dtype), f4(factor)
@@ -169,7 +169,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """`reference.gelu`."""
+    """Compute `reference.gelu`."""
     if not alike(x):
         return defined.gelu(x)
     y = recycled(x.shape, x.dtype)
@@ -178,7 +178,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """`reference.gelu_backward`."""
+    """Compute `reference.gelu_backward`."""
     if not alike(dy, x):
         return defined.gelu_backward(dy, x)
     dx = recycled(x.shape, x.dtype)
@@ -187,27 +187,27 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """`reference.swiglu`."""
+    """Compute `reference.swiglu`."""
     return gated(swiglu_forward, defined.swiglu, gate, up)
 
 
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """`reference.swiglu_backward`."""
+    """Compute `reference.swiglu_backward`."""
     return gated_backward(swiglu_gradient, defined.swiglu_backward, dy, gate, up)
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """`reference.geglu`."""
+    """Compute `reference.geglu`."""
     return gated(geglu_forward, defined.geglu, gate, up)
 
 
 def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """`reference.geglu_backward`."""
+    """Compute `reference.geglu_backward`."""
     return gated_backward(geglu_gradient, defined.geglu_backward, dy, gate, up)
 
 
 def gated(kernel: Any, definition: Any, gate: Array, up: Array) -> Array:
-    """The result of a kernel for a gate and what it lets through, or of its definition."""
+    """Return the result of a kernel for gate and up, or else of its definition."""
     if not alike(gate, up):
         return definition(gate, up)
     y = recycled(gate.shape, gate.dtype)
@@ -216,7 +216,7 @@ def gated(kernel: Any, definition: Any, gate: Array, up: Array) -> Array:
 
 
 def gated_backward(kernel: Any, definition: Any, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """(dgate, dup) of such a pair."""
+    """Return (dgate, dup) by a kernel, or else by its definition."""
     if not alike(dy, gate, up):
         both: tuple[Array, Array] = definition(dy, gate, up)
         return both
@@ -226,7 +226,7 @@ def gated_backward(kernel: Any, definition: Any, dy: Array, gate: Array, up: Arr
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """`reference.rope`."""
+    """Compute `reference.rope`."""
     if not (alike(x) and single(cos, sin)) or not (out is None or (alike(x, out) and out.flags.c_contiguous)):
         return defined.rope(x, cos, sin, interleaved, out)
     y = recycled(x.shape, x.dtype) if out is None else out

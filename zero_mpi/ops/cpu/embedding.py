@@ -29,7 +29,7 @@ from zero_mpi.ops.low_precision import defined
 
 @kernel(given(1, INTEGER), INTEGER, INTEGER, returns=INTEGER)
 def first_outside(ids: Array, least: int, count: int) -> int:
-    """Where the first id lies that is not in [least, count), or -1: kernels do not check their indices."""
+    """Return the index of the first id outside [least, count), or -1: kernels do not check their indices."""
     for i in range(ids.size):
         if ids[i] < least or ids[i] >= count:
             return i
@@ -47,7 +47,7 @@ def copy_rows(ids: Array, w: Array, y: Array) -> None:
 
 @kernel(given(1, INTEGER), given(2), filled(2))
 def add_rows(ids: Array, dy: Array, dw: Array) -> None:
-    """dw[ids[i]] += dy[i], one i after the other."""
+    """Compute dw[ids[i]] += dy[i], one i after the other."""
     for i in range(ids.size):
         row, total = dy[i], dw[ids[i]]
         for j in range(dy.shape[1]):
@@ -56,7 +56,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
 
 @kernel(*[given(1, INTEGER)] * 2, given(2, LOW), filled(2, EITHER))
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
-    """dw[ids[i]] += the sum of its dy[order[i]], rounded once; `ids` ascend."""
+    """Add to dw[ids[i]] the sum of its dy[order[i]], rounded once; `ids` ascend."""
     total = np.zeros(dy.shape[1], np.float32)
     for i in range(ids.size):
         row, out = dy[order[i]], dw[ids[i]]
@@ -70,7 +70,7 @@ def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
 
 @kernel(given(3, LOW), given(2, LOW), filled(3, LOW))
 def add_positions(x: Array, w: Array, y: Array) -> None:
-    """y (B, T, C) = x + w (T, C) of bfloat16."""
+    """Compute y (B, T, C) = x + w (T, C) of bfloat16."""
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             row, place, out = x[b, t], w[t], y[b, t]
@@ -80,7 +80,7 @@ def add_positions(x: Array, w: Array, y: Array) -> None:
 
 @kernel(given(3, LOW), filled(2, EITHER))
 def add_sums_of_positions(dy: Array, dw: Array) -> None:
-    """dw (T, C) += the sum of dy (B, T, C) over sequences, rounded once."""
+    """Add to dw (T, C) the sum of dy (B, T, C) over sequences, rounded once."""
     total = np.zeros(dy.shape[2], np.float32)
     for t in range(dy.shape[1]):
         total[:] = ZERO
@@ -95,7 +95,7 @@ def add_sums_of_positions(dy: Array, dw: Array) -> None:
 
 @kernel(given(3), filled(2))
 def sum_positions(dy: Array, dw: Array) -> None:
-    """dw (T, C) += dy (B, T, C), one sequence after the other."""
+    """Add to dw (T, C) dy (B, T, C), one sequence after the other."""
     for b in range(dy.shape[0]):
         for t in range(dy.shape[1]):
             for j in range(dy.shape[2]):
@@ -103,7 +103,7 @@ def sum_positions(dy: Array, dw: Array) -> None:
 
 
 def checked(ids: Array, count: int, least: int = 0) -> Array:
-    """Ids as a flat array of int64; raises IndexError for one below `least`, or not below `count`."""
+    """Return ids as a flat array of int64; raise IndexError for one below `least`, or not below `count`."""
     found = np.ascontiguousarray(ids.reshape(-1), np.int64)
     place = first_outside(found, least, count)
     if place >= 0:
@@ -112,7 +112,7 @@ def checked(ids: Array, count: int, least: int = 0) -> Array:
 
 
 def embedding(tokens: Array, w: Array) -> Array:
-    """`reference.embedding`."""
+    """Compute `reference.embedding`."""
     if not alike(w):
         return reference.embedding(tokens, w)
     y = recycled((*tokens.shape, w.shape[1]), w.dtype)
@@ -121,7 +121,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 
 
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """`reference.embedding_backward`; rows of one token in their order, each onto what is there."""
+    """Compute `reference.embedding_backward`; rows of one token are added one by one, in order."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
         ids = checked(tokens, dw.shape[0])
         order = np.argsort(ids, kind="stable")
@@ -134,7 +134,7 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
 
 
 def positions(x: Array, w: Array) -> Array:
-    """`reference.positions`."""
+    """Compute `reference.positions`."""
     if not alike(x, w):
         return defined.positions(x, w)
     y = recycled(x.shape, x.dtype)
@@ -145,7 +145,7 @@ def positions(x: Array, w: Array) -> Array:
 
 
 def positions_backward(dy: Array, dw: Array) -> None:
-    """`reference.positions_backward`."""
+    """Compute `reference.positions_backward`."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
         add_sums_of_positions(bits(np.ascontiguousarray(dy)), bits(dw))
         return

@@ -1,7 +1,7 @@
 """Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
 
-Their bits must not depend on how a buffer is cut. AdamW is therefore compiled without any liberty: each
-element is rounded alike, in the vector part of a loop or in its rest. A chunk's sum depends on its length.
+Their bits must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math: each element
+is rounded alike, in the vector part of a loop or in its rest. A chunk's sum depends on its length.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def update(
     eps: float,
     rate: float,
 ) -> None:
-    """The update of `reference.adamw`, element by element; keep (n,): of each of n runs of one length.
+    """Compute the update of `reference.adamw`, element by element; keep (n,): of n runs of one length.
 
-    low: p rounded to bfloat16, while it is in cache; empty where nobody wants it.
+    low: p rounded to bfloat16, while it is in cache; empty if it is not needed.
     """
     if keep.size == 0:
         return
@@ -74,14 +74,14 @@ def update(
 
 @kernel(filled(1), given(1), FLOAT, FLOAT, liberties=False)
 def move_average(e: Array, p: Array, keep: float, rest: float) -> None:
-    """The average of `reference.moving_average`, element by element."""
+    """Compute the average of `reference.moving_average`, element by element."""
     for i in range(e.size):
         e[i] = e[i] * keep + rest * p[i]
 
 
 @kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
 def add_squares(g: Array, chunk: int, sums: Array) -> None:
-    """sums[i] = the float64 sum of squares of the i-th run of `chunk` elements."""
+    """Set sums[i] to the float64 sum of squares of the i-th run of `chunk` elements."""
     for i in range(sums.size):
         run = g[i * chunk : (i + 1) * chunk]
         total = 0.0
@@ -105,7 +105,7 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """`reference.adamw`."""
+    """Compute `reference.adamw`."""
     if not single(p, g, m, v) or not all(array.flags.c_contiguous for array in (p, g, m, v)):
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
         reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
@@ -128,7 +128,7 @@ def adamw(
 
 
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """`reference.moving_average`."""
+    """Compute `reference.moving_average`."""
     if not single(e, p) or not (e.flags.c_contiguous and p.flags.c_contiguous):
         reference.moving_average(e, p, keep)
         return
@@ -137,7 +137,7 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """`reference.chunk_squares`."""
+    """Compute `reference.chunk_squares`."""
     if not single(g) or not g.flags.c_contiguous:
         return reference.chunk_squares(g, chunk)
     sums = np.empty(g.size // chunk, np.float64)

@@ -1,11 +1,11 @@
-"""How kernels are compiled: the types of their arguments, the compiler's liberties, the place of the code.
+"""Compilation of kernels: types of their arguments, fast-math flags ("liberties"), cache of the code.
 
 A kernel is compiled, or loaded from the cache, when its module is imported. One that computes in EITHER type
-is compiled for float32 then, and for the bits of bfloat16 with all others when the first such array comes:
-most runs have none. Inputs are read-only types, so that
-gathered weights may be views that nobody can write. Sums may be reassociated and products contracted, which
-fixes the order for a given length and no more; NaN and infinity stay what they are, because a step whose
-gradients are not finite has to be seen.
+is then compiled for float32, and for the bits of bfloat16 with all others when the first such array comes:
+most runs have none. Inputs have read-only types, so that
+gathered weights may be read-only views. Sums may be reassociated and products contracted, so the order is
+fixed only for a given length; NaN and infinity are preserved, because a step with gradients that are not
+finite must be noticed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from zero_mpi.ops.rowsums import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_for_low: list[Callable[[], None]] = []  # what compiles a kernel for bfloat16
+_for_low: list[Callable[[], None]] = []  # functions that each compile a kernel for bfloat16
 
-# Reciprocals by arcp, roots by afn may be estimates of the processor, of which each maker has its own.
+# Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between makers.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
 FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
 LOW = types.uint16  # the bits of a bfloat16
@@ -47,12 +47,12 @@ SECOND_BLAS = "scipy.linalg.cython_blas"
 
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
-UNSEEN = f4(-3e38)  # a score that no exponential is left of, so that loops over whole blocks have no odd ends
+UNSEEN = f4(-3e38)  # a score whose exponential is 0, so that loops over full blocks need no special ends
 
 
 @contextlib.contextmanager
 def out_of_reach(module: str) -> Iterator[None]:
-    """Let an import of a module fail within, unless it was imported before."""
+    """Let an import of a module fail within the context, unless it was imported before."""
     hidden = sys.modules.setdefault(module, cast(Any, None)) is None
     try:
         yield
@@ -61,22 +61,22 @@ def out_of_reach(module: str) -> Iterator[None]:
             del sys.modules[module]
 
 
-with out_of_reach(SECOND_BLAS):  # numba loads it for products that no kernel makes, which takes 0.2 s
+with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel computes
     import numba.np.arraymath
 
 
 def given(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
-    """The type of an array that a kernel reads; "A": of any strides."""
+    """Return the type of an array that a kernel reads; layout "A": any strides."""
     return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout, readonly=True)
 
 
 def filled(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
-    """The type of an array that a kernel writes."""
+    """Return the type of an array that a kernel writes."""
     return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout)
 
 
 def signatures(returns: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """The signatures of a kernel: for float32, and for bfloat16."""
+    """Return the signatures of a kernel: for float32, and for bfloat16."""
     return [
         returns(*(one if isinstance(one, types.Type) else one(either) for one in arguments))
         for either in (FLOAT, LOW)
@@ -84,7 +84,7 @@ def signatures(returns: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def kernel(*arguments: Any, returns: Any = types.void, liberties: Any = LIBERTIES) -> Callable[[F], F]:
-    """Compile a function for these types of arguments; it runs without the interpreter's lock."""
+    """Return a decorator that compiles a function for these types; it runs without the interpreter's lock."""
     full, low = signatures(returns, arguments)
 
     def compile_kernel(function: F) -> F:
@@ -110,41 +110,41 @@ def compile_also(compiled: Any, signature: Any) -> None:
 
 
 def prepare_low() -> None:
-    """Compile or load what computes with bfloat16, once for the process."""
+    """Compile or load the kernels for bfloat16, once per process."""
     while _for_low:
         _for_low.pop()()
 
 
 def helper(function: F) -> F:
-    """A function that kernels call and that is compiled into them."""
+    """Compile a function that is inlined into kernels."""
     compiled: F = numba.njit(inline="always", fastmath=LIBERTIES, error_model="numpy")(function)
     return compiled
 
 
 def fixed_helper(function: F) -> F:
-    """A helper without liberties, called from kernels: the order of its sums stays as it is written."""
+    """Compile a helper of kernels without fast-math: the order of its sums stays as written."""
     compiled: F = numba.njit(fastmath=False, error_model="numpy")(function)
     return compiled
 
 
 def target() -> str:
-    """The processor that kernels are compiled for, by LLVM's name: this one unless numba is told another."""
+    """Return LLVM's name of the processor that code is compiled for: this one unless numba names another."""
     return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
 
 
 def single(*arrays: Array) -> bool:
-    """Whether all are float32, which is what most kernels are for; the reference takes the rest."""
+    """Return whether all are float32, as most kernels need; the reference computes other types."""
     return all(array.dtype == FLOAT32 for array in arrays)
 
 
 def alike(*arrays: Array) -> bool:
-    """Whether all are float32, or all bfloat16, which is what kernels of EITHER are for."""
+    """Return whether all are float32, or all bfloat16, as kernels of EITHER need."""
     kind = arrays[0].dtype
     return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
 
 
 def bits(x: Array) -> Array:
-    """x as kernels take it: bfloat16 by its bits, anything else as it is."""
+    """Return x as kernels take it: bfloat16 as its bits, other types unchanged."""
     if x.dtype != BFLOAT16:
         return x
     prepare_low()
@@ -152,12 +152,12 @@ def bits(x: Array) -> Array:
 
 
 def flat(x: Array) -> Array:
-    """x in one dimension, contiguous, by `bits`; a copy unless it is."""
+    """Return x as a contiguous 1-D array, by `bits`; a copy unless x is contiguous."""
     return bits(x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1))
 
 
 def matrix(x: Array) -> Array:
-    """x (..., C) as a contiguous matrix (N, C), by `bits`; a copy unless x is contiguous."""
+    """Return x (..., C) as a contiguous matrix (N, C), by `bits`; a copy unless x is contiguous."""
     y = x if x.flags.c_contiguous else np.ascontiguousarray(x)
     return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
 
@@ -167,7 +167,7 @@ def matrix(x: Array) -> Array:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide(context: Any, x: Any) -> Any:
-    """An element as float32: itself, or what the bits of a bfloat16 say."""
+    """Return an element as float32: itself, or the value of the bits of a bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[0] == FLOAT:
@@ -179,9 +179,9 @@ def wide(context: Any, x: Any) -> Any:
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
-    """The words whose lower halves are the bits of the nearest bfloat16 of float32, of two the even one.
+    """Return words whose lower halves are the bits of the nearest bfloat16 of float32, ties to even.
 
-    One number, or a vector: word is the type of its bits, and word_of makes a constant of that type.
+    `number` is a scalar or a vector: word is the type of its bits, word_of makes a constant of that type.
     """
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
@@ -192,7 +192,7 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, out: Any, x: Any) -> Any:
-    """What `out` holds for a float32: itself, or the bits of the nearest bfloat16, of two the even one."""
+    """Return a float32 as `out` stores it: itself, or the bits of the nearest bfloat16, ties to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if out.dtype == FLOAT:
@@ -204,10 +204,10 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 
 @helper
 def exponential(x: Any) -> Any:
-    """e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
+    """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
 
-    Unlike a call of the C library it becomes vector code. Above 88.3 it is infinite, below -87.7 zero:
-    denormal numbers would be slow to compute with. NaN stays NaN.
+    Unlike a call of the C library it becomes vector code. Above 88.3 it is infinite, below -87.7 zero,
+    because denormal numbers are slow. NaN stays NaN.
     """
     x = f4(-88.0) if x < f4(-88.0) else x
     x = f4(88.8) if x > f4(88.8) else x
@@ -228,7 +228,7 @@ own_log_of_parts = fixed_helper(log_of_parts)
 
 @fixed_helper
 def portable_log(x: Any) -> Any:
-    """The logarithm of a float64, by `elementary.log_of_parts`."""
+    """Return the logarithm of a float64, by `elementary.log_of_parts`."""
     if not ZERO < x < np.inf:
         return -np.inf if x == ZERO else x if x > ZERO else np.nan
     m, e = math.frexp(x)
@@ -239,7 +239,7 @@ def portable_log(x: Any) -> Any:
 
 @fixed_helper
 def portable_log_single(x: Any) -> Any:
-    """The logarithm of a float32."""
+    """Return the logarithm of a float32."""
     return f4(portable_log(np.float64(x)))
 
 
@@ -248,22 +248,22 @@ log_double, log_single = (portable_log, portable_log_single) if portable.active 
 
 @helper
 def logistic(x: Any) -> Any:
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     return ONE / (ONE + exponential(-x))
 
 
 @helper
 def in_order(bits: Any) -> Any:
-    """Bits of a float32 as an int32 that is ordered as the numbers are; the same turns it back."""
+    """Map bits of a float32 to an int32 with the order of the numbers; a second call maps it back."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @helper
 def row_most(row: Array) -> Any:
-    """The largest element of a contiguous row, at least one.
+    """Return the largest element of a contiguous row of at least one element.
 
-    By whole numbers: a maximum of floats becomes vector code only where NaN is ruled out. NaN may come out as
-    the largest or not; callers subtract the result from each element, so that it stays there.
+    It compares integers: a maximum of floats becomes vector code only if NaN is excluded. NaN may or may not
+    be the result; callers subtract the result from each element, so that NaN stays in its place.
     """
     bits = row.view(np.int32)
     most = in_order(bits[0])
@@ -275,13 +275,13 @@ def row_most(row: Array) -> Any:
 
 @helper
 def lanes_of(width: int) -> Array:
-    """Room for `rowsums.column_sums`: row i goes to lane i mod LANES; the last line is their sum so far."""
+    """Return zeros for `rowsums.column_sums`: row i goes to lane i mod LANES; the last line is the total."""
     return np.zeros((LANES + 1, width), np.float32)
 
 
 @fixed_helper
 def settle(lanes: Array, i: int, n: int) -> None:
-    """Close the lanes (LANES + 1, O) after row i of n if it is time: add them up, and let them begin anew."""
+    """Add up the lanes (LANES + 1, O) after each LANES * LANE_ROWS rows and after the last; clear them."""
     if i < n - 1 and i % (LANES * LANE_ROWS) < LANES * LANE_ROWS - 1:
         return
     for j in range(lanes.shape[1]):

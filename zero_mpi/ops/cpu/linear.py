@@ -1,4 +1,4 @@
-"""The linear layer on CPUs: one product each, into memory that is there already (`products`)."""
+"""The linear layer on CPUs: one product each, into existing memory (`products`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zero_mpi.ops.threads import in_parts, with_sums
 
 @kernel(given(1), filled(2))
 def add_row(b: Array, y: Array) -> None:
-    """y (N, O) += b (O,)."""
+    """Compute y (N, O) += b (O,)."""
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] += b[j]
@@ -39,7 +39,7 @@ def add_row(b: Array, y: Array) -> None:
 
 @kernel(given(1), given(2), filled(2))
 def add_row_and(b: Array, plus: Array, y: Array) -> None:
-    """y (N, O) += b (O,) + plus (N, O), in one pass."""
+    """Compute y (N, O) += b (O,) + plus (N, O), in one pass."""
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] = (y[i, j] + b[j]) + plus[i, j]
@@ -47,7 +47,7 @@ def add_row_and(b: Array, plus: Array, y: Array) -> None:
 
 @kernel(given(2, EITHER), filled(1))
 def add_columns(x: Array, out: Array) -> None:
-    """out (O,) += the sum of x (N, O) over its rows, in the order of `rowsums.column_sums`."""
+    """Add to out (O,) the sum of x (N, O) over its rows, in the order of `rowsums.column_sums`."""
     n, width = x.shape
     lanes = lanes_of(width)
     for i in range(n):
@@ -59,7 +59,7 @@ def add_columns(x: Array, out: Array) -> None:
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    """`reference.linear`."""
+    """Compute `reference.linear`."""
     multiplies = multiplier(x, w, b, plus)
     if multiplies is None:
         return otherwise(linear, x, w, b, plus)
@@ -83,7 +83,7 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """`reference.linear_backward_x`."""
+    """Compute `reference.linear_backward_x`."""
     multiplies = multiplier(dy, w, into) if into is None or into.flags.c_contiguous else None
     if multiplies is None:
         return otherwise(linear_backward_x, dy, w, into)
@@ -93,7 +93,7 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
 
 
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
-    """`reference.linear_backward_w`."""
+    """Compute `reference.linear_backward_w`."""
     multiplies = multiplier(dy, x) if dw.dtype in (dy.dtype, FLOAT32) and by_rows(dw) else None
     if multiplies is None:
         otherwise(linear_backward_w, dy, x, dw)
@@ -102,7 +102,7 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 
 
 def linear_backward_b(dy: Array, db: Array) -> None:
-    """`reference.linear_backward_b`."""
+    """Compute `reference.linear_backward_b`."""
     if not alike(dy) or not adds_into(db):
         defined.linear_backward_b(dy, db)
         return

@@ -1,8 +1,8 @@
 """Cross-entropy on CPUs: logits become their gradient in place, row by row, while a row is in cache.
 
 `linear_cross_entropy` does the head's product, the loss and both gradients for a chunk of rows at a time, so
-that no more than one chunk of logits exists, however large the vocabulary is. In bfloat16 logits are float32,
-their gradient is rounded where they lie, and dw once a chunk.
+that only one chunk of logits exists, for any size of the vocabulary. In bfloat16 logits are float32, their
+gradient is rounded in place, and dw once per chunk.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from zero_mpi.ops.reference import chunk_rows, rows
 from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
-NOTHING = np.zeros((0, 0), np.uint16)  # in the place of an array that nobody wants
+NOTHING = np.zeros((0, 0), np.uint16)  # instead of an array that is not needed
 
 
 @kernel(filled(2), filled(2, LOW), given(1, INTEGER), FLOAT, TRUTH, returns=DOUBLE)
 def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
-    """Sum of -log softmax(z)[target] over rows; with `gradient`, z becomes that sum's gradient times scale.
+    """Return the sum of -log softmax(z)[target] over rows; if `gradient`, turn z into its gradient * scale.
 
-    Without it z is left as it is. low: z as halves of its elements, or nothing. In the former case the first
-    half of each row becomes the gradient in bfloat16, and z is of no more use. A row without a target that
-    counts adds nothing, and its gradient is zeros.
+    Otherwise z is not changed. low: z viewed as halves of its elements, or empty. In the former case the
+    first half of each row becomes the gradient in bfloat16, and z must not be used any more. A row whose
+    target does not count adds 0, and its gradient is zeros.
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in z's place: one loop has the same bits for both
+    weights = np.empty(width, np.float32)  # not in place of z: one loop gives the same bits for both
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:
@@ -84,7 +84,7 @@ def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient:
 
 
 def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
-    """`consume_logits`, its rows shared out."""
+    """Run `consume_logits` with its rows divided among the threads."""
 
     def work(part: slice) -> float:
         lows = low[part] if low.size else low
@@ -94,7 +94,7 @@ def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) 
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float64, Array]:
-    """`reference.cross_entropy`."""
+    """Compute `reference.cross_entropy`."""
     if not single(logits):
         return reference.cross_entropy(logits, targets, scale)
     dlogits = recycled(logits.shape)
@@ -104,7 +104,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float
 
 
 def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
-    """Whether the gradients of a head's parameters can be added where they lie."""
+    """Return whether the gradients of a head's parameters can be added in place."""
     fits = dw is None or (by_rows(dw) and dw.dtype in (x.dtype, FLOAT32))
     return fits and (db is None or (x.dtype == db.dtype == FLOAT32 and db.flags.c_contiguous))
 
@@ -119,7 +119,7 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> Loss:
-    """`reference.linear_cross_entropy`."""
+    """Compute `reference.linear_cross_entropy`."""
     multiplies = multiplier(x, w, b) if can_add(x, dw, db) else None
     if multiplies is None:
         found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on CPUs: a row comes from memory once and is in the first-level cache after that."""
+"""RMSNorm and LayerNorm on CPUs: a row is read from memory once and then from the first-level cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zero_mpi.ops.threads import in_parts, with_sums
 
 @kernel(given(2, EITHER), given(1, EITHER), FLOAT, filled(2, EITHER), filled(1))
 def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
-    """y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
+    """Compute y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
     n, width = x.shape
     for i in range(n):
         square = ZERO
@@ -51,7 +51,7 @@ def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
 def rms_backward(
     dy: Array, x: Array, w: Array, r: Array, adds: bool, plus: Array, dx: Array, dw: Array
 ) -> None:
-    """dx = r (d - n mean(d n)) with d = dy w and n = x r, + plus if `adds`; dw += sums of dy n over rows."""
+    """Fill dx = r (d - n mean(d n)), d = dy w, n = x r, + plus if `adds`; dw += sums of dy n over rows."""
     n, width = x.shape
     lanes = lanes_of(width)
     for i in range(n):
@@ -70,7 +70,7 @@ def rms_backward(
 
 @kernel(given(2, EITHER), *[given(1, EITHER)] * 2, FLOAT, filled(2, EITHER), filled(1), filled(1))
 def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
-    """y = (x - mean) * r * w + b; the variance from the centred values, which does not cancel."""
+    """Compute y = (x - mean) * r * w + b; the variance of centred values avoids cancellation."""
     n, width = x.shape
     for i in range(n):
         total = ZERO
@@ -109,9 +109,9 @@ def layer_backward(
     dw: Array,
     db: Array,
 ) -> None:
-    """dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r, + plus if `adds`.
+    """Fill dx = r (d - mean(d) - n mean(d n)) with d = dy w and n = (x - mean) r, + plus if `adds`.
 
-    dw, db += sums over rows.
+    Add sums over rows to dw and db.
     """
     n, width = x.shape
     weights, biases = lanes_of(width), lanes_of(width)
@@ -138,12 +138,12 @@ def layer_backward(
 
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
-    """Whether a backward of these is a kernel's."""
+    """Return whether a kernel computes the backward of these arrays."""
     return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-    """`reference.rms_norm`."""
+    """Compute `reference.rms_norm`."""
     if not alike(x, w):
         found: tuple[Array, Array] = defined.rms_norm(x, w, eps)
         return found
@@ -154,14 +154,14 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 
 
 def addend(plus: Array | None, dy: Array) -> tuple[bool, Array]:
-    """Whether something is added to dx, and what; else an array of the same shape that is not looked at."""
+    """Return (True, the matrix added to dx), or (False, an array of the same shape that is not read)."""
     return (False, dy) if plus is None else (True, matrix(plus))
 
 
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
-    """`reference.rms_norm_backward`."""
+    """Compute `reference.rms_norm_backward`."""
     if not kernels_take(dy, x, w, plus, dw):
         return defined.rms_norm_backward(dy, x, w, r, dw, plus)
     dx, d, sums = recycled(x.shape, x.dtype), matrix(dy), sums_for(dw, w)
@@ -176,7 +176,7 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """`reference.layer_norm`."""
+    """Compute `reference.layer_norm`."""
     if not alike(x, w, b):
         found: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
         return found
@@ -196,7 +196,7 @@ def layer_norm_backward(
     db: Array | None,
     plus: Array | None = None,
 ) -> Array:
-    """`reference.layer_norm_backward`."""
+    """Compute `reference.layer_norm_backward`."""
     if not kernels_take(dy, x, w, plus, dw, db):
         return defined.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
     dx, d = recycled(x.shape, x.dtype), matrix(dy)

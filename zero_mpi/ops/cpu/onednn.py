@@ -1,11 +1,11 @@
-"""Products by oneDNN through its C interface, where the processor has units for bfloat16.
+"""Products by oneDNN through its C interface, if the processor has units for bfloat16.
 
-NumPy's BLAS has no product of that type; of float32 oneDNN has faster ones there. The library is the one that
-$ZERO_MPI_DNNL names, that of the extra `onednn`, or the system's; it is loaded when the first product is
-asked for. Only what its documentation describes is used (oneDNN 3: the matmul primitive with bias and
-post-operations), so any later version will do. Sums are float32, and each result is rounded once. Products of
-subnormal numbers of bfloat16 count as zero: the processor's own instruction has it so. Before it is trusted,
-a library must give a few products rightly.
+NumPy's BLAS has no product of that type; for float32 oneDNN is faster on such processors. The library is that
+of $ZERO_MPI_DNNL, that of the extra `onednn`, or the system's; it is loaded for the first product.
+Only documented functions are used (oneDNN 3: the matmul primitive with bias and post-operations), so any
+later version works. Sums are float32, and each result is rounded once. Products of subnormal numbers of
+bfloat16 count as zero, as in the processor's own instruction. Before a library is used, it must compute a few
+test products correctly.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ KINDS = {BFLOAT16: 2, FLOAT32: 3}
 BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
-POST_OPERATION = (32768, 16384)  # where arguments of the first one begin: versions differ
+POST_OPERATION = (32768, 16384)  # argument number of the first one: versions differ
 MOST_DIMS = 12
-MOST_PRODUCTS = 1024  # that a thread keeps: of documents packed into windows nearly each has new shapes
+MOST_PRODUCTS = 1024  # kept per thread: nearly every window of packed documents has new shapes
 OF = {
     "matmul_primitive_desc": "primitive_desc"
 }  # what an object is called when it is destroyed, if otherwise
@@ -44,21 +44,21 @@ Key = tuple[Any, ...]
 
 
 class OneDNNError(Exception):
-    """The library refused something, or cannot be used; the text says what."""
+    """oneDNN refused a call, or cannot be used; the text says why."""
 
 
 class Argument(ctypes.Structure):
-    """What an array is to a primitive, and the array."""
+    """An array and its role in a primitive."""
 
     _fields_ = (("what", ctypes.c_int), ("memory", Handle))
 
 
 class Product:
-    """c = a b of fixed shapes, layouts and types: a primitive, and the memory objects to point at arrays."""
+    """Product c = a b of fixed shapes, layouts and types: a primitive, and memory objects for the arrays."""
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
         self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
-        with contextlib.ExitStack() as lent:  # what primitive and memory have copies of
+        with contextlib.ExitStack() as lent:  # primitive and memory keep copies of these
             descriptions = {what: library.description(lent, array) for what, array in arrays.items()}
             for description in descriptions.values():
                 self._memories.append(library.made("memory_create", description, library.engine, None))
@@ -72,7 +72,7 @@ class Product:
         self._arguments = (Argument * len(pairs))(*pairs)
 
     def destroy(self) -> None:
-        """Give back what the library keeps for it."""
+        """Free the library's objects of this product."""
         self._library.destroy("primitive", self._primitive)
         for memory in self._memories:
             self._library.destroy("memory", memory)
@@ -88,7 +88,7 @@ class Product:
 
 
 class OfThread(threading.local):
-    """What each thread has of its own: a stream, and products by shape, for these hold what they point at."""
+    """State of each thread: a stream, and products by shape, which hold pointers to arrays."""
 
     def __init__(self, library: OneDNN) -> None:
         share_threads()
@@ -121,7 +121,7 @@ class OneDNN:
 
     @property
     def about(self) -> str:
-        """What it is called, with its version."""
+        """Name and version of the library."""
 
         class Version(ctypes.Structure):
             _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int), ("patch", ctypes.c_int))
@@ -142,9 +142,9 @@ class OneDNN:
     ) -> Array:
         """Return c after computing c (..., M, N) = a (..., M, K) b (..., K, N) + bias (N,) + plus + c.
 
-        Without `adds`, c is only written. a, b, bias and plus are bfloat16, c that or float32, or all are
-        float32; a and b, or their transposes, have rows of unit stride that do not overlap; bias is for
-        matrices alone. What a library has no product for is computed on float32 copies.
+        Without `adds`, c is only written. a, b, bias and plus are bfloat16 and c bfloat16 or float32, or all
+        are float32; a and b, or their transposes, have rows of unit stride that do not overlap; bias is for
+        single matrices only. Products that the library lacks are computed on float32 copies.
         """
         arrays = {SOURCE: a, WEIGHTS: b, RESULT: c}
         if bias is not None:
@@ -162,7 +162,7 @@ class OneDNN:
         return c
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
-        """The product of a key, kept in the place of the oldest where there are many; None: there is none."""
+        """Make and keep the product of a key, replacing the oldest if there are many; None: there is none."""
         products = self.own.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))
@@ -181,30 +181,30 @@ class OneDNN:
             raise OneDNNError(f"dnnl_{what} gives status {status}")
 
     def made(self, what: str, *arguments: Any) -> Handle:
-        """What a function of the library makes, whose first argument says where to put it."""
+        """Return the object that a function of the library makes and writes to its first argument."""
         made = Handle()
         self.checked(getattr(self._symbols, f"dnnl_{what}")(ctypes.byref(made), *arguments), what)
         return made
 
     def lent(self, until: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
-        """An object of a kind, which is destroyed when `until` ends."""
+        """Make an object of a kind, which is destroyed when `until` ends."""
         found = self.made(how.format(kind), *arguments)
         until.callback(self.destroy, OF.get(kind, kind), found)
         return found
 
     def destroy(self, kind: str, handle: Handle) -> None:
-        """Give back an object of the library."""
+        """Free an object of the library."""
         self.checked(getattr(self._symbols, f"dnnl_{kind}_destroy")(handle), f"{kind}_destroy")
 
     def description(self, lent: contextlib.ExitStack, x: Array) -> Handle:
-        """Shape, strides and type of an array of matrices."""
+        """Return the description of an array of matrices: shape, strides and type."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
         how = "memory_desc_create_with_strides"
         return self.lent(lent, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
 
     def attributes(self, lent: contextlib.ExitStack, added: Handle | None, adds: bool) -> Handle | None:
-        """What follows a product: another matrix is added, and what the result held before."""
+        """Return the post-operations of a product: adding another matrix, and the former result."""
         if added is None and not adds:
             return None
         attributes, operations = self.lent(lent, "primitive_attr"), self.lent(lent, "post_ops")
@@ -221,13 +221,13 @@ class OneDNN:
     # ------------------------------------------------------------------------------ before it is trusted
 
     def _try_all(self) -> None:
-        """Find out where arguments of post-operations begin; raises OneDNNError for a wrong product."""
+        """Find the argument number of post-operations; raise OneDNNError for a wrong product."""
         problem: Exception | None = None
         for self._post_operation in POST_OPERATION:
             self.own.products.clear()
             try:
                 for what, found, expected in self._trials():
-                    # Half a place of bfloat16, and what another order of a sum may do.
+                    # Half a unit in the last place of bfloat16, and the effect of another order of a sum.
                     if not np.allclose(found.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({what})")
                 if None in self.own.products.values():
@@ -240,7 +240,7 @@ class OneDNN:
         raise OneDNNError(str(problem))
 
     def _trials(self) -> Iterator[tuple[str, Array, Array]]:
-        """(what, a product by the library, as it must be) of every way in which products are used."""
+        """Yield (name, the library's product, the expected one) for every use of products."""
         for m, k, n in ((5, 3, 7), (64, 200, 96)):
             random = np.random.default_rng(m)
             shapes = (m, k), (n, k), (m, n)
@@ -260,14 +260,14 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Give the library as many threads as BLAS has, in products that this thread starts: it was not told.
-    The least of several BLAS: one that was loaded later (SciPy's) was not told either."""
+    """Give the library as many threads as BLAS has, in products that this thread starts. Of several BLAS the
+    least number counts: a limit does not reach libraries that were loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 
 
 def candidates() -> Iterator[str]:
-    """Where a library may be, the best place first."""
+    """Yield the possible paths of a library, best first."""
     if VARIABLE in os.environ:
         yield os.environ[VARIABLE]
         return
@@ -280,7 +280,7 @@ def candidates() -> Iterator[str]:
 
 @cache
 def load() -> tuple[OneDNN | None, str]:
-    """(the library, ""), or (None, why there is none), once for the process."""
+    """Return (the library, ""), or (None, why there is none); loaded once per process."""
     if portable.active:
         return None, "under --bits portable OpenBLAS multiplies, on float32 copies"
     reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or name a library by {VARIABLE}"

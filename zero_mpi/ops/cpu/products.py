@@ -1,9 +1,9 @@
-"""What multiplies which matrices: oneDNN where it is the faster one, else BLAS, else nothing as they are.
+"""Chooses the matmul backend: oneDNN where it is faster, else BLAS, else float32 copies or the reference.
 
-Products of bfloat16 are oneDNN's. So are those of float32 on processors with units for bfloat16, but for
-small ones, which BLAS has done before the library has begun. Where these units multiply whole tiles (AMX),
-oneDNN is the faster one in float32 only when the second matrix is a transposed one, as in a forward; of the
-others some shapes take it three times as long (docs/benchmarks.md).
+oneDNN computes products of bfloat16, and those of float32 on processors with units for bfloat16, except small
+ones, which BLAS finishes before oneDNN has begun. If these units multiply tiles (AMX), oneDNN is faster in
+float32 only if the second matrix is transposed, as in a forward; for some other shapes it takes three times
+as long (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from zero_mpi.ops.cpu.onednn import OneDNN
 from zero_mpi.ops.low_precision import on_copies
 from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, piece, shared
 
-LEAST = 1 << 22  # multiplications of float32: below, BLAS needs less time than it takes to call the library
-AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies all of it, which shall stay in cache
+LEAST = 1 << 22  # multiplications of float32: below that BLAS takes less time than a call of the library
+AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies it, and the copy must stay in cache
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch_prctl, and what of it
 
 
 def is_transposed(x: Array) -> bool:
-    """Whether matrices lie by columns."""
+    """Return whether matrices are column-major."""
     return bool(x.strides[-1] != x.itemsize)
 
 
 def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
-    """What multiplies these: a function as `blas.times` is, or None if nothing does."""
+    """Return the function that multiplies these, with the signature of `blas.times`, or None."""
     given = [array for array in arrays if array is not None]
     library = onednn.load()[0]
     if single(*given):
@@ -46,14 +46,14 @@ def product_of(*arrays: Array | None) -> Callable[..., Array] | None:
 
 
 def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
-    """`product_of` these, on all threads."""
+    """Return `product_of` these, computed on all threads."""
     product = product_of(*arrays)
     return None if product is None else shared(product)
 
 
 @cache
 def of_single(library: OneDNN) -> Callable[..., Array]:
-    """A product of float32 as `blas.times`, by whichever is faster."""
+    """Return a product of float32 like `blas.times` that uses the faster library."""
 
     def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
         small = c.size * a.shape[-1] < LEAST
@@ -65,7 +65,7 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
 
 
 def load() -> None:
-    """Load what multiplies bfloat16, and compile what of it is ours."""
+    """Load the library that multiplies bfloat16, and compile our own kernels for it."""
     library = onednn.load()[0]
     if library is not None and library.has_tiles:
         by_tiles()
@@ -73,9 +73,9 @@ def load() -> None:
 
 @cache
 def of_low(library: OneDNN) -> Callable[..., Array]:
-    """A product of bfloat16: of many small matrices by tiles where there are such, else the library's.
+    """Return a product of bfloat16: many small matrices by tile units if there are any, else the library's.
 
-    A large transposed a is taken by runs of its rows.
+    A large transposed a is multiplied in runs of its rows.
     """
     of_many = by_tiles() if library.has_tiles else None
 
@@ -93,7 +93,7 @@ def of_low(library: OneDNN) -> Callable[..., Array]:
 
 @cache
 def by_tiles() -> Callable[..., Array] | None:
-    """`amx.multiply` where it can be compiled and the system lets this process have tiles, or None."""
+    """Return `amx.multiply` if it can be compiled and the system permits tiles, else None."""
     features = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
     permission = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
     if permission or not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")):
@@ -104,7 +104,7 @@ def by_tiles() -> Callable[..., Array] | None:
 
 
 def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
-    """What nothing multiplies as it is: low precision on float32 copies, anything else by the definition."""
+    """Compute an operation without a product of its type: bfloat16 on float32 copies, else by reference."""
     if given[0].dtype == BFLOAT16:
         return on_copies(operation, *given)
     return getattr(reference, operation.__name__)(*given)

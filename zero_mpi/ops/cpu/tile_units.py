@@ -1,7 +1,7 @@
-"""Instructions that numba has no words for: of tile units (AMX), and some on sixteen elements at a time.
+"""Instructions that numba lacks: those of tile units (AMX), and some on sixteen elements at a time.
 
-Each is an intrinsic of kernels, and tells the compiler its instructions. Addresses are whole numbers. Import
-it where `products.by_tiles` does: elsewhere the compiler has no such instructions, and ends the process.
+Each is an intrinsic of kernels that emits its instructions. Addresses are integers. Import it only where
+`products.by_tiles` does: elsewhere the compiler lacks these instructions and ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLACE, BYTE, HALF = types.int64, ir.IntType(8), ir.IntType(16)
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
-    """What an intrinsic of one instruction is: tiles by constant numbers, an address, a step."""
+    """Return an intrinsic of one instruction: its arguments are constant tile numbers, an address, a step."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None  # numba asks again, with constants
 
@@ -37,13 +37,13 @@ def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def configure(context: Any, place: Any) -> Any:
-    """Let the tiles of this thread be as a configuration at an address tells."""
+    """Configure the tiles of this thread by a configuration at an address."""
     return instruction("ldtilecfg", (), place)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def release(context: Any) -> Any:
-    """Let the tiles of this thread be as nobody uses them."""
+    """Release the tiles of this thread."""
     return instruction("tilerelease", ())
 
 
@@ -72,36 +72,36 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 
 
 def vector_at(builder: Any, place: Any, element: Any) -> Any:
-    """A pointer to sixteen elements at an address."""
+    """Return a pointer to sixteen elements at an address."""
     return builder.inttoptr(place, ir.VectorType(element, LANES).as_pointer())
 
 
 def loaded(builder: Any, place: Any, element: Any) -> Any:
-    """Sixteen elements from an address that is no multiple of anything."""
+    """Load sixteen elements from an unaligned address."""
     vector = builder.load(vector_at(builder, place, element))
     vector.align = 1
     return vector
 
 
 def stored(builder: Any, vector: Any, place: Any) -> None:
-    """Write sixteen elements to such an address."""
+    """Write sixteen elements to an unaligned address."""
     builder.store(vector, vector_at(builder, place, vector.type.element)).align = 1
 
 
 def constant(number: int) -> Any:
-    """Sixteen words of one number."""
+    """Return sixteen words of one number."""
     return ir.Constant(ir.VectorType(WORD, LANES), [number] * LANES)
 
 
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
-    """Sixteen pairs of elements at two addresses, each a word, the first below."""
+    """Return sixteen pairs of elements at two addresses, each pair a word, the first in its lower half."""
     words = ir.VectorType(WORD, LANES)
     low, high = (builder.zext(loaded(builder, place, HALF), words) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors of words as columns: blocks of 1, 2, 4 and 8 across the diagonal change places."""
+    """Transpose sixteen vectors of words: blocks of 1, 2, 4 and 8 across the diagonal change places."""
     for step in (1, 2, 4, 8):
         for i in (each for each in range(LANES) if not each & step):
             first, second = rows[i], rows[i + step]
@@ -114,7 +114,7 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
-    """Sixteen addresses, one step from each to the next."""
+    """Return sixteen addresses, one step from each to the next."""
     place = ir.IntType(64)
     return [builder.add(start, builder.mul(step, place(i))) for i in range(LANES)]
 

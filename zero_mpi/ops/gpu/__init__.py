@@ -1,9 +1,9 @@
 """The operations for `cupy.ndarray`, in float32, bfloat16 and float16: own kernels, cuBLASLt, cuDNN.
 
-They mean what `ops.low_precision` says: numbers are widened to float32, results rounded once; statistics and
-losses are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results
-lie in the GPU's recycled memory and are ordered by its stream; nothing here waits. Importing this package
-needs CuPy and no GPU.
+`ops.low_precision` defines them: numbers are widened to float32, results rounded once; statistics and losses
+are never low, and a gradient that is added to keeps its own type. Two runs give the same bits. Results are in
+the GPU's recycled memory and are ordered by its stream; no function here waits. Importing this package needs
+CuPy but no GPU.
 
 Matrix products are cuBLASLt's (`gemm`): bias, shortcut and the gradient so far are added inside the product.
 Attention is cuDNN's for low types where its memory stays within a bound (`sdpa`), otherwise products around a
@@ -26,9 +26,9 @@ MODULES = attention, elementwise, embedding, flat, linear, loss, norm  # that de
 
 
 def about() -> str:
-    """What computes products and attention, for people and records: other versions may have other bits.
+    """Return the libraries of products and attention, for messages and records: others may give other bits.
 
-    Raises UsageError where a library is missing or a setting cannot be met.
+    Raise UsageError if a library is missing or a setting cannot be met.
     """
     return f"{gemm.about()}; {attention.about()}"
 

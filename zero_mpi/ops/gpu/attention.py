@@ -1,12 +1,12 @@
 """Causal attention on a GPU: by cuDNN where it is installed and fits, else by products and softmax kernels.
 
-The own way brings the R query heads that share a key/value head together as rows (t, r) of one matrix, so
-that grouped heads need nothing of their own, and goes through the queries in blocks whose scores stay below
-SCORES. Of the weights it keeps the logarithm of each row's sum and computes a block again in backward, so
-memory grows with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
+Our own way gathers the R query heads that share a key/value head as rows (t, r) of one matrix, so that
+grouped heads need no special code, and processes the queries in blocks whose scores stay below SCORES. It
+keeps only the logarithm of each row's sum of weights and computes a block again in backward, so memory grows
+with T (Dao et al., "FlashAttention", 2022). Gradients of keys and values are summed in float32.
 
-ZERO_MPI_GPU_ATTENTION is auto, own, cudnn (which wants cuDNN for all that it can do, or an error) or
-any-order (cuDNN adds gradients in the order in which they come, and two runs may differ).
+ZERO_MPI_GPU_ATTENTION is auto, own, cudnn (cuDNN for all that it supports, else an error) or any-order (cuDNN
+adds gradients in any order, and two runs may differ).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MOVE = {
     for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
 }
 SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
-SHARE = 4  # scores that a thread takes at a time
+SHARE = 4  # scores that a thread processes at a time
 
 
 class Sizes(NamedTuple):
-    """What the shapes of q (B, T, H, D), k (B, S, K, D) and v (B, S, K, E) say; R = H / K."""
+    """Sizes in the shapes of q (B, T, H, D), k (B, S, K, D) and v (B, S, K, E); R = H / K."""
 
     batch: int
     length: int
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
-    """Raises ValueError for a type that products are not made of."""
+    """Return the sizes; raise ValueError for a type that products do not support."""
     (b, t, h, d), (s, kv, e) = q.shape, v.shape[1:]
     kind_of(q.dtype)
     return Sizes(b, t, s, h // kv, kv, d, e)
@@ -77,9 +77,9 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 
 
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
-    """cuDNN where it is to compute this. Raises UsageError where it was asked for and cannot be used.
+    """Return cuDNN if it has to compute this. Raise UsageError if it was asked for and cannot be used.
 
-    Documents in a row are for the own way: cuDNN would want a graph for each set of their lengths.
+    Our own way computes packed documents: cuDNN would need a graph for each set of their lengths.
     """
     if way() == "own" or begins is not None:
         return None
@@ -90,19 +90,19 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
 
 
 def refused(what: str) -> None:
-    """Go on without cuDNN, unless it was asked for."""
+    """Continue without cuDNN; raise UsageError if it was asked for."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
 
 def slower(kind: Any) -> str:
-    """Say why attention in a low type is slower than cuDNN's; empty where it is not, or was asked for."""
+    """Return why attention in a low type is slower than cuDNN's; empty if it is not, or by choice."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
     return why_not and f"several times slower here in attention, which own kernels compute: {why_not}"
 
 
 def about() -> str:
-    """What computes attention, for people."""
+    """Return the name of the attention backend, for messages."""
     if way() == "own":
         return "attention by own kernels"
     found, why_not = sdpa()
@@ -114,7 +114,7 @@ def about() -> str:
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
-    """`reference.causal_attention`, which keeps (y for cuDNN or None, logarithms (B, H, T), begins)."""
+    """Compute `reference.causal_attention`; it keeps (y for cuDNN or None, logarithms (B, H, T), begins)."""
     sizes = sizes_of(q, k, v)
     y = take((*q.shape[:3], v.shape[3]), q.dtype)
     sums = take((q.shape[0], q.shape[2], q.shape[1]), F32)
@@ -132,7 +132,7 @@ def causal_attention(
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """`reference.causal_attention_backward`."""
+    """Compute `reference.causal_attention_backward`."""
     y, sums, begins = kept
     batch, length, heads, _ = q.shape
     check_kept((y, dy.size), (sums, batch * heads * length), (begins, batch * length))
@@ -155,20 +155,20 @@ def causal_attention_backward(
 
 
 def grouped(x: Array, kv: int) -> Array:
-    """x (B, T, heads, width), or a copy, whose R heads of a group lie side by side."""
+    """Return x (B, T, heads, width), or a copy, whose R heads of a group are adjacent."""
     shared, size = x.shape[2] // kv, x.itemsize
     alone = shared == 1 or x.strides[2] == x.shape[3] * size
     return x if alone and (x.shape[3] == 1 or x.strides[3] == size) else packed(x)
 
 
 def steps(x: Array, kv: int) -> tuple[int, int, int]:
-    """Elements from a sequence, a group of heads, a position of x (B, T, heads, width) to the next."""
+    """Return the steps, in elements, of sequences, head groups and positions of x (B, T, heads, width)."""
     b, t, h, _ = (stride // x.itemsize for stride in x.strides)
     return b, h * (x.shape[2] // kv), t
 
 
 def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[int]) -> None:
-    """Copy (B, K, T, R width) from and to places that are `ways` apart, in the type of the target."""
+    """Copy (B, K, T, R width) between arrays with the steps `ways`, to the type of the target."""
     *rows, width = shape
     packs = -(-width * target.itemsize // PACK)
     threads = min(THREADS, -(-packs // 32) * 32)
@@ -177,7 +177,7 @@ def move(source: Array, target: Array, shape: tuple[int, ...], ways: Sequence[in
 
 
 def gathered(x: Array, kv: int) -> Array:
-    """A copy (B, K, T R, width) of x (B, T, heads, width): a matrix for each key/value head."""
+    """Return a copy (B, K, T R, width) of x (B, T, heads, width): a matrix for each key/value head."""
     x, (b, t, h, d) = grouped(x, kv), x.shape
     shared = h // kv
     copy, wide = take((b, kv, t * shared, d), x.dtype), shared * d
@@ -186,7 +186,7 @@ def gathered(x: Array, kv: int) -> Array:
 
 
 def unpack(copy: Array, x: Array, kv: int) -> None:
-    """Write a gathered array to its place, in the type of that."""
+    """Write a gathered array to x, in the type of x."""
     b, t, h, d = x.shape
     assert grouped(x, kv) is x, "results lie side by side"
     wide = h // kv * d
@@ -194,7 +194,7 @@ def unpack(copy: Array, x: Array, kv: int) -> None:
 
 
 def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
-    """(first, n, m) of each block of n queries, which see m keys together, from the last one down."""
+    """Yield (first, n, m) of each block of n queries, which see m keys together, from the last one down."""
     most = score_rows(sizes.groups * sizes.shared, sizes.total)
     for first in reversed(range(0, sizes.length, most)):
         n = min(most, sizes.length - first)
@@ -202,7 +202,7 @@ def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 class Scores:
-    """Room for a block's scores: float32 for products, and weights in the type of the inputs.
+    """Buffers for a block's scores: float32 for products, and weights in the type of the inputs.
 
     begins (B, T): the first key that each query sees; None: all before it.
     """
@@ -215,33 +215,33 @@ class Scores:
         self.low = self.wide if self.kind == F32 else take(self._shape, self.kind)
 
     def matrix(self, room: Array, n: int, m: int) -> Matrix:
-        """The block in a room: (n R, m) for each key/value head."""
+        """Return the block in a buffer as a Matrix: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
         kind, apart = kind_of(room.dtype), rows * sizes.across
         return Matrix(room.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def another(self) -> Array:
-        """More room of the float32 kind."""
+        """Return another float32 buffer."""
         return take(self._shape, F32)
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
-        """Turn scores into weights; `sums` are made, or used `again`."""
+        """Turn scores into weights; `sums` are written, or read if `again`."""
         places = at(self.wide), at(self.low), at(sums), at(self._begins)
         seen = self.sizes.kv, self.sizes.length, first, int(again)
         WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *seen))
         return self.matrix(self.low, n, m)
 
     def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
-        """Turn weights into the gradient by the products of queries and keys, from d by the weights."""
+        """Turn weights into the gradient of query-key products, given d, the gradient of the weights."""
         SLOPES[self.kind](*self._grid(n, m), (at(d), at(self.low), *self._rows(n, m), f4(scale)))
         return self.matrix(self.low, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-        """What kernels want to know of the rows."""
+        """Return the kernels' parameters of the rows."""
         return m, self.sizes.across, n, self.sizes.shared
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:
-        """(blocks, threads): a block a row, with a power of two of threads."""
+        """Return (blocks, threads): one block per row, the number of threads a power of two."""
         return self.sizes.groups * n * self.sizes.shared, min(
             THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length())
         )
@@ -270,7 +270,7 @@ def backward(
 ) -> None:
     """Fill into = (dq, dk, dv) from inputs q, k, v and dy.
 
-    The last block sees all keys, so it writes what the others add to.
+    The last block sees all keys, so it writes the gradients to which the others add.
     """
     heads = [gathered(x, sizes.kv) for x in inputs]
     mine, keys, values, turned = (batched(x) for x in heads)

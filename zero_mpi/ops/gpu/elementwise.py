@@ -1,7 +1,7 @@
-"""Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, the rotary turn.
+"""Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, rotary positions.
 
-One pass over memory each, 16 bytes a thread at a time; what does not begin at such a place, or is shorter, is
-taken element by element.
+One pass over memory each, 16 bytes per thread at a time; parts that are not aligned to that, or are shorter,
+are processed element by element.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROPE = {
 
 
 def add(x: Array, y: Array) -> Array:
-    """`reference.add`."""
+    """Compute `reference.add`."""
     kernel, x, y = chosen(ADD, "add", x, y), packed(x), packed(y)
     out = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(y), at(out), x.size))
@@ -46,7 +46,7 @@ def add(x: Array, y: Array) -> Array:
 
 
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """`reference.scale`."""
+    """Compute `reference.scale`."""
     kernel, x = chosen(SCALE, "scale", x, plus), packed(x)
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
@@ -54,7 +54,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """`reference.gelu`."""
+    """Compute `reference.gelu`."""
     kernel, x = chosen(GELU, "gelu", x), packed(x)
     y = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(y), x.size))
@@ -62,7 +62,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """`reference.gelu_backward`."""
+    """Compute `reference.gelu_backward`."""
     kernel, dy, x = chosen(GELU_BACKWARD, "gelu_backward", x, dy), packed(dy), packed(x)
     dx = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(dy), at(x), at(dx), x.size))
@@ -70,27 +70,27 @@ def gelu_backward(dy: Array, x: Array) -> Array:
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """`reference.swiglu`."""
+    """Compute `reference.swiglu`."""
     return gated(SWIGLU, "swiglu", gate, up)
 
 
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """`reference.swiglu_backward`."""
+    """Compute `reference.swiglu_backward`."""
     return gated_backward(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up)
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """`reference.geglu`."""
+    """Compute `reference.geglu`."""
     return gated(GEGLU, "geglu", gate, up)
 
 
 def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """`reference.geglu_backward`."""
+    """Compute `reference.geglu_backward`."""
     return gated_backward(GEGLU_BACKWARD, "geglu_backward", dy, gate, up)
 
 
 def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
-    """What an operation makes of a gate and what it lets through."""
+    """Return the result of an operation for gate and up."""
     kernel, gate, up = chosen(family, operation, gate, up), packed(gate), packed(up)
     y = take(gate.shape, gate.dtype)
     kernel(elements(gate), THREADS, (at(gate), at(up), at(y), gate.size))
@@ -98,7 +98,7 @@ def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
 
 
 def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """(dgate, dup) of such an operation."""
+    """Return (dgate, dup) of a gated operation."""
     kernel = chosen(family, operation, gate, up, dy)
     dy, gate, up = packed(dy), packed(gate), packed(up)
     dgate, dup = take(gate.shape, gate.dtype), take(gate.shape, gate.dtype)
@@ -107,7 +107,7 @@ def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: A
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """`reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
+    """Compute `reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
     kernel = chosen(ROPE[bool(interleaved)], "rope", x, out)
     cos, sin = packed(cos), packed(sin)
     x = x if x.strides[-1] == x.itemsize else packed(x)
@@ -127,7 +127,7 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
-    """y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may lie further apart than O."""
+    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may be further apart than O."""
     kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
     found, rows, width, step = by_rows(y)
     if found is not y:
@@ -140,7 +140,7 @@ def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
 
 
 def rows_and(operation: str, x: Array, b: Array, rows: int) -> Array:
-    """x with b added to each of its `rows` equal parts, as a new array."""
+    """Return a new array: x with b added to each of its `rows` equal parts."""
     kernel, x, b = chosen(ADD_ROW, operation, x, b), packed(x), packed(b)
     y, width = take(x.shape, x.dtype), int(b.size)
     kernel(*tiled(rows, width, PACK // x.itemsize), (at(x), at(b), 0, at(y), width, width, 0, width))

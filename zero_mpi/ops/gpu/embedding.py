@@ -38,7 +38,7 @@ PLACE_BITS = 32  # of a key, below those of the token
 
 
 def embedding(tokens: Array, w: Array) -> Array:
-    """`reference.embedding`; a token that is not below V gives a row of NaN."""
+    """Compute `reference.embedding`; a token that is not below V gives a row of NaN."""
     chosen_kernel, ids, w = chosen(EMBEDDING, "embedding", w), packed(tokens), packed(w)
     vocabulary, width = w.shape
     y = take((*tokens.shape, width), w.dtype)
@@ -50,7 +50,7 @@ def embedding(tokens: Array, w: Array) -> Array:
 
 
 def sorted_places(tokens: Array, vocabulary: int) -> Array:
-    """Keys token * 2^32 + place, in order; what is no token counts as V."""
+    """Return keys token * 2^32 + place, in order; an invalid token counts as V."""
     ids = packed(tokens)
     if ids.size >= 1 << PLACE_BITS:
         raise ValueError(f"embedding_backward: expected fewer than {1 << PLACE_BITS} tokens; got {ids.size}")
@@ -64,7 +64,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
 
 
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
-    """`reference.embedding_backward`; dw may have any of the types. Tokens not below V are left out."""
+    """Compute `reference.embedding_backward`; dw may have any of the types. Tokens from V on are ignored."""
     chosen(EMBEDDING, "embedding_backward", dy), chosen(EMBEDDING, "embedding_backward", dw)
     writable("embedding_backward", dw)
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape
@@ -82,12 +82,12 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
 
 
 def positions(x: Array, w: Array) -> Array:
-    """`reference.positions`."""
+    """Compute `reference.positions`."""
     return rows_and("positions", x, w, x.shape[0])
 
 
 def positions_backward(dy: Array, dw: Array) -> None:
-    """`reference.positions_backward`; dw may have any of the types."""
+    """Compute `reference.positions_backward`; dw may have any of the types."""
     writable("positions_backward", dw)
     dy = by_rows(packed(dy).reshape(dy.shape[0], -1))[0]
     add_columns(dy, dw.reshape(-1))

@@ -31,7 +31,7 @@ WARP = 32
 
 
 def single(operation: str, *arrays: Array) -> None:
-    """Raises ValueError for what is not float32 and contiguous."""
+    """Raise ValueError for arrays that are not float32 and contiguous."""
     if any(x.dtype != F32 or not x.flags.c_contiguous for x in arrays):
         came = ", ".join(f"{x.dtype}{'' if x.flags.c_contiguous else ' with gaps'}" for x in arrays)
         raise ValueError(f"{operation}: on a GPU expected contiguous arrays of float32; got {came}")
@@ -52,7 +52,7 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """`reference.adamw`, its very bits, for p, g, m, v in float32; `low` may have any of the types."""
+    """Compute `reference.adamw`, bit for bit, for p, g, m, v in float32; `low` may have any of the types."""
     single("adamw", p, g, m, v)
     writable("adamw", low)
     size, run = int(p.size), run_length(p, decay)
@@ -69,7 +69,7 @@ def adamw(
 
 
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """`reference.chunk_squares`."""
+    """Compute `reference.chunk_squares`."""
     single("chunk_squares", g)
     count = int(g.size) // chunk
     sums = take((count,), F64)

@@ -1,9 +1,9 @@
-"""Matrix products by cuBLASLt: one plan a product, made when it is first met and kept.
+"""Matrix products by cuBLASLt: one plan per product, made at its first use and kept.
 
-Arrays are row-major and cuBLASLt thinks in columns, so it is asked for the transpose of everything: the
-second factor goes in as its A and the first as its B, and what is a row here is a column there. A plan holds
-the descriptors and the algorithm; a call hands over plain addresses and allocates nothing. Sums are float32
-whatever the inputs are, and float32 inputs are multiplied as they are, not as TF32.
+Arrays are row-major and cuBLASLt is column-major, so it computes the transpose of everything: the second
+factor is its A and the first its B, and a row here is a column there. A plan holds the descriptors and the
+algorithm; a call passes plain addresses and allocates nothing. Sums are float32 for all inputs, and float32
+inputs are multiplied in full precision, not as TF32.
 
 The algorithm is the first that the heuristics name. It may cut the inner dimension and add float32 parts from
 a workspace in a fixed order: gradients of weights have few tiles and long sums, and would leave most of a GPU
@@ -41,8 +41,8 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BYTES: dict[int, int] = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 
 CANDIDATES = 8
-PLANS = 4096  # kept at most; a model has some dozens, generation one more with each token
-FITTING = 16  # bytes: the most that kernels ask of an address
+PLANS = 4096  # kept at most; a model has some dozens, generation adds one per token
+FITTING = 16  # bytes: the largest alignment that kernels need
 RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
     [
         ("algo", np.uint64, 8),
@@ -55,7 +55,7 @@ RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
 
 
 class NoAlgorithm(ValueError):
-    """cuBLASLt does not compute a product."""
+    """cuBLASLt has no algorithm for a product."""
 
 
 class Matrix(NamedTuple):
@@ -70,7 +70,7 @@ class Matrix(NamedTuple):
     apart: int = 0  # from a matrix to the next
 
     def part(self, first: int, rows: int) -> Matrix:
-        """`rows` rows from `first` on."""
+        """Return `rows` rows from `first` on."""
         return self._replace(address=self.address + first * self.step * BYTES[self.kind], rows=rows)
 
     @property
@@ -80,7 +80,7 @@ class Matrix(NamedTuple):
 
 
 def kind_of(dtype: Any) -> int:
-    """The cudaDataType of a type. Raises ValueError where products are not made of it."""
+    """Return the cudaDataType of a type; raise ValueError if products do not support it."""
     kind = KINDS.get(dtype)
     if kind is None:
         known = ", ".join(dtype.name for dtype in KINDS)
@@ -90,7 +90,7 @@ def kind_of(dtype: Any) -> int:
 
 @lru_cache(PLANS)
 def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int | None:
-    """Elements from a row of (..., C) to the next; None where rows are not contiguous or lie unevenly."""
+    """Return the elements from a row of (..., C) to the next; None if rows have gaps or uneven steps."""
     if 0 in shape:
         return max(1, int(shape[-1]))
     if shape[-1] > 1 and strides[-1] != size:
@@ -109,7 +109,7 @@ def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int
 
 @lru_cache(PLANS)
 def form_of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, int, int, int]:
-    """(rows, columns, step, kind) of a `Matrix`; kept, since a model asks for a few all the time."""
+    """Return (rows, columns, step, kind) of a `Matrix`; cached, since a model uses the same few often."""
     step = row_step(shape, strides, dtype.itemsize)
     if step is None:
         raise ValueError(f"contiguous rows at one distance were expected, not {shape} by {strides} bytes")
@@ -117,30 +117,30 @@ def form_of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tup
 
 
 def matrix(x: Array) -> Matrix:
-    """x (..., C) as (N, C). Raises ValueError where its rows do not lie evenly."""
+    """Return x (..., C) as (N, C); raise ValueError if its rows have uneven steps."""
     return Matrix(x.data.ptr, *form_of(x.shape, x.strides, x.dtype))
 
 
 def batched(x: Array) -> Matrix:
-    """A contiguous x (..., N, C) as a batch of matrices (N, C)."""
+    """Return a contiguous x (..., N, C) as a batch of matrices (N, C)."""
     *lead, rows, columns = x.shape
     assert x.flags.c_contiguous, "a batch of matrices is contiguous"
     return Matrix(x.data.ptr, rows, columns, columns, kind_of(x.dtype), math.prod(lead), rows * columns)
 
 
 def fit(address: int) -> int:
-    """The power of two, at most FITTING, that divides an address."""
+    """Return the largest power of two, at most FITTING, that divides an address."""
     return min(FITTING, address & -address) if address else FITTING
 
 
 def import_lt() -> Any:
-    """The bindings of cuBLASLt. Raises UsageError where they are not installed."""
+    """Return the bindings of cuBLASLt; raise UsageError if they are not installed."""
     others = " or 'zero-mpi[cuda13]', as the driver is"
     return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=others)
 
 
 class AttributeSetter:
-    """Sets attributes of one kind of cuBLASLt's objects, each in the type that the bindings name for it."""
+    """Setter of attributes of one kind of cuBLASLt's objects, each in the type that the bindings give."""
 
     def __init__(self, names: Any, kind_of_value: Any, setter: Any) -> None:
         self._names, self._kind_of_value, self._setter = names, kind_of_value, setter
@@ -184,7 +184,7 @@ class LtGemm:
             self._adds = bias_adder(asked.d)
 
     def _choose(self, products: Products, asked: Asked) -> None:
-        """Keep the algorithm, in memory that stays."""
+        """Choose the algorithm and keep it, in memory that stays."""
         found = self._named(products, asked)
         best = found[0] if len(found) == 1 or not products.tunes else self._quickest(products, asked, found)
         self._algorithm = np.array(best["algo"])
@@ -192,7 +192,7 @@ class LtGemm:
         self.needs = int(best["workspace"])
 
     def _named(self, products: Products, asked: Asked) -> Any:
-        """The algorithms that cuBLASLt names, best first. Raises NoAlgorithm where it knows none."""
+        """Return the algorithms that cuBLASLt proposes, best first; raise NoAlgorithm if there is none."""
         lt, count = self._lt, np.zeros(1, np.int32)
         results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
         preference = lt.matmul_preference_create()
@@ -221,7 +221,7 @@ class LtGemm:
         return named
 
     def _quickest(self, products: Products, asked: Asked, named: Any) -> Any:
-        """The one of several algorithms that takes least time on these very numbers, into other memory."""
+        """Return the algorithm that takes the least time on these numbers; results go to other memory."""
         where = products.where
         room = pool_of(where).take((asked.d.extent,), np.uint8)
         c = (asked.c or asked.d).address
@@ -240,7 +240,7 @@ class LtGemm:
         return named[int(np.argmin(times))]
 
     def __call__(self, a: int, b: int, c: int, d: int, scale: float, beta: float, bias: int) -> None:
-        """Start the product of what lies at these addresses; the result is at `d` in the stream's order."""
+        """Start the product of the arrays at these addresses; the result is at `d` in the stream's order."""
         products, layouts = self._products, self.layouts
         if bias and bias != self._bias.value:
             self._bias.value = bias
@@ -254,21 +254,21 @@ class LtGemm:
             self._adds(d, bias)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Free the descriptors."""
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
         self._lt.matmul_desc_destroy(self.described)
 
 
 def bias_adder(d: Matrix) -> Callable[[int, int], None]:
-    """Adds the bias at one address to each row of a result at another; so sums are rounded once more."""
+    """Return a function that adds a bias to each row of a result; so sums are rounded once more."""
     kernel = ADD_ROW[DTYPES[d.kind]]
     grid = tiled(d.rows, d.columns, PACK // BYTES[d.kind])
     return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
 
 
 class Asked(NamedTuple):
-    """A product that a plan is made for."""
+    """A product for which a plan is made."""
 
     a: Matrix
     b: Matrix
@@ -281,11 +281,11 @@ class Asked(NamedTuple):
 
     @property
     def beta(self) -> float:
-        """How often c is added."""
+        """Factor of c: 1, or 0 without c."""
         return 0.0 if self.c is None else 1.0
 
     def check(self) -> None:
-        """Raises ValueError where the shapes do not go together."""
+        """Raise ValueError if the shapes do not fit."""
         a, b, c, d = self.a, self.b, self.c or self.d, self.d
         (n, k), (l, m) = (a[2:0:-1] if self.ta else a[1:3]), (b[2:0:-1] if self.tb else b[1:3])
         alike = {x[1:3] + x[4:6] for x in (c, d)} == {(n, m, d.kind, d.batch)}
@@ -327,14 +327,14 @@ class Products:
         )
 
     def layout(self, m: Matrix) -> int:
-        """A descriptor of the transpose of `m`, whose columns are m's rows."""
+        """Return a descriptor of the transpose of `m`, whose columns are m's rows."""
         made = self.lt.matrix_layout_create(m.kind, m.columns, m.rows, m.step)
         if m.batch > 1:
             self.lay_out(made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
         return int(made)
 
     def scalar(self, value: float) -> int:
-        """The address of a float32; it is read when a product is started, and kept."""
+        """Return the address of a float32, which is kept; a product reads it when it is started."""
         kept = self._scalars.get(value)
         if kept is None:
             room = ctypes.c_float(value)
@@ -342,7 +342,7 @@ class Products:
         return int(kept[1])
 
     def plan(self, key: Any, asked: Asked) -> LtGemm:
-        """A new plan; the oldest one goes where they are too many."""
+        """Make a new plan; drop the oldest one if there are too many."""
         if len(self.plans) >= PLANS:
             self.plans.pop(next(iter(self.plans))).close()
         plan = self.plans[key] = LtGemm(self, asked)
@@ -350,7 +350,7 @@ class Products:
 
 
 def workspace_bytes(where: Any) -> int:
-    """What the best kernels of a GPU may need: 32 MiB from Hopper on."""
+    """Return the bytes of workspace for the best kernels of a GPU: 32 MiB from Hopper on, else 8 MiB."""
     return WORKSPACE if int(where.cupy.cuda.Device(where.number).compute_capability) >= 90 else 8 << 20
 
 
@@ -358,7 +358,7 @@ _products: Products | None = None
 
 
 def products() -> Products:
-    """The products of the GPU in use."""
+    """Return the products of the GPU in use."""
     global _products
     if _products is None or _products.where is not device.in_use():
         _products = Products(device.in_use())
@@ -366,7 +366,7 @@ def products() -> Products:
 
 
 def about() -> str:
-    """What computes products, for people and records: another version may have other bits."""
+    """Return the library of products, for messages and records: another version may give other bits."""
     made = products()
     way = "timed" if made.tunes else "in float32 parts" if made.reductions else "whole sums"
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
@@ -383,10 +383,10 @@ def multiply(
     c: Matrix | None = None,
     bias: int = 0,
 ) -> None:
-    """d = scale a b + c + bias, a row of it to each row; c may be d itself, or None.
+    """Compute d = scale a b + c + bias, with the bias added to each row; c may be d itself, or None.
 
     `ta` and `tb` take a and b transposed. a and b have one type, c and d another or the same; sums are
-    float32 and rounded once. Raises ValueError where the shapes do not go together.
+    float32 and rounded once. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
         return

@@ -1,10 +1,10 @@
-"""The launch contract: which kernels there are, what they take, and how they are called.
+"""The launch contract: the table of kernels, their parameters, and their calls.
 
-A module of operations says once which kernels of which source it calls and the kinds of their parameters; all
-of them together are `TABLE`, which a test compares with the sources. A kernel is compiled with the others of
-its source, kept by CuPy for later processes, and bound to its function once. Then a call is one tuple of
-plain numbers: addresses and lengths as Python integers (64 bits on the other side, always), float32 as `f4`,
-float64 as float.
+A module of operations declares once the kernels that it calls, their source and the kinds of their
+parameters; all of them form `TABLE`, which a test compares with the sources. A kernel is compiled with the
+others of its source, cached by CuPy for later processes, and bound to its function once. Then a call is one
+tuple of plain numbers: addresses and lengths as Python integers (always 64 bits in the kernel), float32 as
+`f4`, float64 as float.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Kernel:
         TABLE[name] = self
 
     def bind(self) -> Any:
-        """The function on the GPU; compiles its source, or loads it from CuPy's cache, if it is the first."""
+        """Return the function on the GPU; the first compiles its source or loads it from the cache."""
         with device.libraries():
             self._function = module(self.source).get_function(self.name).kernel  # without a later look-up
         return self._function
 
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
-        """Start it on the stream that computes. No blocks: there is nothing to do."""
+        """Start it on the compute stream; without blocks there is nothing to do."""
         if blocks:
             function = self._function or self.bind()
             function((blocks,), (threads,), arguments, stream=device.in_use().stream)
@@ -62,17 +62,17 @@ Family = dict[Any, Kernel]  # by element type, or by a pair of types
 
 
 def kernel(source: str, name: str, parameters: str) -> Kernel:
-    """A kernel that has one instance."""
+    """Return a kernel that has one instance."""
     return Kernel(source, name, parameters)
 
 
 def each_type(source: str, name: str, parameters: str) -> Family:
-    """Kernels NAME_f32, NAME_bf16 and NAME_f16, by type."""
+    """Return kernels NAME_f32, NAME_bf16 and NAME_f16, by type."""
     return {kind: Kernel(source, f"{name}_{text}", parameters) for kind, text in TYPES.items()}
 
 
 def each_pair(source: str, name: str, parameters: str) -> Family:
-    """Kernels NAME_X_Y for all pairs of types, by (X, Y)."""
+    """Return kernels NAME_X_Y for all pairs of types, by (X, Y)."""
     return {
         pair: Kernel(source, f"{name}_{TYPES[pair[0]]}_{TYPES[pair[1]]}", parameters)
         for pair in product(TYPES, TYPES)
@@ -80,14 +80,14 @@ def each_pair(source: str, name: str, parameters: str) -> Family:
 
 
 def text(source: str) -> str:
-    """What is compiled: the common part and the source; errors name its lines."""
+    """Return the text that is compiled: the common part and the source; errors name its lines."""
     common, own = ((FOLDER / name).read_text() for name in ("common.cuh", source))
     return f'{common}#line 1 "{source}"\n{own}'
 
 
 @lru_cache
 def module(source: str) -> Any:
-    """The module of a source, which compiles when a function of it is asked for."""
+    """Return the module of a source, which is compiled when a function of it is first used."""
     return cupy.RawModule(code=text(source), options=OPTIONS)
 
 
@@ -101,7 +101,7 @@ def prepare() -> None:
 
 
 def chosen(family: Family, operation: str, first: Array, *others: Array | None) -> Kernel:
-    """The kernel for the type of `first`. Raises ValueError for a type that has none, or if others differ."""
+    """Return the kernel for the type of `first`; raise ValueError if it has none, or if others differ."""
     found = family.get(first.dtype)
     if found is None or any(x is not None and x.dtype != first.dtype for x in others):
         came = ", ".join(str(x.dtype) for x in (first, *others) if x is not None)
@@ -118,17 +118,17 @@ def memory_of(gpu: Any) -> int:
 
 
 def take(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An uninitialised array of the GPU's recycled memory."""
+    """Return an uninitialised array of the GPU's recycled memory."""
     return pool_of(device.in_use()).take(shape, dtype)
 
 
 def packed(x: Array) -> Array:
-    """`x`, or a contiguous copy of it."""
+    """Return `x`, or a contiguous copy of it."""
     return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
 
 
 def writable(operation: str, *arrays: Array | None) -> None:
-    """Raises ValueError for what is to be added to in place and is not contiguous."""
+    """Raise ValueError for arrays written in place that are not contiguous."""
     if not all(x is None or x.flags.c_contiguous for x in arrays):
         raise ValueError(
             f"{operation}: on a GPU what is written to must be contiguous; pass a contiguous array"
@@ -136,12 +136,12 @@ def writable(operation: str, *arrays: Array | None) -> None:
 
 
 def at(x: Array | None) -> int:
-    """The address of an array, 0 for None."""
+    """Return the address of an array, 0 for None."""
     return 0 if x is None else int(x.data.ptr)
 
 
 def by_rows(x: Array) -> tuple[Array, int, int, int]:
-    """x (..., C) as a matrix: (x or a contiguous copy, rows, C, elements from one row to the next)."""
+    """Return x (..., C) as a matrix: (x or a contiguous copy, rows, C, elements from a row to the next)."""
     width = int(x.shape[-1])
     rows = int(x.size) // max(1, width)
     if x.flags.c_contiguous:
@@ -156,13 +156,13 @@ def by_rows(x: Array) -> tuple[Array, int, int, int]:
 
 
 def follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether axes can be walked through with one step: each stride is that of the next times its length."""
+    """Return whether one step covers all axes: each stride is that of the next times its length."""
     walked = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
     return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(walked))
 
 
 def id_bytes(operation: str, ids: Array) -> int:
-    """Bytes of a whole number of `ids`. Raises ValueError for what is none."""
+    """Return the bytes of an integer of `ids`; raise ValueError for another type."""
     if ids.dtype.kind not in "iu":
         raise ValueError(f"{operation}: expected whole numbers of 1, 2, 4 or 8 bytes; got {ids.dtype}")
     return int(ids.itemsize)
@@ -172,12 +172,12 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 
 def elements(x: Array) -> int:
-    """Blocks for a flat array of which each thread takes a pack."""
+    """Return the blocks for a flat array of which each thread takes a pack."""
     return -(-int(x.size) // (THREADS * int(PACK // x.itemsize)))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
-    """(blocks, threads) for a matrix of which a block takes one tile of a row."""
+    """Return (blocks, threads) for a matrix of which a block takes one tile of a row."""
     packs = -(-width // pack)
     threads = min(THREADS, -(-packs // 32) * 32)
     return rows * -(-packs // threads), threads

@@ -1,4 +1,4 @@
-"""The linear layer on a GPU: one product each, into memory that is there already.
+"""The linear layer on a GPU: one product each, into existing memory.
 
 Biases are added inside the product, as is what comes beside it (`plus`, `into`, a gradient so far). cuBLASLt
 rounds the product to 16 bits before it adds to a result in place, and in some kernels before it adds a bias.
@@ -25,7 +25,7 @@ from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
 
 
 def lying(x: Array) -> Array:
-    """x (..., C), or a copy, with contiguous rows at one distance."""
+    """Return x (..., C), or a copy, with contiguous rows at one distance."""
     if row_step(x.shape, x.strides, x.itemsize) is not None:
         return x
     copy = take(x.shape, x.dtype)
@@ -34,7 +34,7 @@ def lying(x: Array) -> Array:
 
 
 def fitting(b: Array) -> Array:
-    """A vector, or a copy, that products can read as their bias."""
+    """Return a vector, or a copy, that products can read as their bias."""
     if b.data.ptr % FITTING == 0 and (b.size < 2 or b.strides[0] == b.itemsize):
         return b
     copy = take(b.shape, b.dtype)
@@ -43,7 +43,7 @@ def fitting(b: Array) -> Array:
 
 
 def with_zeros(x: Array, length: int) -> Array:
-    """Return `x`, or a copy that is brought to `length` rows by zeros."""
+    """Return `x`, or a copy that is padded to `length` rows by zeros."""
     if len(x) == length:
         return x
     copy = take((length, *x.shape[1:]), x.dtype)
@@ -53,12 +53,12 @@ def with_zeros(x: Array, length: int) -> Array:
 
 
 def double(*arrays: Array) -> bool:
-    """Whether this is float64, which is for tests and left to the definition."""
+    """Return whether an array is float64, which only tests use and the definition computes."""
     return F64 in [x.dtype for x in arrays]
 
 
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    """`reference.linear`."""
+    """Compute `reference.linear`."""
     if double(x, w):
         return reference.linear(x, w, b, plus)
     x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
@@ -69,13 +69,13 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
 
 
 def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None) -> None:
-    """y = x w^T + bias + base."""
+    """Compute y = x w^T + bias + base."""
     c = None if base is None else matrix(base)
     multiply(matrix(x), matrix(w), matrix(y), tb=True, c=c, bias=0 if bias is None else bias.data.ptr)
 
 
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """`reference.linear_backward_x`."""
+    """Compute `reference.linear_backward_x`."""
     if double(dy, w):
         return reference.linear_backward_x(dy, w, into)
     dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
@@ -85,7 +85,7 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
 
 
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
-    """`reference.linear_backward_w`; dw may be float32 where dy and x are low."""
+    """Compute `reference.linear_backward_w`; dw may be float32 where dy and x are low."""
     if double(dy, x, dw):
         reference.linear_backward_w(dy, x, dw)
         return
@@ -95,7 +95,7 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 
 
 def linear_backward_b(dy: Array, db: Array) -> None:
-    """`reference.linear_backward_b`; db may have another type than dy."""
+    """Compute `reference.linear_backward_b`; db may have another type than dy."""
     if double(dy, db):
         reference.linear_backward_b(dy, db)
         return
@@ -115,7 +115,7 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
-    """`reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
+    """Compute `reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
     if double(x, w):
         return reference.linear_cross_entropy(x, w, b, targets, scale, dw, db, need_dx)
     flat, ids = lying(x).reshape(-1, x.shape[-1]), beside(targets, x).reshape(-1)
@@ -131,7 +131,7 @@ def linear_cross_entropy(
         rows = flat[part]
         wide = room[: len(rows)]
         project(rows, whole, wide, bias, None)
-        z = wide[:, : len(w)]  # beside it are logits of zero, which are their own gradients
+        z = wide[:, : len(w)]  # the padding has logits of zero, which are their own gradients
         consume_logits(z, ids[part], scale, total, gradient)
         if dw is not None:
             linear_backward_w(z[:, :even], rows, dw[:even])

@@ -41,7 +41,7 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
 
 
 def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
-    """-log softmax(z)[target] of each row, float64; dz takes the gradient of scale times their sum."""
+    """Return -log softmax(z)[target] per row, float64; dz takes the gradient of scale times their sum."""
     chosen_kernel, (z, rows, width, step) = chosen(CONSUME_LOGITS, "cross_entropy", z, dz), by_rows(z)
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
     losses, size = take((rows,), F64), id_bytes("cross_entropy", targets)
@@ -54,14 +54,14 @@ def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> 
 
 
 def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
-    """total, one float64, = scale times the sum of losses, `adds`: + what it was."""
+    """Set total, one float64, to scale times the sum of losses, plus its former value if `adds`."""
     if total.dtype != F64 or total.size != 1:
         raise ValueError(f"expected a total of one float64; got {total.shape} {total.dtype}")
     ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Array, Array]:
-    """`reference.cross_entropy`; the loss is an array without dimensions."""
+    """Compute `reference.cross_entropy`; the loss is an array without dimensions."""
     dlogits, total = take(logits.shape, logits.dtype), take((), F64)
     add_losses(total, losses_of_rows(logits, dlogits, targets, scale), scale, False)
     return total, dlogits

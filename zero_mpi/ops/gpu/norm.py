@@ -23,7 +23,7 @@ HELD_TWICE = 3  # packs of sums that a thread holds of both dw and db, as in nor
 
 @lru_cache
 def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, int]:
-    """(lanes, blocks forward, lines of partial sums, blocks backward)."""
+    """Return (lanes, blocks forward, lines of partial sums, blocks backward)."""
     lanes = norm_lanes(width, pack, held)
     blocks = norm_blocks(rows, lanes)
     lines = min(NORM_LINES, blocks)
@@ -31,7 +31,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 
 
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-    """`reference.rms_norm`; r is float32."""
+    """Compute `reference.rms_norm`; r is float32."""
     kernel = chosen(RMS_NORM, "rms_norm", x, w)
     x, w, width = packed(x), packed(w), x.shape[-1]
     y, r = take(x.shape, x.dtype), take((*x.shape[:-1], 1), F32)
@@ -44,7 +44,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
-    """`reference.rms_norm_backward`; dw may have any of the types."""
+    """Compute `reference.rms_norm_backward`; dw may have any of the types."""
     kernel = chosen(RMS_NORM_BACKWARD, "rms_norm_backward", x, dy, w, plus)
     writable("rms_norm_backward", dw)
     dy, x, w, r = packed(dy), packed(x), packed(w), packed(r)
@@ -64,7 +64,7 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """`reference.layer_norm`; mean and r are float32."""
+    """Compute `reference.layer_norm`; mean and r are float32."""
     kernel = chosen(LAYER_NORM, "layer_norm", x, w, b)
     x, w, b, width = packed(x), packed(w), packed(b), x.shape[-1]
     y, shape = take(x.shape, x.dtype), (*x.shape[:-1], 1)
@@ -85,7 +85,7 @@ def layer_norm_backward(
     db: Array | None,
     plus: Array | None = None,
 ) -> Array:
-    """`reference.layer_norm_backward`; dw and db may have any of the types."""
+    """Compute `reference.layer_norm_backward`; dw and db may have any of the types."""
     kernel = chosen(LAYER_NORM_BACKWARD, "layer_norm_backward", x, dy, w, plus)
     writable("layer_norm_backward", dw, db)
     dy, x, w, mean, r = packed(dy), packed(x), packed(w), packed(mean), packed(r)

@@ -1,4 +1,4 @@
-"""Attention by cuDNN: one graph for each set of shapes and strides, made when it is first met and kept.
+"""Attention by cuDNN: one graph for each set of shapes and strides, made at its first use and kept.
 
 q, k and v are read where they lie, heads as columns of a wider array included, and gradients are written
 where they are wanted: strides say it all. cuDNN takes bfloat16 and float16, as many keys as queries, heads of
@@ -49,26 +49,26 @@ Strides = tuple[int, ...]
 
 
 def described(x: Array) -> tuple[Strides, Strides]:
-    """(dim, stride) of x (B, T, heads, width) as cuDNN wants them: heads before positions, in elements."""
+    """Return (dim, stride) of x (B, T, heads, width) for cuDNN: heads before positions, in elements."""
     b, t, h, d = (stride // x.itemsize for stride in x.strides)
     return (x.shape[0], x.shape[2], x.shape[1], x.shape[3]), (b, h, t, d)
 
 
 def lies_well(x: Array) -> bool:
-    """Whether cuDNN's kernels can read x (B, T, heads, width) where it is."""
+    """Return whether cuDNN's kernels can read x (B, T, heads, width) in place."""
     return x.data.ptr % ALIGNMENT == 0 and steps_well(x.shape, x.strides, x.itemsize)
 
 
 @lru_cache
 def steps_well(shape: Strides, strides: Strides, size: int) -> bool:
-    """Whether cuDNN's kernels can go from row to row of such an array."""
+    """Return whether cuDNN's kernels support the steps between rows of such an array."""
     steps = [stride for length, stride in zip(shape, strides, strict=True) if length > 1]
     whole = all(stride % ALIGNMENT == 0 for stride in steps[:-1])
     return whole and strides[-1] == size and shape[-1] * size % ALIGNMENT == 0
 
 
 def way() -> str:
-    """The choice of ZERO_MPI_GPU_ATTENTION. Raises UsageError where it is none."""
+    """Return the choice of ZERO_MPI_GPU_ATTENTION; raise UsageError if it is invalid."""
     chosen = os.environ.get("ZERO_MPI_GPU_ATTENTION", "auto")
     if chosen not in WAYS:
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION is one of {', '.join(WAYS)}, not {chosen!r}")
@@ -124,7 +124,7 @@ class Sdpa:
         self.refusals: list[str] = []  # what cuDNN said where it had no graph
 
     def fits(self, q: Array, k: Array, v: Array) -> bool:
-        """Whether this is work for cuDNN."""
+        """Return whether cuDNN can compute this."""
         widest = WIDEST_ON_HOPPER if self.capability == HOPPER else WIDEST
         return bool(
             q.dtype in TYPES
@@ -163,7 +163,7 @@ class Sdpa:
         return True
 
     def _kept(self, turned: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
-        """The graph for these arrays, made if it is new; None where cuDNN has none for them."""
+        """Return the graph for these arrays, made if it is new; None if cuDNN has none for them."""
         scale = float(scale)  # as the bindings take it
         ordered = way() != ANY_ORDER
         q, k = arrays[:2]  # whose shapes tell those of the others
@@ -183,7 +183,7 @@ class Sdpa:
         return self.graphs[key]
 
     def _cut(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
-        """The arrays of a call for some sequences and heads, and where each call finds its own."""
+        """Return the arrays of a call for some sequences and heads, and the address offsets of each call."""
         (batch, length, heads, _), kv = arrays[0].shape, arrays[1].shape[2]
         sequences, together = cudnn_group(arrays[0].shape, kv, self.slopes)
         if (sequences, together) == (batch, kv):
@@ -248,7 +248,7 @@ class Sdpa:
 
 
 def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
-    """A result of a graph that is written where the strides say."""
+    """Make a tensor a result of a graph, written with these strides; return it."""
     return tensor.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_uid(number)
 
 
@@ -256,7 +256,7 @@ _made: tuple[Any, Sdpa | None, str] = None, None, ""
 
 
 def sdpa() -> tuple[Sdpa | None, str]:
-    """(cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
+    """Return (cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
     global _made
     if _made[0] is not device.in_use():
         try:

@@ -19,9 +19,9 @@ THREADS_OF_A_SUM = 1024
 
 
 def sort_by_bits(keys: Array, first: int, last: int) -> Array:
-    """keys (n,) of 64 bits ordered by their bits [first, last); those that are equal there stay in order.
+    """Return keys (n,) of 64 bits ordered by their bits [first, last); keys equal there stay in order.
 
-    The array given is used as room: take the result instead.
+    The array given is used as scratch space: use the result instead.
     """
     size, other = int(keys.size), take(keys.shape, keys.dtype)
     blocks = -(-size // THREADS)

@@ -17,7 +17,7 @@ COLUMNS = 32  # threads beside each other in the kernels of sums.cu
 
 
 def add_columns(x: Array, sums: Array) -> None:
-    """sums (O,), of any of the types, += the sum of x (N, O) over its rows, which may lie further apart."""
+    """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may be further apart."""
     kernel, (x, rows, width, step) = chosen(COLUMN_SUMS, "add_columns", x), by_rows(x)
     if not rows:
         return
@@ -31,7 +31,7 @@ def add_columns(x: Array, sums: Array) -> None:
 def add_partials(
     sums: Array, partial: Array, others: Array | None = None, theirs: Array | None = None
 ) -> None:
-    """sums (O,) += the lines of partial (parts, O) in their order; sums may have any of the types.
+    """Add to sums (O,) the lines of partial (parts, O) in their order; sums may have any of the types.
 
     In the same launch others, of the same type, += the lines of `theirs`.
     """
