@@ -103,7 +103,7 @@ def test_one_changed_byte_of_the_source_shows(tmp_path):
     same = consistency.source_digest(copy)
     assert same == consistency.source_digest(PACKAGE)
     assert same == consistency.installation(World(0, 1))["zero_mpi's source"], "ranks compare all of it"
-    changed = copy / "sharding" / "optimizer.py"
+    changed = copy / "optim" / "optimizer.py"
     changed.write_text(changed.read_text().replace("eps", "eqs", 1))
     assert consistency.source_digest(copy) != same
 
@@ -141,7 +141,7 @@ def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
 @pytest.mark.parametrize("change", ["version", "source"])
 def test_another_package_on_one_rank_is_refused(change, flags, tmp_path):
     copy, host, version = copy_of_package(tmp_path / "other"), platform.node(), zero_mpi.__version__
-    path = copy / {"version": "__init__.py", "source": "sharding/optimizer.py"}[change]
+    path = copy / {"version": "__init__.py", "source": "optim/optimizer.py"}[change]
     path.write_text(path.read_text().replace(f'"{version}"', '"9.9.9"') + "# another line\n")
     said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
     if change == "version":
