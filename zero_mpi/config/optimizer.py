@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.models import ModelConfig
-from zero_mpi.nn import Layer, Linear
-from zero_mpi.nn.layer import Composite
+from zero_mpi.models.lora import projections
 from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.muon import Muon
 from zero_mpi.optim.rule import Rule
@@ -33,27 +31,11 @@ def rules_of(
     rules: dict[str, Rule] = {"*": AdamW(betas, eps)}
     whole = whole_matrices(optimizer, model)
     if whole:
-        muon = Muon(parts=dict(fused(model.layers())), kind=products)
-        rules |= dict.fromkeys(whole, muon)
+        fused = {name: linear.fused for name, linear in projections(model.layers()).items() if linear.fused}
+        rules |= dict.fromkeys(whole, Muon(parts=fused, kind=products))
     return rules
 
 
 def state_count(unit: Unit) -> int:
     """Return the number of float32 arrays that are kept for a unit's elements."""
     return len((Muon if unit.whole else AdamW).states)
-
-
-def fused(layers: Sequence[Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, rows of each matrix) for the parameters that hold several matrices."""
-    for stage in layers:
-        yield from fused_in(stage.layer)
-
-
-def fused_in(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield `fused` of one layer."""
-    if isinstance(layer, Linear):
-        if layer.fused:
-            yield layer.weight, layer.fused
-    elif isinstance(layer, Composite):
-        for part in layer.parts():
-            yield from fused_in(part)

@@ -110,8 +110,7 @@ class Muon(MatrixRule):
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         by_chunks = part.parameters.reshape(len(part.decay), -1)
         by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
-        parameters = part.parameters
-        parameters -= part.gradients  # which `direct` has multiplied by the rate
+        by_chunks -= part.gradients.reshape(by_chunks.shape)  # which `direct` has multiplied by the rate
         if part.low is not None:
             device.in_use().copy(part.low, part.parameters)
 

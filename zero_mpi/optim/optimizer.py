@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.average import MovingAverage, check_average
 from zero_mpi.optim.clipping import check_max_norm, clip_factor
 from zero_mpi.optim.offload import HostState, make_offload
-from zero_mpi.optim.rates import ParameterRates, check_scales
+from zero_mpi.optim.rates import ParameterRates, check_scales, matched
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
@@ -108,6 +107,7 @@ class ShardedOptimizer:
 
         found = agreed(module.comm, f"this {what}", checked)
         self.module, (self.rules, self.lr, self.weight_decay, self._offload, scales, decays) = module, found
+        self._chosen: dict[str, Rule] = {}  # by name: patterns are matched once, and not in every step
         self.steps = self.skipped = 0
         self._check_matrices()
         self._rates = ParameterRates(self.units, scales, decays, self.rule_of)
@@ -122,10 +122,15 @@ class ShardedOptimizer:
 
     def rule_of(self, name: str) -> Rule:
         """Return the rule of a parameter; raises ValueError where there is none."""
-        found: list[Rule] = [rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)]
-        if not found:
+        rule = self._chosen.get(name) or matched(self.rules, name, None)
+        if rule is None:
             raise ValueError(f"rules: none is for {name}: give one for the pattern *")
-        return found[-1]
+        self._chosen[name] = rule
+        return rule
+
+    def _is_directed(self, unit: ShardedUnit) -> bool:
+        """Return whether owners turn a unit's gradients into directions: its rules take whole matrices."""
+        return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
     def _check_matrices(self) -> None:
         """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
@@ -208,8 +213,7 @@ class ShardedOptimizer:
 
     def state_part(self, unit: ShardedUnit) -> slice:
         """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
-        name = next(iter(unit.unit.params))
-        return unit.part if isinstance(self.rule_of(name), MatrixRule) else unit.parameters.updated_part
+        return unit.part if self._is_directed(unit) else unit.parameters.updated_part
 
     def _make_states(self) -> dict[str, States]:
         """Return zeros for each unit, where they are kept."""
@@ -228,18 +232,16 @@ class ShardedOptimizer:
     def _direct(self, lr: float, scale: float) -> Handle:
         """Let owners of whole matrices turn gradients into directions, and send them to updating ranks."""
         handles = []
-        for unit in self.units:
-            if not unit.unit.whole:
-                continue
+        for unit in filter(self._is_directed, self.units):
             gradient, states = unit.gradient.sum, self.states[unit.name]
             for segment in unit.unit.segments(unit.part):
                 first, rule = segment.where.start, self.rule_of(segment.name)
                 inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
-                if isinstance(rule, MatrixRule):
-                    own = {name: states[name][inside] for name in rule.states}
-                    rate = lr * self._rates.factor(segment.name)
-                    shape = unit.unit.params[segment.name].shape
-                    rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
+                assert isinstance(rule, MatrixRule), "as _check_matrices has seen"
+                own = {name: states[name][inside] for name in rule.states}
+                rate = lr * self._rates.factor(segment.name)
+                shape = unit.unit.params[segment.name].shape
+                rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
             handles.append(unit.gradient.start_publish())
         return AllOf(handles)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from zero_mpi.arguments import instance, number
 from zero_mpi.device.types import Array
 from zero_mpi.optim.rule import Rule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class ParameterRates:
         )
 
 
-def matched(factors: Mapping[str, float], name: str, otherwise: float) -> float:
-    """Return the factor of the last pattern that matches a name."""
-    found = [factor for pattern, factor in factors.items() if fnmatchcase(name, pattern)]
+def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
+    """Return the value of the last pattern that matches a name."""
+    found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return found[-1] if found else otherwise
 
 

@@ -86,10 +86,11 @@ def lay_out(
         trained = WHOLE if any(fnmatchcase(name, pattern) for pattern in whole) else TRAINED
         return trained if is_trainable(name, frozen) else FROZEN
 
+    kind = {name: kind_of(name) for name in loose}.__getitem__
     if strategy.buckets:
-        units = units_by_bytes(loose, kind_of, int(bucket_mb * 2**20))
+        units = units_by_bytes(loose, kind, int(bucket_mb * 2**20))
     else:
-        units = units_by_scope(stages, loose, kind_of, by_rows)
+        units = units_by_scope(stages, loose, kind, by_rows)
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]
