@@ -46,7 +46,7 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.description import NAMES, SETTINGS
+from zero_mpi.train.description import FACTS, NAMES, SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.same_bits import obey_early, settings
 
@@ -226,7 +226,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
-    spec = resolve(world, config, cached=False)
+    spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
     notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
