@@ -6,9 +6,9 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
-from zero_mpi.nn.packed import documents
 
 
 class Embedding(Layer):
@@ -43,13 +43,13 @@ class LearnedPositions(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        found = documents()
+        found = batch_of(p).documents
         if found is not None:
             return ops.add(x, ops.embedding(found.positions, p[self.weight])), None
         return ops.positions(x, p[self.weight][: x.shape[1]]), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        found = documents()
+        found = batch_of(p).documents
         if self.weight in g and found is not None:
             ops.embedding_backward(found.positions, dy, g[self.weight])
         elif self.weight in g:
