@@ -53,7 +53,7 @@ from zero_mpi.train.same_bits import obey_early, settings
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
 OWN = {
-    **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
+    **dict.fromkeys(PLACES, "current path (default: path in the run's settings)"),
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
@@ -64,8 +64,8 @@ Examples:
   mpirun -n 4 zero-mpi verify runs/mine --sample 3
   zero-mpi verify runs/mine --from 200 --to 300 --data TEXT
 
-Exit status 0: the run is what it says; 1: it is not, and a line says what differs first; 3: nothing
-differs, but not all that was asked for could be computed again."""
+Exit status 0: the run matches its records; 1: it does not, and a line names the first difference; 3: no
+difference was found, but not everything could be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,19 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
-        description="Whether a run is what its folder says: its steps are computed again, on any number of "
-        "ranks, and every bit is compared.",
+        description="Recompute the steps of a run, on any number of ranks, and compare every bit with its "
+        "records.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
-    parser.add_argument("--from", type=int, metavar="STEP", help="compute from the state after this step on")
-    parser.add_argument("--to", type=int, metavar="STEP", help="up to the state after this step")
+    parser.add_argument("--from", type=int, metavar="STEP", help="start from the state after this step")
+    parser.add_argument("--to", type=int, metavar="STEP", help="stop at the state after this step")
     parser.add_argument(
-        "--sample", type=int, metavar="K", help="compute K of the stretches between checkpoints; 0: none"
+        "--sample", type=int, metavar="K", help="recompute K random segments between checkpoints; 0: none"
     )
-    parser.add_argument("--seed", type=int, help="by which these are drawn (default: any, which is told)")
-    parser.add_argument("--expect", metavar="HEX", help="what the run has printed as its proof at the end")
+    parser.add_argument("--seed", type=int, help="random seed for --sample (default: random, and printed)")
+    parser.add_argument("--expect", metavar="HEX", help="digest that the run printed at its end")
     add_settings(parser, OWN)
     return parser
 
