@@ -17,10 +17,11 @@ from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.huggingface.peft import ALPHA, KIND, PEFT_CONFIG, TYPE, PeftFolder
+from zero_mpi.checkpoint.sound import keys_of
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
+from zero_mpi.files.gguf_keys import ARCHITECTURE
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA, is_adapter
@@ -69,12 +70,12 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 def is_adapter_file(file: WeightSource) -> bool:
     """Return whether the keys of the file name it an adapter."""
-    return GGUFKeys(file.metadata, str(file.path)).text(TYPE) == "adapter"
+    return keys_of(file).text(TYPE) == "adapter"
 
 
 def lora_of(file: WeightSource) -> LoRA:
     """Return rank, alpha and targets of an adapter's file; raise UsageError for any other file."""
-    keys = GGUFKeys(file.metadata, str(file.path))
+    keys = keys_of(file)
     ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
@@ -125,12 +126,10 @@ class MergedWeights:
 
     @property
     def path(self) -> Path:
-        """The path of the base."""
         return self._base.path
 
     @property
     def metadata(self) -> Metadata:
-        """The keys of the base."""
         return self._base.metadata
 
     @property
@@ -139,7 +138,6 @@ class MergedWeights:
         return self._specs
 
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        """Return elements of a tensor; see `WeightSource.read`."""
         stop = self._specs[name].size if stop is None else stop
         values = self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
@@ -159,7 +157,6 @@ class MergedWeights:
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor; see `WeightSource.tensor`."""
         return self.read(name).reshape(self._specs[name].shape)
 
 

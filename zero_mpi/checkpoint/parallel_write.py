@@ -280,7 +280,6 @@ class Output:
         self.put(start, *parts)
 
     def put(self, offset: int, *data: Array | bytes) -> None:
-        """Write bytes at an offset of the file."""
         if self._file is not None and data:
             self.attempt(self._file.write_at, offset, *data)
 

@@ -73,12 +73,10 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return int(self.ids.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the stream takes."""
         return sum(array.nbytes for array in (self.ids, self.ends, self.counted) if array is not None)
 
 

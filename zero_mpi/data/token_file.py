@@ -40,7 +40,6 @@ class TokenLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ids."""
         return sum(count for _, count in self.runs)
 
 

@@ -82,7 +82,6 @@ class World:
 
     @property
     def meter(self) -> Meter:
-        """Meter of this rank's waits for the others."""
         return self.comm.meter
 
     @cached_property

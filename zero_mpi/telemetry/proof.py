@@ -202,6 +202,5 @@ class Proof:
         self.head = self.head if kind == SAVED else digest
 
     def close(self) -> None:
-        """Close the file."""
         with naming(self._file.name):
             self._file.close()

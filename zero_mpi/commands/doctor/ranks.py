@@ -80,7 +80,6 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """This rank's index among those of its node."""
         return self.nodes[self.node].index(self.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:

@@ -110,7 +110,6 @@ class RunFacts:
         return {} if self.out is None else status.read_status(self.out / status.NAME)
 
     def step(self) -> int:
-        """Return the last step that was recorded."""
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:

@@ -135,7 +135,6 @@ class Template:
 
     @property
     def takes_hosts(self) -> bool:
-        """Return whether the command has a placeholder."""
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
     def fill(self, hosts: Sequence[HostEntry], folder: Path) -> tuple[str, ...]:
