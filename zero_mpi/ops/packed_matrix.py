@@ -43,10 +43,10 @@ class PackedMatrix:
             w = recycled(self.shape, x.dtype)
             ops.dequantize(self.raw.reshape(-1), self.kind, w.reshape(-1))
             return ops.linear(x, w, b, plus)
-        from zero_mpi.ops.cpu.dequantize import multiply_blocks
+        from zero_mpi.ops.cpu.crew import crew
 
         y = recycled((*x.shape[:-1], self.shape[0]), x.dtype)
-        multiply_blocks(self.raw, self.kind, x.reshape(count, -1), y.reshape(count, -1))
+        crew().multiply(self.raw, self.kind, x.reshape(count, -1), y.reshape(count, -1))
         for more in (b, plus):
             if more is not None:
                 y += more

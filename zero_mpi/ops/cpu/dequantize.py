@@ -281,14 +281,6 @@ def unpack(raw: Array, out: Array, number: int, blocks: int) -> None:
     unpack_blocks(number, raw.ctypes.data, out.ctypes.data, blocks, out[0])
 
 
-@kernel(given(2, types.uint8), given(1), filled(1), INTEGER, INTEGER, liberties=False)
-def row_products(raw: Array, x: Array, y: Array, number: int, blocks: int) -> None:
-    """Fill y (O,) with the product of each row of blocks (O, bytes) and x."""
-    place, inputs = raw.ctypes.data, x.ctypes.data
-    for i in range(y.size):
-        y[i] = row_product(number, place + i * raw.shape[1], inputs, blocks)
-
-
 def dequantize(raw: Array, kind: str, out: Array) -> None:
     """Compute `reference.dequantize`."""
     if kind not in PACKED or not alike(out) or not out.flags.c_contiguous or not out.size:
@@ -302,14 +294,3 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
         unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, blocks.stop - blocks.start)
 
     in_parts((out.size // block.elements, block.elements), work)
-
-
-def multiply_blocks(raw: Array, kind: str, x: Array, y: Array) -> None:
-    """Fill y (N, O) with x (N, C) W^T for a matrix W of blocks, raw (O, bytes); all are contiguous."""
-    number, blocks = PACKED.index(kind), x.shape[1] // BLOCK_KINDS[kind].elements
-
-    def work(part: slice) -> None:
-        for row, out in zip(x, y, strict=True):
-            row_products(raw[part], row, out[part], number, blocks)
-
-    in_parts((len(raw), x.shape[1]), work)
