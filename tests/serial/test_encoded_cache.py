@@ -251,7 +251,6 @@ def batches(monkeypatch):
 
 
 def bpe_keys():
-    """A small vocabulary with a chat template."""
     tokens = [*byte_characters(), "he", "ll", "hell", "hello", "<|im_end|>"]
     keys = bpe_files.keys_of(tokens, ["h e", "l l", "he ll", "hell o"], types=[1] * 260 + [3])
     return keys | {"tokenizer.ggml.eos_token_id": np.uint32(260), TEMPLATE: CHATML}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,12 @@ class MergedWeights:
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
+        self.path, self.metadata = base.path, base.metadata
         self._scale = np.float32(lora.alpha / lora.rank)
-        self._specs = dict(base.tensors)
+        self.tensors = dict(base.tensors)
         self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes one of its own
         for name in lora.targets:
-            self._specs[name] = self._adapted(name, lora.rank)
+            self.tensors[name] = self._adapted(name, lora.rank)
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
         """Return name, shape and type of the merged tensor; raise UsageError unless both factors fit it."""
@@ -124,21 +124,8 @@ class MergedWeights:
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
 
-    @property
-    def path(self) -> Path:
-        return self._base.path
-
-    @property
-    def metadata(self) -> Metadata:
-        return self._base.metadata
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Name -> shape and type; merged tensors are float32."""
-        return self._specs
-
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        stop = self._specs[name].size if stop is None else stop
+        stop = self.tensors[name].size if stop is None else stop
         values = self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # the check below refuses values that are not finite
@@ -150,14 +137,14 @@ class MergedWeights:
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut."""
-        width, rank = self._specs[name].shape[-1], self._adapter.tensors[name + FIRST].shape[0]
+        width, rank = self.tensors[name].shape[-1], self._adapter.tensors[name + FIRST].shape[0]
         first, last = start // width, -(-stop // width)
         b = self._adapter.read(name + SECOND, first * rank, last * rank).reshape(-1, rank)
         rows = self._scale * (b @ self._adapter.tensor(name + FIRST))
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def tensor(self, name: str) -> Floats:
-        return self.read(name).reshape(self._specs[name].shape)
+        return self.read(name).reshape(self.tensors[name].shape)
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:

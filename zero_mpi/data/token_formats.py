@@ -138,15 +138,11 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
 
 
 class TokenFormat(NamedTuple):
-    """Format of token files.
-
-    known   tells whether a file has this format, by its name (as `collect_files` gives it) and its path
-    layout  returns where the file has its ids; ValueError or UsageError for an unsound file
-    """
+    """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]
-    layout: Callable[[Path, FileIO], TokenLayout]
+    known: Callable[[str, Path], bool]  # by the file's name, as `collect_files` gives it, and its path
+    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for an unsound file
 
 
 def _is_arrow(name: str, path: Path) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +286,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
     return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
-def main() -> None:
-    """Run the command."""
-    launch("plan", command, sys.argv[1:], alone=True, instead="leave mpirun out, and say --ranks N")
+main = partial(launch, "plan", command, alone=True, instead="leave mpirun out, and say --ranks N")
