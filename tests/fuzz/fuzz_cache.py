@@ -103,7 +103,6 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """The entry as it is."""
     write(folder)
     return TRAIN
 

@@ -350,7 +350,6 @@ def test_two_jobs_in_one_folder(tmp_path):
 
 @pytest.fixture
 def long(tmp_path):
-    """A file of which five or six parts are made."""
     path = tmp_path / "long.jsonl"
     path.write_bytes(lines([f"{number} " * 20 for number in range(60)]))
     return path
@@ -358,7 +357,6 @@ def long(tmp_path):
 
 @pytest.fixture
 def whole(long, tmp_path):
-    """The files that an undisturbed job makes of it."""
     assert tokenize(long, *SMALL, out="whole") == 0
     return files(tmp_path / "whole")
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
+from jobs import run_command
 from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, write_text
 from timelines import check_events, event, lasting, save
 
@@ -30,12 +30,10 @@ STEP = event(0, "steps", "step", 0, 100)
 
 
 def shares_of(path, *events):
-    """The shares of a time line that is made by hand."""
     return shares(read(save(path / "trace.json", list(events))))
 
 
 def columns(share):
-    """Those in which there is something."""
     return {name: lasted for name, lasted in share.columns.items() if lasted}
 
 
@@ -155,7 +153,6 @@ HEAD = b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":[\n'
 
 
 def lines(*events):
-    """A time line of some events, as bytes."""
     return HEAD + b",\n".join(json.dumps(event).encode() for event in events) + b"\n]}\n"
 
 
@@ -222,13 +219,6 @@ def test_names_and_values_of_a_file_stay_on_their_lines(tmp_path, capfdbinary):
     assert r"a\nb\x1b[31m\u202exx" in said
     assert printable(said, keep="\n") == said
     assert max(map(len, said.splitlines())) < 300
-
-
-def test_a_file_that_is_not_there_and_too_many_files(tmp_path):
-    with pytest.raises(UsageError, match=r"nothing\.json: no such file$"):
-        command(ONE, [str(tmp_path / "nothing.json")])
-    with pytest.raises(UsageError, match="unexpected 'b'"):
-        command(ONE, ["a", "b", "c"])
 
 
 def test_transfers_share_a_lane_only_one_after_the_other():
@@ -298,7 +288,6 @@ NOTHING = "no time line: the run ended after step {}, and --trace-steps 3:6 has 
 
 
 def steps_in(path):
-    """The steps in a file."""
     return read(path).steps
 
 
@@ -353,7 +342,6 @@ FLAGS += ["--save-every", "2", "--async-save"]
 
 @functools.cache
 def traced_run(folder: Path):
-    """The same run on two ranks without and with a time line."""
     data = ["--data", *write_text(folder)]
     train(2, folder / "plain", *SIZES, *FLAGS, *data)
     flags = ["--trace", str(folder / "trace.json.gz"), "--trace-steps", "2:5"]
@@ -362,7 +350,6 @@ def traced_run(folder: Path):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The folder of these runs, and what the second one printed."""
     folder = tmp_path_factory.mktemp("traced")
     return folder, traced_run(folder)
 
@@ -403,13 +390,3 @@ def test_the_table_of_a_real_run(traced):
     assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)
     assert len(re.findall(r"(?m)^ +[01] +[0-9.]+ +[0-9.]+ +[0-9]+%", printed)) == 2
     assert "waited for longest" in printed
-
-
-@needs_mpiexec
-def test_the_benchmark_says_what_a_time_line_costs():
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "trace_cost.py"
-    few = ["--rounds", "1", "--steps", "2", "--warmup", "1"]
-    status, printed, errors = run_job(2, [script, *few], timeout=60)
-    assert (status, errors) == (0, "")
-    assert re.search(r"(?m)^with +[0-9.]+ ms a step, with/without [0-9.]+$", printed)
-    assert re.search(r"(?m)^[1-9][0-9]+ spans a step of [0-9]+ ns each: [0-9.]+ % of a step$", printed)

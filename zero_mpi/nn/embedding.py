@@ -9,6 +9,7 @@ from zero_mpi.arguments import WHOLE, array
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
+from zero_mpi.ops.packed_matrix import PackedMatrix
 
 
 class Embedding(Layer):
@@ -24,7 +25,8 @@ class Embedding(Layer):
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # other types would be truncated to integers, or fail
-        return ops.embedding(x, p[self.weight]), x
+        w: Any = p[self.weight]
+        return (w.rows(x) if isinstance(w, PackedMatrix) else ops.embedding(x, w)), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         if self.weight in g:
