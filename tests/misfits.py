@@ -27,7 +27,7 @@ def fitting() -> dict[str, Given]:
     heads = {"q": numbers(2, 3, 4, 6), "k": numbers(2, 7, 2, 6), "v": numbers(2, 7, 2, 5)}
     flat = {name: numbers(35) for name in "pgm"} | {"v": numbers(35) ** 2}
     head = {"x": x, "w": w, "b": numbers(8), "targets": tokens, "scale": 0.5}
-    return {
+    return of_routers() | {
         "add": {"x": x, "y": x + 1},
         "scale": {"x": x, "factor": 0.3, "plus": x + 1},
         "linear": {"x": x, "w": w, "b": numbers(8), "plus": h},
@@ -58,6 +58,12 @@ def fitting() -> dict[str, Given]:
         "chunk_squares": {"g": numbers(35), "chunk": 5},
         "dequantize": {"raw": np.zeros(3 * 34, np.uint8), "kind": "Q8_0", "out": numbers(3 * 32)},
     }
+
+
+def of_routers() -> dict[str, Given]:
+    router = {"logits": numbers(7, 5) + 1, "p": numbers(7, 5) ** 2}
+    backward = {"dlogits": numbers(7, 5), **router, "slope": numbers(5), "z": 0.5}
+    return {"router_losses": router, "router_losses_backward": backward}
 
 
 # What fits too, by (operation, argument): other lengths of these axes, `more` or `fewer` axes. No more does.

@@ -481,6 +481,29 @@ def test_adamw_bits_do_not_depend_on_how_the_arrays_are_cut(size, cuts):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max(initial=0))
 
 
+@shows("router_losses", "router_losses_backward")
+@pytest.mark.parametrize("z", [0.0, 0.3])
+def test_losses_of_a_router_are_their_formulas_and_have_their_slope(z):
+    logits, slope, before = 3 * numbers(2050, 5), numbers(5), numbers(2050, 5)
+
+    def softmax(logits):
+        weights = np.exp(logits)
+        return weights / weights.sum(axis=-1, keepdims=True)
+
+    p, dlogits = softmax(logits), before.copy()
+    with unchanged(logits, p, slope):
+        mass, square = ops.router_losses(logits, p)
+        ops.router_losses_backward(dlogits, logits, p, slope, z)
+    close(mass, p.sum(axis=0))
+    close(square, (np.log(np.exp(logits).sum(axis=-1)) ** 2).sum())
+
+    def objective(logits):
+        mass, square = ops.router_losses(logits, softmax(logits))
+        return mass @ slope + z * square
+
+    check_slope(objective, [logits], [dlogits - before])
+
+
 @shows("moving_average")
 @pytest.mark.parametrize(
     ("size", "cuts"), [(13, [1, 2, 7]), (ADAMW_BLOCK + 37, [1023, ADAMW_BLOCK]), (0, [])]

@@ -71,6 +71,9 @@ moving_average = _dispatched(reference.moving_average)
 chunk_squares = _dispatched(reference.chunk_squares)
 dequantize = _dispatched(reference.dequantize)
 _DISPATCHED = {name: value for name, value in globals().items() if hasattr(value, "registry")}
+# Without kernels: T x N numbers are few beside what the experts compute.
+router_losses = _dispatched(reference.router_losses)
+router_losses_backward = _dispatched(reference.router_losses_backward)
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
     "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",

@@ -25,6 +25,8 @@ from zero_mpi.ops.blocks_reference import dequantize as dequantize
 from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average
+from zero_mpi.ops.router_reference import router_losses as router_losses
+from zero_mpi.ops.router_reference import router_losses_backward as router_losses_backward
 from zero_mpi.ops.rowsums import column_sums
 from zero_mpi.ops.sizes import check_kept
 

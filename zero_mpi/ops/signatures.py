@@ -53,6 +53,8 @@ SIGNATURES = {
     "adamw": "p N, g N, m N, v N, decay R float64, low? N real; N == 0 or R > 0 and N % R == 0",
     "moving_average": "e N, p N",
     "chunk_squares": "g N, chunk; chunk > 0 and N % chunk == 0",
+    "router_losses": "logits T N, p T N",
+    "router_losses_backward": "dlogits T N, logits T N, p T N, slope N",
     "dequantize": "raw N uint8, kind, out M real; N == bytes_of(kind, M)",
 }
 SINGLE = np.dtype(np.float32)

@@ -276,6 +276,13 @@ def _(
 
 # ------------------------------------------------------------------------------------- what one line can say
 
+
+@fake(ops.router_losses)
+def _(logits: Array, p: Array) -> tuple[Array, float]:
+    p.memory.passes(p, p, logits)
+    return p.memory.take(p.shape[1:], p.dtype), 0.0
+
+
 for _operation, _function in {
     ops.add: partial(elementwise, reads=2),
     ops.scale: lambda x, factor, plus=None: elementwise(x, reads=1 if plus is None else 2),
@@ -293,6 +300,7 @@ for _operation, _function in {
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
     ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
     ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
+    ops.router_losses_backward: lambda dlogits, logits, p, *_: p.memory.passes(dlogits, dlogits, p, logits),
     ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # written into existing memory
 }.items():
     _operation.register(FakeArray, _function)
