@@ -47,7 +47,7 @@ def test_help_begins_every_text_in_one_column_and_keeps_examples(monkeypatch):
 def test_help_of_a_flag_shows_default_and_choices_once(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     text = completion.parser_of("export").format_help()
-    assert "--type NAME        of the matrices [f32|f16|bf16|q8_0|q4_0|q4_1|q5_0|q5_1] (default: f32)" in text
+    assert "[f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, " in " ".join(text.split())
     assert "--format NAME      if the target does not tell [gguf|safetensors]\n" in text
     assert "--force            replace the target if it is there\n" in text
 

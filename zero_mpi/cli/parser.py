@@ -91,7 +91,8 @@ def version_lines() -> list[str]:
 def with_choices(text: str, choices: Sequence[str]) -> str:
     """Return a flag's text, with its choices unless the text names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
-    return text if named else f"{text} [{'|'.join(choices)}]"
+    between = "|" if len(choices) < 12 else ", "  # a long list is wrapped
+    return text if named else f"{text} [{between.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:
