@@ -17,8 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops import reference
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
+from zero_mpi.ops import ggml, reference
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, RARE
 from zero_mpi.ops.cpu.jit import (
     EITHER,
     INTEGER,
@@ -283,8 +283,12 @@ def unpack(raw: Array, out: Array, number: int, blocks: int) -> None:
 
 def dequantize(raw: Array, kind: str, out: Array) -> None:
     """Compute `reference.dequantize`."""
-    if kind not in PACKED or not alike(out) or not out.flags.c_contiguous or not out.size:
+    packed = kind in PACKED and alike(out)
+    if not (packed or kind in RARE) or not out.flags.c_contiguous or not out.size:
         reference.dequantize(raw, kind, out)
+        return
+    if kind in RARE:
+        dequantize_rare(np.ascontiguousarray(raw), kind, out)
         return
     block, number, filled_out = BLOCK_KINDS[kind], PACKED.index(kind), bits(out)
     raw = np.ascontiguousarray(raw)
@@ -292,5 +296,18 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
     def work(blocks: slice) -> None:
         here = slice(blocks.start * block.elements, blocks.stop * block.elements)
         unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, blocks.stop - blocks.start)
+
+    in_parts((out.size // block.elements, block.elements), work)
+
+
+def dequantize_rare(raw: Array, kind: str, out: Array) -> None:
+    """Unpack a type that has no kernel here, by ggml if it is installed."""
+    block = BLOCK_KINDS[kind]
+
+    def work(blocks: slice) -> None:
+        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
+        part = raw[blocks.start * block.nbytes : blocks.stop * block.nbytes]
+        if not ggml.dequantize(part, kind, out[here]):
+            reference.dequantize(part, kind, out[here])
 
     in_parts((out.size // block.elements, block.elements), work)
