@@ -32,7 +32,7 @@ from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
-HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
+HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "leave mpirun out"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init

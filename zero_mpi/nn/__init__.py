@@ -12,6 +12,7 @@ from zero_mpi.nn.attention import (
     QKNorm,
     RoPE,
 )
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.generation import Cache
@@ -51,6 +52,7 @@ __all__ = [
     "RoPE",
     "Stage",
     "SwiGLU",
+    "batch_of",
     "cross_entropy",
     "stage_params",
 ]

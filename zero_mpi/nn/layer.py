@@ -46,8 +46,13 @@ class Layer:
 
     `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that
     is missing in `g` is frozen: its gradient is not computed.
+
+    A layer that overwrites its x and dy saves memory and a pass. Only a `Chain` takes it, between two layers
+    that keep neither the y of their forward nor the dx of their backward.
     """
 
+    overwrites = False
+    keeps_results = True
     backward_reads_params = True  # False: a sharded unit need not be gathered for this layer's backward
 
     def params(self) -> dict[str, Param]:
@@ -74,12 +79,25 @@ class Composite(Layer):
         return {name: param for part in self.parts() for name, param in part.params().items()}
 
 
+def preserving(layer: Layer) -> Layer:
+    """Return the layer; raise ValueError if it overwrites its input, which others may need."""
+    if getattr(layer, "overwrites", False):
+        raise ValueError(
+            f"{type(layer).__name__} overwrites its input: expected it in a Chain, between two layers whose "
+            "keeps_results is False"
+        )
+    return layer
+
+
 @dataclass(frozen=True)
 class Stage:
     """One step of a model: a layer, and the scope (name prefix) whose parameters are gathered together."""
 
     scope: str
     layer: Layer
+
+    def __post_init__(self) -> None:
+        preserving(self.layer)
 
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:

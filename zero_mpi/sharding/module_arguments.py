@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from zero_mpi import device
@@ -21,7 +20,7 @@ from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.host_masters import masters_on_host
-from zero_mpi.sharding.layout import Layout, is_trainable, lay_out
+from zero_mpi.sharding.layout import Layout, is_trainable, lay_out, matches
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
@@ -140,7 +139,7 @@ def check_reduction(comm: Comm, precision: Precision) -> None:
 def check_patterns(what: str, patterns: Sequence[str], params: Mapping[str, Param]) -> None:
     """Raise ValueError for a pattern that matches nothing: most likely a typo."""
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in params):
+        if not any(matches(name, pattern) for name in params):
             raise ValueError(
                 f"{what} pattern {pattern!r} matches no parameter; names are like "
                 f"{', '.join(list(params)[:3])}"

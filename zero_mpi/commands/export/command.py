@@ -57,7 +57,7 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi export",
-        description="Write a model in another type or format, in one process.",
+        description="Convert a model to another type or format, in one process.",
         epilog="Examples:\n\n"
         "  zero-mpi export runs/default/latest model-q8.gguf --type q8_0\n"
         "  zero-mpi export runs/default/latest model-q4.gguf --type q4_0\n"
@@ -65,14 +65,18 @@ def make_parser() -> Parser:
         "  zero-mpi export runs/adapter/latest peft-folder --base MODEL.gguf",
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
-    parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
-    parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
-    parser.add_argument("--base", metavar="PATH", help="model of an adapter, which is the source")
-    parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
-    parser.add_argument("--pure", action="store_true", help="4 or 5 bits for embedding and head too, not 8")
-    parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
-    parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
-    parser.add_argument("--force", action="store_true", help="replace the target if it is there")
+    parser.add_argument("target", help="NAME.gguf, or folder for safetensors")
+    parser.add_argument("--merge", metavar="FILE", help="adapter to merge into the weights")
+    parser.add_argument("--base", metavar="PATH", help="base model, if the source is an adapter")
+    parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="dtype of matrices")
+    parser.add_argument(
+        "--pure", action="store_true", help="4- or 5-bit types also for embedding and head (otherwise Q8_0)"
+    )
+    parser.add_argument(
+        "--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)"
+    )
+    parser.add_argument("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing target")
     return parser
 
 

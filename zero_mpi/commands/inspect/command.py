@@ -33,8 +33,8 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi inspect",
-        description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
-        "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+        description="Show and check a model or checkpoint. With OTHER, compare the two bit by bit. Exit "
+        "status 0: valid, or equal; 1: damaged, or different; 2: cannot be read.",
         epilog="Examples:\n\n"
         "  zero-mpi inspect runs/default/latest\n"
         "  zero-mpi inspect runs/a/latest runs/b/latest\n"
@@ -42,13 +42,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "path",
-        help="GGUF file (the first of a split one), checkpoint or Hugging Face folder; with OTHER also the "
-        "folder of a run",
+        help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
+        "run folder",
     )
-    parser.add_argument("other", nargs="?", help="path of the same kind to compare with")
-    parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
-    parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("other", nargs="?", help="path of the same kind, to compare with")
+    parser.add_argument("--keys", action="store_true", help="show all keys, with full arrays and texts")
+    parser.add_argument("--tensors", action="store_true", help="show all tensors, or all that differ")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 

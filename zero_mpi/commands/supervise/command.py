@@ -21,16 +21,12 @@ from zero_mpi.launch.stopping import leave
 
 BEFORE = "--"  # separates the flags from the command
 NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, least value, help
-    "--restarts": (10, 0, "most restarts without a new checkpoint in between"),
-    "--backoff": (5.0, 0, "seconds before the first of these restarts; doubled each time"),
-    "--hang-after": (
-        900.0,
-        0,
-        "seconds without a change in the run's folder after which it is ended; 0: never",
-    ),
-    "--spare": (0, 0, "hosts at the end of the list that are kept in reserve"),
-    "--min-hosts": (1, 1, "fewest hosts of a restart"),
-    "--probe-timeout": (HostPool.timeout, 0, "seconds for a host to answer"),
+    "--restarts": (10, 0, "maximum number of restarts without a new checkpoint"),
+    "--backoff": (5.0, 0, "seconds before the first restart; doubled each time"),
+    "--hang-after": (900.0, 0, "seconds without a change in the run folder before a restart; 0: never"),
+    "--spare": (0, 0, "spare hosts, taken from the end of the list"),
+    "--min-hosts": (1, 1, "minimum number of hosts for a restart"),
+    "--probe-timeout": (HostPool.timeout, 0, "seconds in which a host must answer"),
 }
 
 
@@ -39,10 +35,10 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="zero-mpi supervise",
         usage="%(prog)s [flags] -- COMMAND ...",
-        description="Start a run, and start it again from its newest checkpoint, on the hosts that are left, "
-        "when a rank or a host dies or hangs. {hostfile}, {hosts}, {nodes} and {ranks} in the command are "
-        "filled for each start. Exit status: that of the run.",
-        epilog="Examples, with a host in reserve, and in a Slurm job:\n\n"
+        description="Start a run. If a rank or a host dies or hangs, restart it from the newest checkpoint "
+        "on the remaining hosts. {hostfile}, {hosts}, {nodes} and {ranks} in the command are filled in at "
+        "each start. Exit status: that of the run.",
+        epilog="Examples, with one spare host and in a Slurm job:\n\n"
         "  zero-mpi supervise --hostfile hosts --spare 1 -- \\\n"
         "      mpirun -f {hostfile} -n {ranks} python -m zero_mpi.train --out runs/long\n"
         "  zero-mpi supervise -- \\\n"
@@ -51,14 +47,14 @@ def make_parser() -> Parser:
     for name, (default, _, text) in NUMBERS.items():
         parser.add_argument(name, type=type(default), default=default, help=text)
     parser.add_argument(
-        "--hostfile", metavar="FILE", help="hosts and their ranks (default: those of the batch job)"
+        "--hostfile", metavar="FILE", help="hosts and their ranks (default: from the batch job)"
     )
     parser.add_argument(
-        "--for", dest="form", choices=tuple(LINES), default="mpich", help="reader of {hostfile}"
+        "--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}"
     )
-    is_well = "command that ends with 0 if {host} is well (default: by ssh, in a Slurm job by srun)"
+    is_well = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
     parser.add_argument("--probe", metavar="COMMAND", help=is_well)
-    parser.add_argument("--run", metavar="DIR", help="folder of the run (default: the --out of the command)")
+    parser.add_argument("--run", metavar="DIR", help="run folder (default: --out of the command)")
     return parser
 
 

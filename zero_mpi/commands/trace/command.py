@@ -120,11 +120,10 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi trace",
-        description="Where the time of each rank went, from a time line of zero_mpi.train --trace FILE. "
-        "To look at it, drop the file on ui.perfetto.dev, which keeps it on your machine, or open it in "
-        "chrome://tracing.",
+        description="Summarize where the time of each rank went, from a timeline of zero_mpi.train --trace. "
+        "To view the timeline, open the file at ui.perfetto.dev (it is not uploaded) or in chrome://tracing.",
     )
-    parser.add_argument("file", metavar="FILE", help="a time line of --trace, .json or .json.gz")
+    parser.add_argument("file", metavar="FILE", help="timeline written by --trace, .json or .json.gz")
     return parser
 
 

@@ -46,14 +46,14 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.description import NAMES, SETTINGS
+from zero_mpi.train.description import FACTS, NAMES, SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.same_bits import obey_early, settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
 OWN = {
-    **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
+    **dict.fromkeys(PLACES, "current path (default: path in the run's settings)"),
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
@@ -64,8 +64,8 @@ Examples:
   mpirun -n 4 zero-mpi verify runs/mine --sample 3
   zero-mpi verify runs/mine --from 200 --to 300 --data TEXT
 
-Exit status 0: the run is what it says; 1: it is not, and a line says what differs first; 3: nothing
-differs, but not all that was asked for could be computed again."""
+Exit status 0: the run matches its records; 1: it does not, and a line names the first difference; 3: no
+difference was found, but not everything could be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,19 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
-        description="Whether a run is what its folder says: its steps are computed again, on any number of "
-        "ranks, and every bit is compared.",
+        description="Recompute the steps of a run, on any number of ranks, and compare every bit with its "
+        "records.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
-    parser.add_argument("--from", type=int, metavar="STEP", help="compute from the state after this step on")
-    parser.add_argument("--to", type=int, metavar="STEP", help="up to the state after this step")
+    parser.add_argument("--from", type=int, metavar="STEP", help="start from the state after this step")
+    parser.add_argument("--to", type=int, metavar="STEP", help="stop at the state after this step")
     parser.add_argument(
-        "--sample", type=int, metavar="K", help="compute K of the stretches between checkpoints; 0: none"
+        "--sample", type=int, metavar="K", help="recompute K random segments between checkpoints; 0: none"
     )
-    parser.add_argument("--seed", type=int, help="by which these are drawn (default: any, which is told)")
-    parser.add_argument("--expect", metavar="HEX", help="what the run has printed as its proof at the end")
+    parser.add_argument("--seed", type=int, help="random seed for --sample (default: random, and printed)")
+    parser.add_argument("--expect", metavar="HEX", help="digest that the run printed at its end")
     add_settings(parser, OWN)
     return parser
 
@@ -215,7 +215,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
-    spec = resolve(world, config, cached=False)
+    spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
     notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
