@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
-from zero_mpi.ops.cpu.jit import EITHER, INTEGER, alike, bits, f4, filled, fixed_helper, given, kernel, narrow
+from zero_mpi.ops.cpu.jit import alike, bits, f4, fixed_helper, kernel, narrow
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
 i4 = np.int32
@@ -147,7 +147,7 @@ def six_bits(raw: Array, y: Array) -> None:
             y[e] = narrow(y, dl * f4((low | i4(high << i4(4))) - i4(32)))
 
 
-@kernel(given(1, types.uint8), filled(1, EITHER), INTEGER, INTEGER, INTEGER, liberties=False)
+@kernel("u1 e1+ i i i", liberties=False)
 def unpack(raw: Array, out: Array, number: int, elements: int, nbytes: int) -> None:
     """Fill `out` from full blocks of the kind PACKED[number]."""
     for block in range(out.size // elements):
@@ -168,8 +168,8 @@ def unpack(raw: Array, out: Array, number: int, elements: int, nbytes: int) -> N
             six_bits(x, y)
 
 
+@implements(reference.dequantize)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Compute `reference.dequantize`."""
     if kind not in PACKED or not alike(out) or not out.flags.c_contiguous:
         reference.dequantize(raw, kind, out)
         return
