@@ -17,7 +17,7 @@ from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance, load_figures
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.sharding.tallies import Tallies
 
-LAYERS, TOKENS, EXPERTS, USED = 3, 17, 5, 2
+LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # more tokens than are computed at a time
 FACTORS = {BALANCE: 0.7, Z: 0.2}
 
 

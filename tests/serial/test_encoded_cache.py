@@ -126,18 +126,16 @@ SHAPES = ["", "{}", "[]", "1", '"text"', "{", "[" * 200, "1" * 9999, "\ud800"]
 HARMS |= {
     repr(shape[:9]): ("about.json", lambda _, s=shape: s.encode(errors="surrogatepass")) for shape in SHAPES
 }
-VALUES = (None, -1, 10**30, "text", [], {}, [[]], [["a", 1]], [["a", "b", "c"]], [["a", -1, "00"]])
 HARMS |= {
     f"{key}: {value}": ("about.json", about(**{key: value}))
     for key in ("dtype", "counted", "notes", "documents")
-    for value in VALUES
-    if (key, value) != ("notes", [])  # as it is
+    for value in (None, 10**30, "text", {}, [["a", "b", "c"]])
 }
-HARMS |= {f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "|O", "V0", "S0")}
+HARMS |= {f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "|O", "S0")}
 HARMS |= {
     f"{key} of a document: {value}": ("about.json", first_document(**{key: value}))
     for key in ("name", "size", "digest")
-    for value in (None, -1, 10**30, 1.5, "text", {})
+    for value in (None, -1, "text", {})
 }
 
 

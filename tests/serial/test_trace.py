@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import logging
-import os
 import random
 import re
 import sys
@@ -21,8 +20,6 @@ from zero_mpi.commands.trace.command import CLAIMS, COLUMNS, command, exposed_by
 from zero_mpi.commands.trace.read import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import printable
-from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import Timeline, TraceEvent, Tracer, as_json, events_of, lanes
 
@@ -160,25 +157,17 @@ def lines(*events):
     "data",
     [
         b"GGUF\x03\x00",
-        b"\xff\xfe",
         b"",
-        b"[]",
         b"[" * 100_000,
-        b'{"loss": 1}\n',
         b'{"otherData": {},\n"traceEvents":[\n]}\n',
         b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n',
         HEAD + b"]}\n",
         lines(STEP)[:-3],
-        lines(STEP)[:-9],
         lines(7),
         lines(STEP | {"ts": "x"}),
         lines(STEP | {"dur": -1}),
         lines(STEP | {"args": {}}),
         lines(STEP | {"pid": 10**4000}),
-        lines(STEP | {"ts": 10**400}),
-        HEAD + b"9" * 100_000,
-        b"\0" * 100,
-        b" " * (3 << 20) + b"{}",
         lines(STEP | {"name": "x" * (3 << 20)}),
         gzip.compress(lines(*[STEP] * 100_000)),
         gzip.compress(lines(STEP))[:-40],
@@ -191,34 +180,6 @@ def test_what_is_no_time_line_is_refused(tmp_path, data):
         read(tmp_path / "trace.json")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a whole time line of --trace: ")
-
-
-def test_memory_does_not_grow_with_a_file_that_is_no_time_line(tmp_path):
-    import tracemalloc
-
-    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b'{"a": "' + b"x" * (300 << 20), 1))
-    (tmp_path / "trace.json").touch()
-    os.truncate(tmp_path / "trace.json", 8 << 30)
-    tracemalloc.start()
-    try:
-        for name in ("trace.json.gz", "trace.json"):
-            with pytest.raises(UsageError, match="not a whole time line"):
-                read(tmp_path / name)
-        assert tracemalloc.get_traced_memory()[1] < 30 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_names_and_values_of_a_file_stay_on_their_lines(tmp_path, capfdbinary):
-    odd = "a\nb\x1b[31m\u202e" + "x" * 3000
-    events = [STEP, event(0, "waits", "allgather", 10, 20, unit=odd), event(1, "steps", "step", 0, 100)]
-    events[1]["name"] = odd
-    save(tmp_path / "trace.json", events, zero_mpi=odd, ends_in=odd, clock_error_us=[1e999])
-    assert command(World(0, 1), [str(tmp_path / "trace.json")]) == 0
-    said = capfdbinary.readouterr().out.decode()
-    assert r"a\nb\x1b[31m\u202exx" in said
-    assert printable(said, keep="\n") == said
-    assert max(map(len, said.splitlines())) < 300
 
 
 def test_transfers_share_a_lane_only_one_after_the_other():

@@ -11,18 +11,26 @@ them leaves both out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.nn.layer import Tally
+from zero_mpi.ops.elementary import chosen, log_of_array
+from zero_mpi.ops.rowsums import column_sums
 
 BALANCE, Z = "balance_loss", "z_loss"
 LOAD = ".expert_load"
+ROWS = 1024  # of a temporary array
+log: Callable[[Array], Array] = chosen(log_of_array, np.log)
+
+
+def log_sums(logits: Array, p: Array) -> Array:
+    """Return log(sum(exp(logits))) of each row of logits (T, N), by their softmax p; (T,)."""
+    return logits.max(axis=-1) - log(p.max(axis=-1)).astype(p.dtype)
 
 
 def balance(sums: Mapping[str, Any]) -> float:
@@ -49,17 +57,23 @@ class RouterLosses:
         counts = starts[1:] - starts[:-1]
         batch.report(self.name, **{self.name + LOAD: counts})
         if batch.factor(BALANCE) or batch.factor(Z):
-            mass, z = ops.router_losses(logits, p)
-            batch.report(self.name, routed_counts=counts, routed_p=mass, routed_rows=len(p))
-            batch.report(self.name, **{Z: z / len(p)})
+            squares = (log_sums(logits, p) ** 2).sum(dtype=np.float64)
+            batch.report(self.name, routed_counts=counts, routed_p=column_sums(p), routed_rows=len(p))
+            batch.report(self.name, **{Z: squares / len(p)})
 
     def add_gradient(self, batch: BatchContext, dlogits: Array, logits: Array, p: Array) -> None:
         """Add the gradient of both losses to dlogits (T, N) in place; all layers have reported."""
         by_balance, by_z = batch.factor(BALANCE), batch.factor(Z)
-        if by_balance or by_z:
-            counts, rows = batch.sums["routed_counts"], batch.sums["routed_rows"]
-            slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)
-            ops.router_losses_backward(dlogits, logits, p, slope, by_z / len(p))
+        if not (by_balance or by_z):
+            return
+        counts, rows = batch.sums["routed_counts"], batch.sums["routed_rows"]
+        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # by p, (N,)
+        for start in range(0, len(p), ROWS):
+            part = slice(start, start + ROWS)
+            mean = column_sums((p[part] * slope).T)
+            if by_z:
+                mean = mean - (2 * by_z / len(p)) * log_sums(logits[part], p[part])
+            dlogits[part] += p[part] * (slope - mean[:, None])
 
 
 def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
