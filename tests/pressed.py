@@ -44,7 +44,7 @@ class Pressed(Layer):
 
     def backward(self, p, saved, dy, g):
         batch, y = batch_of(p), saved * p[self.weight]
-        slope = batch.factor("pressure") * 2 * batch.sums["parts"] + batch.factor("size")
+        slope = batch.factors.get("pressure", 0) * 2 * batch.sums["parts"] + batch.factors.get("size", 0)
         dy = dy + y.dtype.type(slope * 2 / y.size) * y
         if self.weight in g:
             g[self.weight] += (dy * saved).sum(axis=0)
@@ -83,6 +83,11 @@ def rounds(accum, step):
         accum.accumulate(*((None,) if number is None else (read(step, number).astype(kind), criterion)))
 
 
+def losses(module):
+    sums = module.tallies.sums(module.comm)
+    return {name: float(sums[name]) for name in module.tallies.scales}
+
+
 def train(optimizer, steps):
     """Losses, auxiliary losses and norms of steps, and the digest of parameters and buffers after them."""
     module = optimizer.module
@@ -90,6 +95,6 @@ def train(optimizer, steps):
     for step in steps:
         with np.errstate(all="ignore"):  # float16 looks for a loss scale
             rounds(accum, step)
-        records.append((accum.total_loss(), module.tallies.losses(module.comm)))
+        records.append((accum.total_loss(), losses(module)))
         records.append(optimizer.step(max_norm=1.0).grad_norm)
     return records, tiny.digest(module.state_dict())

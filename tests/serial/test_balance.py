@@ -13,9 +13,10 @@ from test_resume import refused
 from zero_mpi import SerialComm, UsageError
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.command_line import parse
-from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance, load_figures
+from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.sharding.tallies import Tallies
+from zero_mpi.train.steps import load_figures
 
 LAYERS, TOKENS, EXPERTS, USED = 3, 1030, 5, 2  # more tokens than are computed at a time
 FACTORS = {BALANCE: 0.7, Z: 0.2}
@@ -78,7 +79,7 @@ def test_the_mean_over_micro_batches_is_told_with_the_loads_of_experts():
         kinds |= RouterLosses(f"blk.{number}", EXPERTS).tallies()
     tallies = Tallies(kinds)
     for each in layers:
-        tallies.add(reported(each, FACTORS))
+        tallies.rounds.append(reported(each, FACTORS).sums)
     sums = tallies.sums(SerialComm())
     assert sums[BALANCE] == pytest.approx(np.mean([transformers(each) for each in layers]), rel=1e-12)
     loads = [np.diff(routed(layers[:, n].reshape(-1, EXPERTS))[2]) for n in range(LAYERS)]

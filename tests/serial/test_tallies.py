@@ -64,7 +64,7 @@ def test_the_objective_has_their_mean_over_micro_batches(recompute):
     module.sync_gradients()
     for name, found in module.named_gradients():
         np.testing.assert_allclose(found, expected[name].ravel(), rtol=0, atol=2e-5)
-    assert module.tallies.losses(module.comm) == pytest.approx(losses, rel=1e-6)
+    assert pressed.losses(module) == pytest.approx(losses, rel=1e-6)
     assert "body.center" not in dict(module.named_gradients())
 
 
@@ -85,10 +85,10 @@ def test_an_evaluation_applies_and_tallies_nothing():
     module, _ = pressed.make(SerialComm())
     pressed.rounds(GradAccum(module, COUNT), 0)
     module.forward(pressed.read(1, 0), training=False)
-    found = module.tallies.losses(module.comm)
+    found = pressed.losses(module)
     other, _ = pressed.make(SerialComm())
     pressed.rounds(GradAccum(other, COUNT), 0)
-    assert found == other.tallies.losses(other.comm)
+    assert found == pressed.losses(other)
 
 
 def test_a_buffer_follows_the_mean_over_all_micro_batches():

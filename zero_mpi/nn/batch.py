@@ -17,28 +17,18 @@ from zero_mpi.nn.packed import Documents
 
 @dataclass(eq=False)
 class BatchContext:
-    """Facts of a micro-batch beside its input, and sums of what its layers report.
+    """Facts of a micro-batch beside its input, and sums of what its layers report."""
 
-    documents   the documents of its rows; None if each row is one document
-    factors     name -> factor of an auxiliary loss in the scaled objective of the step; none: no backward
-    sums        name -> sum over the layers that have reported so far; complete when backward begins
-    """
-
-    documents: Documents | None = None
-    factors: Mapping[str, float] = field(default_factory=dict)
-    sums: dict[str, Any] = field(default_factory=dict)
+    documents: Documents | None = None  # of its rows; None: each row is one
+    factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; none: no backward
+    sums: dict[str, Any] = field(default_factory=dict)  # over layers; complete when backward begins
     stage: int = 0  # of the layers that compute
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
-
-    def factor(self, name: str) -> float:
-        """Return the factor of an auxiliary loss's gradient in backward; 0: leave the loss out."""
-        return self.factors.get(name, 0.0)
 
     def report(self, layer: str, **values: Any) -> None:
         """Add values of the layer called `layer` to the sums; a forward that runs again adds nothing."""
         for name, value in values.items():
-            key = name, layer, self.stage
-            if key not in self._reported:
+            if (key := (name, layer, self.stage)) not in self._reported:
                 self._reported.add(key)
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 

@@ -32,7 +32,6 @@ from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
-from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.telemetry import spans
 
 NONE = "there are no gradients yet"
@@ -90,7 +89,7 @@ class ShardedModule(ShardedState):
             comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
-        self._uses, self.schedule, self.tallies = layout.uses, layout.schedule, Tallies(given.tallies)
+        self._uses, self.schedule, self.tallies = layout.uses, layout.schedule, given.tallies
         owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
@@ -208,17 +207,13 @@ class ShardedModule(ShardedState):
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
-        self.tallies.add(micro_batch.batch)
+        self.tallies.rounds.append(micro_batch.batch.sums)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
-
-    def factors(self) -> Mapping[str, float]:
-        """Return the factors of auxiliary losses in the scaled objective, by name."""
-        return self.tallies.factors(self.loss_scale.factor)
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
@@ -290,7 +285,7 @@ class ShardedModule(ShardedState):
 
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
-        self.tallies.forget()
+        self.tallies.rounds.clear()
         self.rounds_open, self.forgotten = NONE, self.forgotten + 1
         for unit in self.units:
             unit.gradient.reset()

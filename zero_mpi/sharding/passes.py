@@ -20,6 +20,7 @@ from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.packed import Documents, Packed
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Views
+from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.telemetry import spans
 
 ROW_STEPS = 8  # numbers of rows that a last stage may be given
@@ -30,6 +31,7 @@ class SharedStages(Protocol):
 
     owners: Comm
     loss_scale: LossScale
+    tallies: Tallies
 
     @property
     def comm(self) -> Comm:
@@ -41,9 +43,6 @@ class SharedStages(Protocol):
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage, by name."""
-
-    def factors(self) -> Mapping[str, float]:
-        """Return the factors of auxiliary losses in the scaled objective, by name."""
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name."""
@@ -99,7 +98,9 @@ class Pass:
         self.contributors = module.comm.size
         self.is_idle = x is None
         documents = Documents(x.begins) if isinstance(x, Packed) else None
-        self.batch = BatchContext(documents, module.factors() if keeps else {})
+        self.batch = BatchContext(
+            documents, module.tallies.factors(module.loss_scale.factor) if keeps else {}
+        )
         self.x: Any = None if x is None else to_device(as_input(x))
         self.objective: Objective | None = None
         if targets is not None:

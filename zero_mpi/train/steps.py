@@ -6,14 +6,18 @@ A training run (`trainer`) and its recomputation (`verify`) make the same steps.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.data import Batch, EvalLoader
 from zero_mpi.device.types import Array
 from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.nn.balance import load_figures
+from zero_mpi.nn.balance import LOAD
 from zero_mpi.sharding.evaluation import evaluate
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.telemetry import spans
@@ -73,9 +77,10 @@ class Steps:
         return loss, stop > 0
 
     def tallied(self) -> dict[str, float]:
-        """Return the auxiliary losses of the step, and the load of experts. Collective."""
-        module = self.session.module
-        return module.tallies.losses(module.comm) | load_figures(module.tallies.sums(module.comm))
+        """Return the auxiliary losses of the step, not scaled, and the load of experts. Collective."""
+        tallies = self.session.module.tallies
+        sums = tallies.sums(self.session.module.comm)
+        return {name: float(sums[name]) for name in tallies.scales} | load_figures(sums)
 
     def wants_to_stop(self) -> bool:
         """Return whether this rank has a reason to stop after the current step."""
@@ -119,3 +124,14 @@ def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]
     """Return the input of the model, and the criterion that compares its output with the targets."""
     x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
     return x, CrossEntropy(batch.targets, scale)
+
+
+def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
+    """Return the least and most load of experts, 1: the mean of a layer, and the entropy, 1: all alike."""
+    loads = [counts / counts.mean() for name, counts in sums.items() if name.endswith(LOAD) and counts.any()]
+    if not loads:
+        return {}
+    shares = [load[load > 0] / load.size for load in loads]
+    entropies = [float(-(share * np.log(share)).sum()) / (math.log(loads[0].size) or 1) for share in shares]
+    least, most = (float(pick(loads)) for pick in (np.min, np.max))
+    return {"load_least": least, "load_most": most, "load_entropy": sum(entropies) / len(entropies)}
