@@ -224,6 +224,15 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 8 zero-mpi evaluate model-q4.gguf --against model.gguf --data TEXT --kl": ByTest(
+        "tests/serial/test_evaluate.py::test_divergence_is_that_of_the_logits_on_any_ranks"
+    ),
+    "mpirun -n 8 zero-mpi evaluate model.gguf --data TEXT --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_evaluate.py::test_an_importance_matrix_has_the_squares_of_all_inputs"
+    ),
+    "zero-mpi export model.gguf model-q2.gguf --type q2_k_s --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
+    ),
     "mpirun -n 8 zero-mpi export runs/default/latest model.gguf --type q4_k_m": ByTest(
         "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
     ),
