@@ -68,7 +68,7 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi export",
-        description="Write a model in another type or format. Ranks of mpirun share a GGUF out among them.",
+        description="Convert a model to another type or format. Ranks of mpirun share the work for a GGUF.",
         epilog="Examples:\n\n"
         "  zero-mpi export runs/default/latest model-q8.gguf --type q8_0\n"
         "  mpirun -n 8 zero-mpi export runs/default/latest model-q4.gguf --type q4_k_m\n"
@@ -76,25 +76,27 @@ def make_parser() -> Parser:
         "  zero-mpi export runs/adapter/latest peft-folder --base MODEL.gguf",
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
-    parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
-    parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
-    parser.add_argument("--base", metavar="PATH", help="model of an adapter, which is the source")
+    parser.add_argument("target", help="NAME.gguf, or folder for safetensors")
+    parser.add_argument("--merge", metavar="FILE", help="adapter to merge into the weights")
+    parser.add_argument("--base", metavar="PATH", help="base model, if the source is an adapter")
     parser.add_argument(
         "--type",
         default="f32",
         choices=(*FILE_TYPES, *MIXES, *ALIASES),
-        help="type of the matrices; from q2_k on a mix of llama.cpp, which needs the extra ggml",
+        help="type of matrices; from q2_k on a mix of types as in llama.cpp, which needs the extra ggml",
     )
-    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix, of evaluate or of llama.cpp")
+    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix of evaluate or of llama.cpp")
     parser.add_argument(
         "--pure", action="store_true", help="one type for all matrices, embedding and head too"
     )
-    parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
-    parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
     parser.add_argument(
-        "--split-size", help="most bytes of tensors in a GGUF file, as 2GB (default: one file)"
+        "--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)"
     )
-    parser.add_argument("--force", action="store_true", help="replace the target if it is there")
+    parser.add_argument("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
+    parser.add_argument(
+        "--split-size", help="maximum size of tensors in a GGUF file, e.g. 2GB (default: one file)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing target")
     return parser
 
 
