@@ -33,8 +33,13 @@ class Document(NamedTuple):
     digest    sha256 of the bytes that it was made of, and of the result
     counted   (n,): whether the loss counts a token as a target, never the first; None: all are counted
     ends      (D,) int64: where the documents of a token file end, none of which is empty; None: one document,
-              or the file does not tell
+              or the file does not tell. Of a pair, which has `counted`, where both sides end
     """
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether some of its documents may be held out without the others."""
+        return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     name: str
     tokens: Tokens
