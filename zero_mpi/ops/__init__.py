@@ -91,6 +91,11 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
+def compiles() -> bool:
+    """Return whether operations on the host are compiled."""
+    return _compiles
+
+
 def products(kind: Any) -> tuple[str, str]:
     """Return (the library that multiplies a type on the host, ""), or ("", why float32 copies are used).
 

@@ -115,7 +115,6 @@ class NoMemory(Host):
         self._memory = memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat fake array."""
         return self._memory.outside((size,), dtype)
 
     zeros = empty

@@ -11,10 +11,11 @@ from zero_mpi.arguments import came
 from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
+from zero_mpi.nn.batch import BatchContext, Given
 from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
-from zero_mpi.nn.packed import Documents, Packed, reading
+from zero_mpi.nn.packed import Documents, Packed
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Views
 from zero_mpi.telemetry import spans
@@ -36,6 +37,9 @@ class SharedStages(Protocol):
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage, by name."""
+
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name."""
@@ -61,24 +65,26 @@ class Pass:
         self.module, self.keeps, self.loss_of, self.adapted = module, keeps, loss_of, adapted
         self.contributors = module.comm.size
         self.is_idle = x is None
-        self.documents = Documents(x.begins) if isinstance(x, Packed) else None
+        documents = Documents(x.begins) if isinstance(x, Packed) else None
+        self.batch = BatchContext(documents, module.factors() if keeps else {})
         self.x: Any = None if x is None else device.in_use().from_host(as_input(x))
         self.saved: dict[int, Any] = {}
         self.dy: Any = None
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
 
-    def weights_of(self, stage: int) -> Views:
-        """Return the gathered parameters of a stage, without those of adapters if they are left out."""
-        weights = self.module.weights_of(stage)
-        return weights if self.adapted else without_adapters(weights)
+    def _given(self, stage: int, reads: bool = True) -> Given:
+        """Return what a stage's layer is given beside its input; no weights where none are gathered."""
+        self.batch.stage = stage
+        weights = self.module.weights_of(stage) if reads else {}
+        return Given(weights if self.adapted else without_adapters(weights), self.batch)
 
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self.weights_of(stage)
-        with reading(self.documents), spans.computing("forward", self.module.stages[stage].scope):
+        layer, weights = self.module.stages[stage].layer, self._given(stage)
+        with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
         if self.keeps:
             self.saved[stage] = saved
@@ -88,9 +94,9 @@ class Pass:
         if self.is_idle:
             return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
-        weights, gradients = self.module.weights_of(stage), self.module.gradients_of(stage)
+        weights, gradients = self._given(stage), self.module.gradients_of(stage)
         assert self.loss_of is not None, "a micro-batch has a loss"
-        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+        with spans.computing("loss", self.module.stages[stage].scope):
             self.loss, self.dy = self.loss_of.train(layer, weights, self.x, gradients, factor)
         self.x = None
 
@@ -98,9 +104,9 @@ class Pass:
         """Compute the loss of each part alone; rows that no part has are never made into logits."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self.weights_of(stage)
+        layer, weights = self.module.stages[stage].layer, self._given(stage)
         assert self.loss_of is not None, "a micro-batch has a loss"
-        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+        with spans.computing("loss", self.module.stages[stage].scope):
             self.losses = self.loss_of.evaluate(layer, weights, self.x)
 
     def backward(self, stage: int) -> None:
@@ -108,9 +114,9 @@ class Pass:
         if self.is_idle:
             return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
-        weights = self.module.weights_of(stage) if layer.backward_reads_params else {}
+        weights = self._given(stage, layer.backward_reads_params)
         gradients = self.module.gradients_of(stage)
-        with reading(self.documents), spans.computing("backward", self.module.stages[stage].scope):
+        with spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 
     def progress(self) -> None:
