@@ -160,7 +160,14 @@ MAKING: dict[str, How] = {
     "--tokenizer tokenizer.json": ByTest("tests/serial/test_tokenize.py::test_documents_of_each_format"),
 }
 
+PREFERRING = "tests/serial/test_preference_runs.py::"
 EVALUATING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --lora 8 --loss dpo --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_ranks_and_a_resume_change_no_bit_and_it_is_verified"
+    ),
+    "zero-mpi samples MODEL.gguf --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_samples_shows_both_sides_of_a_pair"
+    ),
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --lora 8 "
     "--out runs/chat": ByTest(
         "tests/serial/test_defaults.py::test_conversations_beside_a_model_decide_what_no_flag_says"
@@ -422,6 +429,9 @@ OWN: dict[str, How] = {
     "mpirun -n 3 python examples/mlp_ddp.py": EXAMPLE,
     "mpirun -n 3 python examples/sharded_linear.py": EXAMPLE,
     "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),
+    "mpirun -n 2 python examples/preferences.py": ByTest(
+        "tests/serial/test_finetune.py::test_the_example_of_preferences_shows_what_was_gained"
+    ),
 }
 
 COMMANDS = STARTING | TRAINING | EVALUATING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN

@@ -101,8 +101,8 @@ def first_document(**changes):
 
     def changed(content):
         found = json.loads(content)
-        told = dict(zip(("name", "size", "digest"), found["documents"][0], strict=True)) | changes
-        found["documents"][0] = [value for value in told.values() if value is not None]
+        told = dict(zip(("name", "size", "digest", "ends"), found["documents"][0], strict=True)) | changes
+        found["documents"][0] = [told[key] for key in told if told[key] is not None or key == "ends"]
         return json.dumps(found)
 
     return changed

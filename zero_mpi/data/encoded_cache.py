@@ -153,7 +153,7 @@ def make(entry: Path, encode: Encode, beat: Beat) -> None:
 
 def write(scratch: Path, encode: Encode, beat: Beat) -> None:
     """Write ids and their facts as documents come; none is held."""
-    notes, documents = list[str](), list[tuple[str, int, str]]()
+    notes, documents = list[str](), list[tuple[str, int, str, list[int] | None]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
         for document in encode(notes):
@@ -163,7 +163,8 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
             ids.write(np.ascontiguousarray(document.tokens).data)
             if document.counted is not None:
                 counted.write(np.ascontiguousarray(document.counted).data)
-            documents.append((document.name, document.tokens.size, document.digest.hex()))
+            ends = None if document.ends is None else document.ends.tolist()
+            documents.append((document.name, document.tokens.size, document.digest.hex(), ends))
         has_counts = counted.tell() > 0
     about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
     about["remarks"] = [isinstance(note, Remark) for note in notes]
@@ -191,7 +192,7 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
             return None
         about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]
-        total = sum(size for _, size, _ in told)
+        total = sum(size for _, size, *_ in told)
         is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
         if is_longer or recorded != sums(entry, beat):  # files that have grown to gigabytes are not read
             return None
@@ -201,11 +202,12 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
-    for name, size, digest in told:
+    for name, size, digest, ends in told:
         part = slice(at, at + size)
         at += size
         counts = None if counted is None else counted[part]
-        documents.append(Document(name, ids[part], bytes.fromhex(digest), counts))
+        borders = None if ends is None else np.array(ends, np.int64)
+        documents.append(Document(name, ids[part], bytes.fromhex(digest), counts, borders))
     pairs = zip(about["notes"], about["remarks"], strict=True)
     return documents, [Remark(note) if is_remark else note for note, is_remark in pairs]
 

@@ -11,7 +11,7 @@ from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
-from zero_mpi.nn.low_rank import LowRank
+from zero_mpi.nn.low_rank import FIRST, SECOND, LowRank
 from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
 
@@ -137,6 +137,11 @@ class Rows:
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
         """Return dx; see `Linear.backward`."""
         return self._linear.backward_of_rows(p, saved, dy, g, self._part, into)
+
+
+def without_adapters(p: Weights) -> dict[str, Any]:
+    """Return weights without those of adapters: layers then compute as the frozen model does."""
+    return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:

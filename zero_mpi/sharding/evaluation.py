@@ -13,7 +13,7 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.nn.loss import HeadLoss, PartLosses
 from zero_mpi.sharding.grad_accum import Criterion, Rounds, no_losses, ordered_total
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import spans
@@ -37,7 +37,7 @@ class PartedBatch:
 
 
 def evaluate(
-    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
+    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion | HeadLoss]]
 ) -> float:
     """Return the summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
 
@@ -64,7 +64,7 @@ def part_losses(
 
     def compute(number: int, losses: Array) -> None:
         batch = read(number)
-        found = module.part_losses(batch.x, batch.targets, batch.parts, batch.scale)
+        found = module.losses(batch.x, PartLosses(batch.targets, batch.parts, batch.scale))
         for place, loss in enumerate(found, batch.first):
             losses[place] = loss
 
@@ -99,10 +99,10 @@ def dealt_out(
         return module.comm.sum_vector(device.in_use().to_host(losses))
 
 
-def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
+def loss_of(module: ShardedModule, x: Any, criterion: Criterion | HeadLoss) -> Scalar:
     """Return the loss of one micro-batch, without gradients. Collective."""
-    if not isinstance(criterion, CrossEntropy):
+    if not isinstance(criterion, HeadLoss):
         return criterion(module.forward(x, training=False))[0]
-    loss = module.evaluate(x, criterion.targets, criterion.scale)
+    loss = module.evaluate(x, criterion)
     assert loss is not None, "a rank that gives a micro-batch gets its loss"
     return loss
