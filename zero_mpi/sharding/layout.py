@@ -89,7 +89,7 @@ def lay_out(
 
     def kind_of(name: str) -> str:
         trained = WHOLE if any(fnmatchcase(name, pattern) for pattern in whole) else TRAINED
-        return trained if is_trainable(name, frozen) else FROZEN
+        return trained if is_trainable(name, frozen) and not params[name].buffer else FROZEN
 
     kind = {name: kind_of(name) for name in loose}.__getitem__
     if strategy.buckets:

@@ -42,6 +42,9 @@ class SharedStages(Protocol):
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage, by name."""
 
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
+
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name."""
 
@@ -95,7 +98,8 @@ class Pass:
         self.module, self.keeps, to_device = module, keeps, device.in_use().from_host
         self.contributors = module.comm.size
         self.is_idle = x is None
-        self.batch = BatchContext(Documents(x.begins) if isinstance(x, Packed) else None)
+        documents = Documents(x.begins) if isinstance(x, Packed) else None
+        self.batch = BatchContext(documents, module.factors() if keeps else {})
         self.x: Any = None if x is None else to_device(as_input(x))
         self.objective: Objective | None = None
         if targets is not None:
@@ -107,9 +111,10 @@ class Pass:
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
 
-    def _given(self, stage: int) -> Given:
-        """Return what a stage's layer is given beside its input."""
-        return Given(self.module.weights_of(stage), self.batch)
+    def _given(self, stage: int, reads: bool = True) -> Given:
+        """Return what a stage's layer is given beside its input; no weights where none are gathered."""
+        self.batch.stage = stage
+        return Given(self.module.weights_of(stage) if reads else {}, self.batch)
 
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""
@@ -152,7 +157,7 @@ class Pass:
         if self.is_idle:
             return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
-        weights = self._given(stage) if layer.backward_reads_params else Given({}, self.batch)
+        weights = self._given(stage, layer.backward_reads_params)
         gradients = self.module.gradients_of(stage)
         with spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
