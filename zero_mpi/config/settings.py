@@ -187,6 +187,10 @@ class Config:
         "decay of an exponential moving average of the weights, saved as a second model (e.g. 0.999)",
         fixed=True)
     grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
+    balance_loss: float | None = flag(None, float, "optimizer",
+        "factor of the loss that balances experts, as router_aux_loss_coef (default: 0.001; with --lora: 0)")
+    z_loss: float | None = flag(None, float, "optimizer",
+        "factor of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
     loss: str = flag(CROSS_ENTROPY, str, "loss",
         "loss function; all but cross-entropy learn from --data with chosen and rejected answers",

@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import rules_of, whole_matrices
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream
@@ -224,6 +224,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         offload_masters=config.offload == STATE,
         stored=model.stored,
         whole=whole_matrices(config.optimizer, model),
+        auxiliary=auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None),
     )
 
 
