@@ -22,7 +22,7 @@ LEAST = {
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,
     "writers_per_node": 1,
 }  # fmt: skip
-LARGEST = 1 << 62  # whole number: fits 64 bits, with room for additions
+LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
 Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
 

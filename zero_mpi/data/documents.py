@@ -28,7 +28,7 @@ class Remark(str):
 class Document(NamedTuple):
     """Ids in their order, and their origin.
 
-    name      of the file or line, for people and for the digest of the corpus
+    name      of the file or line, for messages and for the digest of the corpus
     tokens    ids (n,), uint16 or uint32, held or in a file; those of text include the separator
     digest    sha256 of the bytes that it was made of, and of the result
     counted   (n,): whether the loss counts a token as a target, never the first; None: all are counted

@@ -186,7 +186,7 @@ class TokenFormat(NamedTuple):
     """Format of token files.
 
     known   tells whether a file has this format, by its name (as `collect_files` gives it) and its path
-    layout  returns where the file has its ids; ValueError or UsageError for an unsound file
+    layout  returns where the file has its ids; ValueError or UsageError for an damaged file
     """
 
     name: str

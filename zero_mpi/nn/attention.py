@@ -188,8 +188,8 @@ class RoPE(Layer):
     `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
     multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
     head that are rotated, the first ones; None: all.
-    `in_place`: overwrite the inputs, which saves memory and a pass; for a chain in which neither the layer
-    before saves its output nor the one after its gradient.
+    `in_place`: overwrite the inputs, to save memory and a pass; only valid if neither neighbour in the chain
+    keeps these arrays.
     """
 
     backward_reads_params = False

@@ -131,4 +131,4 @@ def on_copies(operation: Callable[..., Any], *given: Any) -> Any:
 
 
 defined = SimpleNamespace(**{name: accept_low(name, getattr(reference, name)) for name in ROLES})
-"""The definitions of operations, for arrays of any type: what a kernel does not take goes there."""
+"""Reference versions of the operations, used for arrays that no kernel supports."""

@@ -54,7 +54,7 @@ class Ranks:
     """Job that is checked; every check gets it as an argument.
 
     nodes     the ranks of each node, that of rank 0 first
-    names     a host name for each node, for people
+    names     a host name for each node, for messages
     figures   what checks measured, for the JSON file
     """
 

@@ -113,7 +113,7 @@ def place_of(element: int, spec: TensorSpec) -> list[int]:
 
 
 def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
-    """Return the largest difference so far; NaN once there was one, None for a type of unknown values."""
+    """Return the largest difference so far; NaN after a NaN, None for a type that cannot be decoded."""
     if largest is None or a is None:
         return None
     with np.errstate(all="ignore"):
@@ -182,21 +182,21 @@ def compare_checkpoints(first: Path, second: Path) -> Report:
 def record_line(records: Report) -> str:
     """Return a line about the first record that differs."""
     if records["step"] is None:
-        return f"all {plural(records['common'], 'common record')} are the same"
+        return f"all {plural(records['common'], 'common record')} are identical"
     values = " and ".join(map(value_text, records["values"]))
-    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
+    return f"first difference at step {records['step']}: {shown(records['field'])} {values}"
 
 
 def checkpoint_lines(found: Report) -> Iterator[str]:
     """Yield lines about the first checkpoint whose tensors differ."""
     if found["step"] is None:
-        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
+        yield f"{plural(found['common'], 'common checkpoint')}: identical tensors"
         return
     if "problem" in found:
-        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
+        yield f"the checkpoint of step {found['step']} cannot be read: {one_line(found['problem'])}"
         return
     count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
-    yield f"the first that differs is of step {found['step']}: {count}"
+    yield f"first difference at step {found['step']}: {count}"
     first = found["difference"]
     if first is not None:
         values = first.get("values")
@@ -205,5 +205,5 @@ def checkpoint_lines(found: Report) -> Iterator[str]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value for people."""
+    """Return a value for messages."""
     return "none" if value is None else quoted(value)

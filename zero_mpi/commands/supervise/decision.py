@@ -36,7 +36,7 @@ class Ending:
 
     status    exit status of the launcher, as a shell reports it
     said      status.json of the run; empty if this start has written none
-    ended_for why the supervisor ended it; empty where it ended by itself
+    ended_for why the supervisor ended it; empty if it ended by itself
     step      the last that was recorded; progressed: whether it got further
     """
 
@@ -48,7 +48,7 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """Return why it failed, for people."""
+        """Return why it failed, for messages."""
         state, why = self.said.get("state"), self.said.get("reason")
         if state == words.FAILED and isinstance(why, str) and why:
             return one_line(why)[:MOST_REASON]
@@ -114,7 +114,7 @@ class RunFacts:
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:
-        """Return name and time of the newest complete checkpoint; an empty name where there is none."""
+        """Return name and time of the newest complete checkpoint; an empty name if there is none."""
         if self.out is None:
             return "", 0
         try:
@@ -125,7 +125,7 @@ class RunFacts:
 
     @property
     def origin(self) -> str:
-        """Origin of the next start, for people."""
+        """Origin of the next start, for messages."""
         return self.checkpoint()[0] or "the start"
 
     def signs(self) -> Signs:

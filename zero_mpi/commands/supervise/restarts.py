@@ -31,7 +31,7 @@ ORPHANS = 30.0  # seconds for ranks without a launcher to end
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """Limits: restarts without a new checkpoint, seconds of the first pause and of silence.
+    """Limits: restarts without a new checkpoint, seconds of the first pause and of a hang.
 
     min_hosts: minimum number of hosts of a start.
     """
@@ -132,12 +132,12 @@ class Restarts:
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
         if silent:
-            where += f"; left out, as no answer came: {', '.join(few(silent))}"
+            where += f"; left out (no answer): {', '.join(few(silent))}"
         say(f"zero_mpi supervise: {number} from {self._facts.origin}{where}")
         self._facts.note(
             events.RESTARTED, ending.step, reason=f"{ending.reason}; {number}{where}", silent=silent, **about
         )
 
     def _give_up(self, ending: Ending, why: str) -> None:
-        say(f"zero_mpi supervise: gives up: {why}")
+        say(f"zero_mpi supervise: giving up: {why}")
         self._facts.note(events.GAVE_UP, ending.step, reason=why)
