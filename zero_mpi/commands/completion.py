@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from zero_mpi.cli.parser import Parser
@@ -74,6 +74,4 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Run the command."""
-    run("completion", command, sys.argv[1:], alone=True)
+main = partial(run, "completion", command, alone=True)

@@ -153,7 +153,7 @@ class GradAccum:
     def _one_round(self, mine: int | None, work: Callable[[], Scalar | None]) -> Scalar | None:
         if self._begins:
             self._begin()
-        self._inside = True
+        self._inside, self.module.tallies.micro_batches = True, self.rounds.micro_batches
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):

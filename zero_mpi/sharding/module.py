@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from zero_mpi import device
 from zero_mpi.arguments import came, instance, some, whole
 from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
@@ -29,6 +32,7 @@ from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.telemetry import spans
 
 NONE = "there are no gradients yet"
@@ -52,6 +56,7 @@ class ShardedModule(ShardedState):
     stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
                 filled by `load_stored`, gathered as bytes and unpacked where layers read them
     whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
+    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
 
     It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
     has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
@@ -75,16 +80,17 @@ class ShardedModule(ShardedState):
         offload_masters: bool = False,
         stored: Stored | None = None,
         whole: Sequence[str] = (),
+        auxiliary: Mapping[str, float] | None = None,
     ) -> None:
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
         options |= {"precision": precision, "offload_masters": offload_masters, "stored": stored}
-        options["whole"] = whole
+        options |= {"whole": whole, "auxiliary": auxiliary}
         given = agreed(
             comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
-        self._uses, self.schedule = layout.uses, layout.schedule
+        self._uses, self.schedule, self.tallies = layout.uses, layout.schedule, Tallies(given.tallies)
         owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
@@ -100,8 +106,8 @@ class ShardedModule(ShardedState):
         self._synced = False
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether no frozen pattern matches the parameter's name."""
-        return is_trainable(name, self.frozen)
+        """Return whether a parameter is no buffer, and no frozen pattern matches its name."""
+        return is_trainable(name, self.frozen) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
@@ -202,12 +208,17 @@ class ShardedModule(ShardedState):
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
+        self.tallies.add(micro_batch.batch)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
+
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
+        return self.tallies.factors(self.loss_scale.factor)
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
@@ -267,8 +278,20 @@ class ShardedModule(ShardedState):
                 if unit.unit.trainable:
                     unit.parameters.start_update()
 
+    def update_buffers(self) -> None:
+        """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
+        buffers = [name for name, param in self.params.items() if param.buffer]
+        names = [name for name in buffers if is_trainable(name, self.frozen)]
+        if names:
+            sums, to_host = self.tallies.sums(self.comm), device.in_use().to_host
+            values = {name: np.array(to_host(self.all_gather_param(name))) for name in buffers}
+            for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():
+                layer.update(values, sums)
+            self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
+
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
+        self.tallies.forget()
         self.rounds_open, self.forgotten = NONE, self.forgotten + 1
         for unit in self.units:
             unit.gradient.reset()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
@@ -39,6 +39,4 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def main() -> None:
-    """Run the command."""
-    run("hostfile", command, sys.argv[1:], alone=True)
+main = partial(run, "hostfile", command, alone=True)

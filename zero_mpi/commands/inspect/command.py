@@ -10,20 +10,14 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import (
-    checkpoint_lines,
-    compare,
-    compare_checkpoints,
-    compare_records,
-    is_run,
-    record_line,
-)
+from zero_mpi.commands.inspect.compare import compare, compare_checkpoints, compare_records, is_run
 from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.errors import UsageError
@@ -247,6 +241,31 @@ def difference_lines(found: Report) -> Iterator[str]:
     yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
 
 
+def record_line(records: Report) -> str:
+    """Return a line about the first record that differs."""
+    if records["step"] is None:
+        return f"all {plural(records['common'], 'common record')} are the same"
+    values = " and ".join(map(told, records["values"]))
+    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
+
+
+def checkpoint_lines(found: Report) -> Iterator[str]:
+    """Yield lines about the first checkpoint whose tensors differ."""
+    if found["step"] is None:
+        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
+        return
+    if "problem" in found:
+        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
+        return
+    count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
+    yield f"the first that differs is of step {found['step']}: {count}"
+    first = found["difference"]
+    if first is not None:
+        values = first.get("values")
+        pair = f": {' and '.join(map(told, values))}" if values else ""
+        yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
+
+
 # ------------------------------------------------------------------------------------------------- values
 
 
@@ -269,6 +288,4 @@ def told(value: Any, most: int = LONGEST) -> str:
     return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
 
 
-def main() -> None:
-    """Run the command."""
-    run("inspect", command, sys.argv[1:], alone=True)
+main = partial(run, "inspect", command, alone=True)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType
-
-from zero_mpi.checkpoint.tensor_file import TensorSpec
+from zero_mpi.checkpoint.mixes import FILE_TYPES, MIXES, types_of
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.export.encode import FILE_TYPES, kind_of
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
@@ -99,7 +96,7 @@ def add_own(group: Any) -> None:
         "--nodes", type=int, metavar="M", help="number of nodes (default: 1, or from --machine)"
     )
     group.add_argument(
-        "--base", choices=tuple(FILE_TYPES), help="type of the frozen base for --lora, without --init"
+        "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
     )
     group.add_argument(
         "--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print the largest sizes that fit"
@@ -206,12 +203,10 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
         raise UsageError(f"--base {base}: needs an adapter: add --lora RANK")
     if config.device == "cuda":
         raise UsageError(f"--base {base}: a GPU keeps the base as floats: leave it out")
-    wanted = GGMLQuantizationType[base.upper()]
-    kinds = {
-        name: kind_of(TensorSpec(name, param.shape, wanted), wanted).name
-        for name, param in model.params().items()
-    }
-    stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
+    shapes = {name: param.shape for name, param in model.params().items()}
+    keys = {"general.architecture": model.arch} | model.metadata()
+    kinds = types_of(keys, shapes, base)
+    stored = tuple((name, BLOCK_KINDS[kind.name]) for name, kind in kinds.items())
     return replace(adapted, lora=replace(adapted.lora, stored=stored))
 
 
@@ -286,6 +281,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
     return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
-def main() -> None:
-    """Run the command."""
-    launch("plan", command, sys.argv[1:], alone=True, instead="start it without mpirun, with --ranks N")
+main = partial(launch, "plan", command, alone=True, instead="start it without mpirun, with --ranks N")

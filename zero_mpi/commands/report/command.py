@@ -7,9 +7,9 @@ written next to its target and renamed, so a browser never loads half of it.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
@@ -61,6 +61,4 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def main() -> None:
-    """Run the command."""
-    launch("report", command, sys.argv[1:], alone=True)
+main = partial(launch, "report", command, alone=True)

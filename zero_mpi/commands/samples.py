@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -134,6 +135,4 @@ def marked(text: str, begin: str, end: str) -> str:
     return f"{begin}{inner}{end}"
 
 
-def main() -> None:
-    """Run the command."""
-    run("samples", command, sys.argv[1:], alone=True)
+main = partial(run, "samples", command, alone=True)
