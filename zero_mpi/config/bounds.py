@@ -23,7 +23,7 @@ LEAST = {
     "writers_per_node": 1, "label_smoothing": 0, "simpo_gamma": 0, "balance_loss": 0, "z_loss": 0,
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # whole number: fits 64 bits, with room for additions
+LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
 Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5}
 

@@ -1,4 +1,4 @@
-"""Cache of encoded texts: ids in a folder that is named by what they were made of.
+"""Cache of encoded texts: ids in a folder named by a digest of their inputs.
 
 Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids that lie in a
 file are also not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name
@@ -40,12 +40,12 @@ DIGEST = "digest"  # key in a sealed table: digest of the rest
 NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
-"""Documents, and notes on them for the user."""
+"""Documents, and notes for the user."""
 Beat = Callable[[], object]  # called again and again during long work
 Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
-"""Encodes the documents, and puts what is to be said of them into the list when all are done."""
+"""Encodes the documents, then appends notes for the user to the list."""
 
 
 class Batches:
@@ -95,7 +95,7 @@ def through(
     entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
     kept = None if entry is None else found(entry, vocab, batches.beat)
     if entry is not None and kept is None:
-        shutil.rmtree(entry, ignore_errors=True)  # removes an unsound entry
+        shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
         with suppress(OSError):  # no room, or not ours
             make(entry, encode, batches)
             if entry_of(files, settings, batches.beat) != entry:
@@ -214,7 +214,7 @@ def sealed(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """Return the documents of an entry, whose ids stay in its files, and the notes; None if it is unsound.
+    """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
     Only files that still have the digests from when they were written here are read.
     """

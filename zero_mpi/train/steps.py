@@ -94,7 +94,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the held-out loss in nats per token; None where nothing is held out. Collective."""
+        """Return the validation loss in nats per token; None if nothing is held out. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None
