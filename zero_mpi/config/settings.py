@@ -21,11 +21,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
+from zero_mpi.nn.preference import PREFERENCES, Preference
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a language model
 ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
 LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
+CROSS_ENTROPY = "cross-entropy"
 LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
@@ -56,9 +58,9 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
     if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+        raise UsageError(f"{given}: expected FIRST:STOP with FIRST at least 1; 10:13 is steps 10, 11 and 12")
     if steps is not None and int(found[1]) > steps:
-        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
+        raise UsageError(f"{given}: expected a step up to --steps {steps}")
     return int(found[1]), int(found[2])
 
 
@@ -66,7 +68,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
     """Return `--warmup` as a number; a share stays text until `steps` are known. Raises UsageError."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
-        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a share of all such as 5%")
+        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
     if found[1]:
         return int(found[1])
     share: int = wanted if steps is None else round(float(found[2]) / 100 * steps)
@@ -190,6 +192,17 @@ class Config:
     z_loss: float | None = flag(None, float, "optimizer",
         "factor of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
+    loss: str = flag(CROSS_ENTROPY, str, "loss",
+        "loss function; all but cross-entropy learn from --data with chosen and rejected answers",
+        choices=(CROSS_ENTROPY, *PREFERENCES), fixed=True)
+    preference_beta: float = flag(
+        0.1, float, "loss", "strength of the preference; of ipo its tau", fixed=True)
+    label_smoothing: float = flag(
+        0.0, float, "loss", "share of wrong labels that dpo assumes, below 0.5", fixed=True)
+    simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
+    desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
+    undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
+
     strategy: str = flag("full-shard", str, "sharding",
         "sharding strategy; hybrid-shard: full-shard inside each node",
         choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"))
@@ -273,6 +286,14 @@ class Config:
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
+
+    @property
+    def preference(self) -> Preference | None:
+        """Preference loss, if it is one."""
+        if self.loss == CROSS_ENTROPY:
+            return None
+        names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+        return Preference(self.loss, self.preference_beta, *(getattr(self, name) for name in names))
 
     def stages_ahead(self, on_gpu: bool) -> int:
         """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""

@@ -50,7 +50,7 @@ class Tallies:
         return self._sums
 
     def _row(self, reported: Mapping[str, Any]) -> Array:
-        """Return 1 and the numbers of a micro-batch, one after the other; zeros where there is none."""
+        """Return 1 and the numbers of a micro-batch, one after the other; zeros if there is none."""
         host, row = {name: device.in_use().to_host(x) for name, x in reported.items()}, [np.ones(1)]
         for name, kind in self.kinds.items():
             value = kind.value(host) if kind.value and host else host.get(name, 0.0)
