@@ -68,6 +68,7 @@ tq1_0   36 TQ1_0   embedding=Q4_K
 tq2_0   37 TQ2_0   embedding=Q4_K
 mxfp4_moe 38 MXFP4 head=Q8_0
 """
+QAT = "training.qat"  # key of a checkpoint: the type that its parameters are rounded to
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
 PARTS = (  # part of a tensor's name -> part of the table; the first that fits
     ("attn_qkv.weight", "v"), ("attn_kv_b.weight", "v"), ("attn_v.weight", "v"), ("attn_k.weight", "k"),
@@ -115,6 +116,12 @@ class Mix:
 
 
 MIXES = {mix.name: mix for mix in map(Mix.parsed, TABLE.strip().splitlines())}
+
+TRAINED_FOR = [  # types that training may round to in each step
+    *(name for name in FILE_TYPES if name.startswith("q")),
+    *(name for name in MIXES if name.startswith(("q", "iq4", "mxfp4")) and name != "q2_k_s"),
+    *ALIASES,
+]
 
 
 @dataclass(frozen=True)

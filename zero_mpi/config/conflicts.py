@@ -47,6 +47,16 @@ CONTRADICTIONS = (
         lambda c: c.optimizer != "adamw" and c.offload != "none",
         "cannot be had with --offload {offload}: leave one of them out",
     ),
+    *(
+        Contradiction("qat", when, f"cannot be had with {flag}: leave one of them out")
+        for flag, when in {
+            "--lora": lambda c: c.lora is not None,
+            "--freeze": lambda c: bool(c.freeze),
+            "--optimizer {optimizer}": lambda c: c.optimizer != "adamw",
+            "--ema": lambda c: c.ema is not None,
+            "--device cuda": lambda c: c.device == "cuda",
+        }.items()
+    ),
     Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(

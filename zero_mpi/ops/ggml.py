@@ -54,7 +54,7 @@ def library(user: str) -> Any:
 def reader(kind: str) -> Any:
     """Return the library's function that reads blocks of a type; None without a library."""
     try:
-        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower()}", None)
+        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
         return None
     if found is not None:
