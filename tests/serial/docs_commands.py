@@ -231,6 +231,12 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 8 zero-mpi train --init model.gguf --data TEXT --qat q4_0": ByTest(
+        "tests/serial/test_qat.py::test_bits_are_the_same_on_any_ranks_and_after_a_resume"
+    ),
+    "zero-mpi export runs/default/latest model-q4.gguf --type q4_0": ByTest(
+        "tests/serial/test_qat.py::test_a_checkpoint_and_its_export_hold_rounded_weights"
+    ),
     "mpirun -n 8 zero-mpi evaluate model-q4.gguf --against model.gguf --data TEXT --kl": ByTest(
         "tests/serial/test_evaluate.py::test_divergence_is_that_of_the_logits_on_any_ranks"
     ),

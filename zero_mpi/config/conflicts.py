@@ -49,6 +49,16 @@ CONTRADICTIONS = (
         lambda c: c.optimizer != "adamw" and c.offload != "none",
         "cannot be combined with --offload {offload}: remove one of them",
     ),
+    *(
+        Contradiction("qat", when, f"cannot be combined with {flag}: remove one of them")
+        for flag, when in {
+            "--lora": lambda c: c.lora is not None,
+            "--freeze": lambda c: bool(c.freeze),
+            "--optimizer {optimizer}": lambda c: c.optimizer != "adamw",
+            "--ema": lambda c: c.ema is not None,
+            "--device cuda": lambda c: c.device == "cuda",
+        }.items()
+    ),
     Contradiction("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
     Contradiction("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
     Contradiction(

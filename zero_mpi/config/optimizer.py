@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
+from zero_mpi.checkpoint.mixes import is_matrix, known_type, types_of
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
 from zero_mpi.nn.balance import BALANCE, Z
 from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.muon import Muon
+from zero_mpi.optim.rounded import Rounded
 from zero_mpi.optim.rule import Rule
 from zero_mpi.sharding.unit import Unit
 
@@ -28,7 +31,12 @@ def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def rules_of(
-    optimizer: str, model: ModelConfig, betas: tuple[float, float], eps: float, products: Any = np.float32
+    optimizer: str,
+    model: ModelConfig,
+    betas: tuple[float, float],
+    eps: float,
+    products: Any = np.float32,
+    qat: str | None = None,
 ) -> dict[str, Rule]:
     """Return name pattern -> rule; `products`: the dtype that Muon multiplies in."""
     rules: dict[str, Rule] = {"*": AdamW(betas, eps)}
@@ -36,7 +44,8 @@ def rules_of(
     if whole:
         fused = {name: linear.fused for name, linear in projections(model.layers()).items() if linear.fused}
         rules |= dict.fromkeys(whole, Muon(parts=fused, kind=products))
-    return rules
+    kinds = {} if qat is None else rounding_of(model, qat)
+    return rules | {name: Rounded(rules["*"], kind.name) for name, kind in kinds.items()}
 
 
 def auxiliary_scales(
@@ -52,6 +61,15 @@ def auxiliary_scales(
     return found if routed else {}
 
 
-def state_count(unit: Unit) -> int:
+def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
+    """Return the type that each matrix has in an export; embedding and head have 8 bits at least."""
+    shapes = {name: param.shape for name, param in model.params().items()}
+    keys = {"general.architecture": model.arch} | model.metadata()
+    kinds = types_of(keys, shapes, known_type(qat), fine_ends=True)
+    return {name: kind for name, kind in kinds.items() if kind != Kind.F32}
+
+
+def state_count(unit: Unit, qat: str | None = None) -> int:
     """Return the number of float32 arrays that are kept for a unit's elements."""
-    return len((Muon if unit.whole else AdamW).states)
+    masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
+    return len((Muon if unit.whole else AdamW).states) + masters

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_mpi.checkpoint.mixes import TRAINED_FOR
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.data.control_tokens import AUTO, BOS, READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
@@ -179,6 +180,9 @@ class Config:
     optimizer: str = flag("adamw", str, "optimizer",
         "adamw, or muon for the matrices of blocks and adamw for the rest",
         choices=("adamw", "muon"), fixed=True)
+    qat: str | None = flag(None, str, "optimizer",
+        "train for export --type NAME: weights are rounded to it after each step, float32 masters are kept",
+        choices=tuple(TRAINED_FOR), fixed=True)
     weight_decay: float = flag(0.1, float, "optimizer", "weight decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay rate of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay rate of the second moment")

@@ -162,6 +162,16 @@ class ShardedOptimizer:
             self.average.begin(self.units)
         return self.average.values
 
+    def begin(self) -> None:
+        """Let rules prepare the parameters of a new run, once these have values. Collective."""
+        if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
+            return
+        self.module.drop_gathered()
+        for unit in self.units:
+            for part, _, rule in self._parts(unit, 1.0):
+                rule.begin(part)
+        self.module.broadcast_updated_params()
+
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
 
@@ -250,6 +260,11 @@ class ShardedOptimizer:
         return AllOf(handles)
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
+        for part, rate, rule in self._parts(unit, lr):
+            rule.update(part, rate, scale, self.steps)
+
+    def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
+        """Yield the parts of a unit that one rule updates, with its rate."""
         parameters, gradients, _ = unit.updated
         rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.rounds_to
         decay = self.weight_decay * rates.decays
@@ -261,8 +276,7 @@ class ShardedOptimizer:
                 kept = (
                     {} if isinstance(rule, MatrixRule) else {name: states[name][own] for name in rule.states}
                 )
-                taken = Part(p[own], gradients[here], kept, decay[runs], rounded)
-                rule.update(taken, lr * factor, scale, self.steps)
+                yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
         """Yield a unit's parameters and states where they are updated: all, or offloaded ones by pieces."""

@@ -38,6 +38,9 @@ class Rule(ABC):
     type: ClassVar[str]
     states: ClassVar[tuple[str, ...]]
 
+    def begin(self, part: Part) -> None:  # noqa: B027  (most rules need nothing)
+        """Prepare states and parameters once, before the first update of a new run."""
+
     @abstractmethod
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         """Update parameters and states in place. Elements are independent: they may be split in any way.

@@ -24,7 +24,7 @@ from zero_mpi.sharding.unit import Unit
 
 SAME = (  # fields with the same name in a case and among the flags of a run
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "optimizer", "ema", "checkpoint_io", "writers_per_node",
+    "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 OF_LAYOUT = (  # fields that a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
@@ -67,6 +67,7 @@ class Case:
     device: str = "cpu"
     offload: str = NONE
     optimizer: str = ADAMW
+    qat: str | None = None
     ema: float | None = None
     checkpoint_io: str = "gather"
     writers_per_node: int | None = None

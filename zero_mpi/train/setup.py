@@ -15,6 +15,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import weights_digest
+from zero_mpi.checkpoint.mixes import MIXES, known_type
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
@@ -32,6 +33,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.ops import ggml
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
@@ -208,6 +210,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
     elif init is None or spec.model.lora is not None:
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+    optimizer.begin()
     return TrainingProgress()
 
 
@@ -273,10 +276,12 @@ def make_objective(config: Config, module: ShardedModule, loader: StepLoader, he
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
     """Return the optimizer of the flags; raises UsageError if its states cannot be offloaded."""
     betas = (config.beta1, config.beta2)
+    if known_type(config.qat or "") in MIXES:
+        ggml.library(f"--qat {config.qat}")
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products),
+        rules_of(config.optimizer, model, betas, config.eps, products, config.qat),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),

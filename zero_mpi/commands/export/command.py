@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.checkpoint.folders import replace_folder, sync_folder
+from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
+from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
 from zero_mpi.checkpoint.importance import read_importance
@@ -30,6 +32,7 @@ from zero_mpi.checkpoint.mixes import (
     ALIASES,
     FILE_TYPES,
     MIXES,
+    QAT,
     file_type,
     known_type,
     needs_weights,
@@ -59,7 +62,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
+OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", QAT)
 SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -299,13 +302,23 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     if by_ggml:
         ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None)
+    trained_for = source.metadata.get(QAT) == wanted and matrix is None
+    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
         if name not in importance and needs_weights(name, kind, wanted):
             remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
-    return Encoder(source, kinds, by_ggml, importance)
+    return Encoder(source, kinds, by_ggml, importance, masters_of(source) if trained_for else None)
+
+
+def masters_of(source: WeightSource) -> GGUFFile | None:
+    """Return the state beside a checkpoint's model, if it is the same checkpoint's."""
+    path = source.path.with_name(OPTIMIZER)
+    if not isinstance(source, GGUFFile) or not is_file(path):
+        return None
+    state = GGUFFile.open(path)
+    return state if state.metadata.get(CHECKPOINT_ID) == source.metadata.get(CHECKPOINT_ID) else None
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
