@@ -50,7 +50,7 @@ class SharedStages(Protocol):
 
 
 @dataclass(frozen=True)
-class Objective:
+class LossInputs:
     """The cross-entropy that the last stage takes together with its forward, with targets on the device.
 
     parts   indices of targets: where no backward follows, each part has a loss of its own
@@ -78,11 +78,11 @@ class Objective:
         return dx
 
 
-class Pass:
+class MicroBatch:
     """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
 
     keeps          whether a backward will follow: what it needs is kept in `saved`
-    targets, scale, parts   as in `Objective`
+    targets, scale, parts   as in `LossInputs`
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Pass:
         documents = Documents(x.begins) if isinstance(x, Packed) else None
         self.batch = BatchContext(documents, module.factors() if keeps else {})
         self.x: Any = None if x is None else to_device(as_input(x))
-        self.objective: Objective | None = None
+        self.objective: LossInputs | None = None
         if targets is not None:
             rows = rows_that_count(targets) if len(parts) == 1 and parts[0] is ... else None
             on_device = None if rows is None else to_device(rows)
-            self.objective = Objective(to_device(targets), scale, parts, on_device)
+            self.objective = LossInputs(to_device(targets), scale, parts, on_device)
         self.saved: dict[int, Any] = {}
         self.dy: Any = None
         self.loss: Scalar | None = None
@@ -167,7 +167,7 @@ class Pass:
         self.module.owners.progress()
 
 
-class GivenGradients(Pass):
+class GivenGradients(MicroBatch):
     """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
 
     def __init__(self, module: SharedStages, gradients: Mapping[str, Array] | None) -> None:
