@@ -18,6 +18,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.command_line import OF_TEMPLATES
+from zero_mpi.config.optimizer import auxiliary_scales
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
@@ -97,6 +98,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
         raise UsageError(f"--context {config.context}: the model of --init has only {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
+    auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
     names = model.params()
     try:
         check_patterns("frozen", config.frozen, names)

@@ -18,7 +18,7 @@ from zero_mpi.arguments import FLOATING, array, came, instance, same_names, whol
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import log, spans
 
@@ -125,7 +125,7 @@ class GradAccum:
         """Return whether the next round is a step's first: the one before is complete, or was forgotten."""
         return self.complete or self._since != self.module.forgotten
 
-    def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
+    def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Returns its loss.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
@@ -171,7 +171,7 @@ class GradAccum:
         self._check_turn(x, mine, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        if criterion is not None and not callable(criterion):
+        if criterion is not None and not callable(criterion) and not isinstance(criterion, HeadLoss):
             raise ValueError(
                 f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
             )
@@ -221,14 +221,12 @@ class GradAccum:
         self.module.add_gradients(gradients, contributors=contributors, last=last)
         return loss
 
-    def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
-        """Run both directions in one go where the criterion tells the targets. The collectives are the same
+    def _forward_backward(self, x: Any, criterion: Criterion | HeadLoss | None) -> Scalar | None:
+        """Run both directions in one go where the last stage computes the loss. The collectives are the same
         either way, so a rank without a micro-batch need not know."""
         contributors, last = self._place
-        if isinstance(criterion, CrossEntropy):
-            return self.module.forward_backward(
-                x, criterion.targets, criterion.scale, contributors=contributors, last=last
-            )
+        if isinstance(criterion, HeadLoss):
+            return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
         output, loss, dy = self.module.forward(x, training=True), None, None
         if criterion is not None and x is not None:
             with spans.during(spans.COMPUTE, "loss"):

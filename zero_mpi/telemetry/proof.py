@@ -35,7 +35,10 @@ FIRST = "0" * 64  # head before the first line
 ID, ORIGIN = "id", "from"  # id of a checkpoint; id of the one that a run resumes from
 MOST_STEPS = 1 << 52  # upper bound of a step
 # What of a record any job of the same run has to get; all else is of machines, ranks and time.
-BITS = ("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before")
+BITS = (
+    *("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before"),
+    *("balance_loss", "z_loss", "load_least", "load_most"),
+)
 
 
 class Broken(ValueError):

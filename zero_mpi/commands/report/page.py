@@ -31,6 +31,12 @@ Json = dict[str, Any]
 # Title of a panel, its axis, and the curves in it with their unit.
 PANELS = (
     ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
+    (
+        "Load of experts (1: even)",
+        {"load_most": "most", "load_least": "least", "load_entropy": "entropy"},
+        1.0,
+    ),
     ("Gradient norm (before clipping)", {"grad_norm": "gradient norm"}, 1.0),
     ("Learning rate", {"lr": "learning rate"}, 1.0),
     ("Throughput (computed tokens per second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),

@@ -37,7 +37,8 @@ LIMIT = 2000  # columns of a run
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes the curve
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
-NUMBERS += ("step_seconds", "wait_seconds", MEMORY)
+NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
+NUMBERS += ("load_most", "load_least", "load_entropy")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
