@@ -21,12 +21,12 @@ from zero_mpi.comm.partition import dealt_out
 from zero_mpi.config.command_line import parse
 from zero_mpi.launch.consistency import check_installation, own_source
 from zero_mpi.launch.stopping import signals
-from zero_mpi.launch.world import Hearing, World
+from zero_mpi.launch.world import StopAwareComm, World
 from zero_mpi.train import setup
 from zero_mpi.train.command import stand_guard
 from zero_mpi.train.resolve import resolve
 from zero_mpi.train.trainer import Trainer
-from zero_mpi.train.transport import Chosen
+from zero_mpi.train.transport import TransportChoice
 
 PER_NODE = 8
 OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in one of their own
@@ -76,9 +76,9 @@ class Echo(SerialComm):
 
 def begin(ranks: int, flags: list[str]) -> Trainer:
     """A run of so many ranks, ready for its first step: what `zero_mpi.train.command` does."""
-    world = World(0, ranks, comm=Hearing(Echo(ranks)))
+    world = World(0, ranks, comm=StopAwareComm(Echo(ranks)))
     world.__dict__["node"] = Echo(min(ranks, PER_NODE))
-    setup.choose_transport = lambda *_: Chosen(Echo(ranks))
+    setup.choose_transport = lambda *_: TransportChoice(Echo(ranks))
     signals.ending = world.end
     check_installation(world)
     config = world.together(lambda: parse(flags))

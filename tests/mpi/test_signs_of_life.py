@@ -7,26 +7,26 @@ import pytest
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import world as world_module
 from zero_mpi.launch.stopping import PREPARING, Stopped, signals
-from zero_mpi.launch.world import Hearing, World
+from zero_mpi.launch.world import StopAwareComm, World
 
 
 @pytest.fixture
 def heard(monkeypatch):
-    times, broadcast = [], Hearing.broadcast_object
+    times, broadcast = [], StopAwareComm.broadcast_object
 
     def noted(self, value, root=0):
         found = broadcast(self, value, root)
         times.append(self.meter.changed)
         return found
 
-    monkeypatch.setattr(Hearing, "broadcast_object", noted)
+    monkeypatch.setattr(StopAwareComm, "broadcast_object", noted)
     monkeypatch.setattr(world_module, "BEAT", 0.0)
     return times
 
 
 @pytest.fixture
 def world(mpi):
-    return World(mpi.rank, mpi.size, comm=Hearing(mpi))
+    return World(mpi.rank, mpi.size, comm=StopAwareComm(mpi))
 
 
 def work(beat, after=lambda: "done"):

@@ -57,7 +57,7 @@ def test_a_row_shows_its_remedy_below_and_fits_the_width():
 
 
 def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
-    return software.Seat(tuple(cores), threads, chosen, yields, quota)
+    return software.Placement(tuple(cores), threads, chosen, yields, quota)
 
 
 def node(*seats, name="a", first=0):

@@ -93,11 +93,11 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
         room = []
         for number, rank in enumerate(ranks):
             room += whole[partition.part(rank)][piece.of_slice(share, number)]
-        stretches = list(share.stretches(piece))
-        assert sum(part.stop - part.start for _, part in stretches) == len(room) == piece.stop - piece.start
-        for start, part in stretches:
+        segments = list(share.segments(piece))
+        assert sum(part.stop - part.start for _, part in segments) == len(room) == piece.stop - piece.start
+        for start, part in segments:
             assert room[part] == whole[start : start + part.stop - part.start]
             found += room[part]
-        assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(stretches))
+        assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(segments))
     assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
     assert isinstance(share, JoinedSlices)

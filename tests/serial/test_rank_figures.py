@@ -13,7 +13,7 @@ from test_command_bits import SIZES, needs_mpiexec, write_text
 from zero_mpi.comm.meter import Meter
 from zero_mpi.telemetry import energy
 from zero_mpi.telemetry.energy import Energy
-from zero_mpi.train.slow_ranks import Pace, SlowRanks
+from zero_mpi.train.slow_ranks import SlowRanks, StepTimer
 
 HOSTS = ["a", "a", "b", "b"]
 EVEN, BEHIND = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.5, 1.0]
@@ -64,7 +64,7 @@ def test_the_median_is_of_those_who_computed_and_of_two_the_faster(seconds, name
 
 def test_a_pace_is_of_computing_and_not_of_waiting():
     meter = Meter()
-    pace = Pace(meter)
+    pace = StepTimer(meter)
     assert pace.take() == (None, 0.0)
     for _ in range(2):
         with pace:

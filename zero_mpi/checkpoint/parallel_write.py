@@ -121,7 +121,7 @@ class JoinedSlices(Partition):
         """The start of each slice in the share, and the end of the last."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
-    def stretches(self, piece: Piece) -> list[tuple[int, slice]]:
+    def segments(self, piece: Piece) -> list[tuple[int, slice]]:
         """Return the segments of a piece: (start in the buffer, part of it); adjacent slices are one."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
@@ -335,7 +335,7 @@ class Pieces:
             room = self._room(given)[: piece.stop - piece.start] if self.writers.writes else None
             group.gather(mine, room, piece, label=f"checkpoint {given.prefix}{given.unit.name}")
             if room is not None:
-                places = share.stretches(piece)
+                places = share.segments(piece)
                 self._write(run for place, part in places for run in given.runs(place, room[part]))
         return digests
 

@@ -20,7 +20,7 @@ from zero_mpi import __version__, environment
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 
-COLUMN = 24  # column at which the texts of --help begin
+COLUMN = 26  # column at which the texts of --help begin
 NEAR = 0.6  # difflib cutoff: the share of letters that two names must have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type

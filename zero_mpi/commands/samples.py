@@ -48,12 +48,10 @@ def make_parser() -> Parser:
         "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
     )
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="files or folders of conversations"
+        "--data", nargs="+", required=True, metavar="PATH", help="conversations: files or folders"
     )
     add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
-    parser.add_argument(
-        "--count", type=int, default=3, help="number of conversations to show; totals are of all"
-    )
+    parser.add_argument("--count", type=int, default=3, help="conversations to show; totals are of all")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 

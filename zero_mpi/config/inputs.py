@@ -75,9 +75,7 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
     if config.lora is not None and init is None:
-        raise UsageError(
-            f"--lora {config.lora} needs a base model: add --init BASE.gguf (its weights stay frozen)"
-        )
+        raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
     model = replace(model, lora=config.adapters)
     names = model.params()
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
@@ -97,9 +95,7 @@ def shortened(config: Config, model: ModelConfig) -> Config:
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context beyond the model's, and for patterns that are invalid."""
     if config.context > model.context_length:
-        raise UsageError(
-            f"--context {config.context}: the model of --init allows at most {model.context_length}"
-        )
+        raise UsageError(f"--context {config.context}: the model of --init has only {model.context_length}")
     if model.lora is not None:
         model.lora.check(model.layers())
     auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
@@ -233,7 +229,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
         if "=" not in text or not name.isidentifier() or name in RESERVED:
             not_these = ", ".join(RESERVED)
             raise UsageError(
-                f"--template-var {shown(text)}: expected NAME=VALUE, with NAME not one of {not_these}"
+                f"--template-var {shown(text)}: expected NAME=VALUE, NAME not one of {not_these}"
             )
         try:
             variables[name] = parse_json(value)

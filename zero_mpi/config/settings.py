@@ -192,17 +192,17 @@ class Config:
         fixed=True)
     grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
     balance_loss: float | None = flag(None, float, "optimizer",
-        "factor of the loss that balances experts, as router_aux_loss_coef (default: 0.001; with --lora: 0)")
+        "weight of the loss that balances experts, router_aux_loss_coef (default: 0.001; with --lora: 0)")
     z_loss: float | None = flag(None, float, "optimizer",
-        "factor of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
+        "weight of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
     loss: str = flag(CROSS_ENTROPY, str, "loss",
-        "loss function; all but cross-entropy learn from --data with chosen and rejected answers",
+        "loss function; all but cross-entropy need chosen and rejected answers in --data",
         choices=(CROSS_ENTROPY, *PREFERENCES), fixed=True)
     preference_beta: float = flag(
-        0.1, float, "loss", "strength of the preference; of ipo its tau", fixed=True)
+        0.1, float, "loss", "beta of the preference loss (tau of ipo)", fixed=True)
     label_smoothing: float = flag(
-        0.0, float, "loss", "share of wrong labels that dpo assumes, below 0.5", fixed=True)
+        0.0, float, "loss", "assumed fraction of wrong labels in dpo, below 0.5", fixed=True)
     simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
     desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
     undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
@@ -218,8 +218,8 @@ class Config:
         "summation of gradients. exact: same bits on any number of ranks; fast: order of the MPI library",
         choices=("exact", "fast"))
     transport: str = flag("auto", str, "sharding",
-        "auto, mpi (messages) or shared (shared memory of a node); on GPUs: auto, mpi (CUDA-aware MPI), "
-        "staged (through host memory) or nccl", choices=CHOICES)
+        "auto, mpi (messages) or shared (memory of a node); on GPUs: auto, mpi (CUDA-aware), staged (through "
+        "the host) or nccl", choices=CHOICES)
     device: str = flag(
         "auto", str, "machine", "device of arrays and computation", choices=("auto", "cpu", "cuda"))
     precision: str = flag("fp32", str, "machine",

@@ -49,7 +49,7 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Encoder of chunks of text, a batch at a time, each into so many rows of whole numbers below 2**32.
+    """Encoder of chunks of text, a batch at a time, each into so many rows of integers below 2**32.
 
     beat     called before each batch
     cached   whether ids from an earlier encoding may be used

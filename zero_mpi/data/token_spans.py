@@ -80,7 +80,7 @@ def opened(path: str, length: int) -> OpenFile:
     if found != length:
         file.close()
         raise JobError(
-            f"{shown(path)} has {found:,} bytes, but had {length:,} when the run started; {CHANGED}"
+            f"{shown(path)} has {found:,} bytes, but {length:,} at the start of the run; {CHANGED}"
         )
     return OpenFile(file)
 

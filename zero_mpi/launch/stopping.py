@@ -2,7 +2,7 @@
 
 A batch system, a person at a terminal and a closed terminal ask for the same: save and exit. A handler only
 notes the signal, since a rank that exited alone would leave the others waiting. Before the first step the
-ranks agree on it whenever they agree on anything (`launch.world.Hearing`), later after each step. Long local
+ranks agree on it in every agreement (`launch.world.StopAwareComm`), later after each step. Long local
 work without communication is interrupted at once (`cut_short`). A thread receives signals too: the main one
 may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and ends a
 run whose ranks do not reach an agreement while it is prepared.

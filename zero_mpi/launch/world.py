@@ -39,7 +39,7 @@ MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
 BEAT = 0.25  # seconds at least between signs of life of rank 0
 
 
-class Hearing(CommWrapper):
+class StopAwareComm(CommWrapper):
     """Communicator of agreements. Raises Stopped on all ranks if one got a stop signal before the first step.
 
     lost: returns on rank 0 why the run folder is no longer the job's; all ranks then raise JobError
@@ -67,8 +67,10 @@ class World:
     rank: int
     size: int
     mpi: Any = None  # mpi4py's MPI module, or None for a single process
-    farewell: Any = None  # a communicator that is used only at the end
-    comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)  # of agreements
+    shutdown: Any = None  # a communicator that is used only at the end
+    comm: StopAwareComm = field(
+        default_factory=lambda: StopAwareComm(SerialComm()), compare=False
+    )  # of agreements
     # Called on each rank once all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
     # Called with the exit status and the reason when this rank ends the command, or rank 0 for all: with 0 or
@@ -186,10 +188,10 @@ def find_world() -> World:
     from zero_mpi.comm.mpi import MPIComm
 
     ranks = MPI.COMM_WORLD
-    farewell = ranks.Dup()
+    shutdown = ranks.Dup()
     dev_shm.unname()  # all ranks have reached Dup, hence hold the library's segments
     comm = SerialComm() if ranks.Get_size() == 1 else MPIComm(threaded=False)
-    return World(ranks.Get_rank(), ranks.Get_size(), MPI, farewell, Hearing(comm))
+    return World(ranks.Get_rank(), ranks.Get_size(), MPI, shutdown, StopAwareComm(comm))
 
 
 def run(
@@ -255,7 +257,7 @@ def abort(world: World, error: BaseException) -> NoReturn:
 
 def meet(world: World, patience: float) -> bool:
     """Wait until all ranks have called this; return False if they have not after `patience` seconds."""
-    request, until = world.farewell.Ibarrier(), time.monotonic() + patience
+    request, until = world.shutdown.Ibarrier(), time.monotonic() + patience
     while not request.Test():
         if time.monotonic() > until:
             return False
@@ -283,14 +285,14 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     fine = status in (0, REQUEUE)
     if world.rank == 0 and not fine:
         world.tell(status, problem)
-    if world.farewell is not None:
+    if world.shutdown is not None:
         records.ended = 0 if fine else None
         leave_together(world, status, problem)
     for close in world.closing:
         close()
     if world.rank == 0 and fine:  # now all ranks have reached this point
         world.tell(status, problem)
-    if world.farewell is not None and status == REQUEUE:
+    if world.shutdown is not None and status == REQUEUE:
         meet(world, PATIENCE)  # then rank 0 has called its listeners: a held launcher may end all ranks
     open_mpi_reprieve.release()
     for thread in threading.enumerate():

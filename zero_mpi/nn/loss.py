@@ -111,7 +111,8 @@ class CrossEntropy(HeadLoss):
 class PartLosses(HeadLoss):
     """The loss of each part of a micro-batch, without a backward: `scale` times the sum of its targets.
 
-    parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: targets that are not the likeliest
+    parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: targets that are not the most
+    likely
     """
 
     targets: Array

@@ -33,11 +33,11 @@ class UnitRates:
     """
 
     decays: Array
-    stretches: tuple[tuple[slice, float, Rule], ...]
+    segments: tuple[tuple[slice, float, Rule], ...]
 
     def within(self, part: slice) -> Iterator[tuple[slice, float, Rule]]:
         """Yield the segments of a part, cut to it."""
-        for run, factor, rule in self.stretches:
+        for run, factor, rule in self.segments:
             start, stop = max(run.start, part.start), min(run.stop, part.stop)
             if start < stop:
                 yield slice(start, stop), factor, rule
@@ -80,7 +80,7 @@ class ParameterRates:
             (self.factor(name), self._rule_of(name)) for count, name, _ in chunks for _ in range(count)
         ]
         return UnitRates(
-            device.in_use().from_host(decays[here]), tuple(stretches(updates[here], whole.quantum))
+            device.in_use().from_host(decays[here]), tuple(segments(updates[here], whole.quantum))
         )
 
 
@@ -90,7 +90,7 @@ def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
     return found[-1] if found else otherwise
 
 
-def stretches(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
+def segments(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
     """Yield neighbouring chunks of one factor and rule as runs of elements."""
     start = 0
     for (factor, rule), same in groupby(updates):

@@ -220,9 +220,7 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
         keys = {key: kind for key, kind in LEVEL.items() if key != "nodes" or not last}
         where = f"{place}: [[network]] {number + 1}"
         if last and isinstance(table, dict) and "nodes" in table:
-            raise UsageError(
-                f"{where}: nodes: expected none, because the last level joins all nodes; leave it out"
-            )
+            raise UsageError(f"{where}: nodes: not for the last level, which joins all nodes; leave it out")
         tables.append(checked(where, table, keys))
     for number, (inner, outer) in enumerate(pairwise(tables[:-1]), 2):
         if outer["nodes"] <= inner["nodes"]:

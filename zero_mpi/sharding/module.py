@@ -27,7 +27,7 @@ from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.module_arguments import check_arguments
 from zero_mpi.sharding.parameters import Context, Views, joined
-from zero_mpi.sharding.passes import GivenGradients, Pass
+from zero_mpi.sharding.passes import GivenGradients, MicroBatch
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_state import ShardedState
@@ -102,7 +102,7 @@ class ShardedModule(ShardedState):
         units = [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
         super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
         self.precision, self.by_rows = precision, bool(by_rows)
-        self._forward: Pass | None = None  # whose backward is to come
+        self._forward: MicroBatch | None = None  # whose backward is to come
         self._synced = False
 
     def is_trainable(self, name: str) -> bool:
@@ -119,7 +119,7 @@ class ShardedModule(ShardedState):
         """
         self._begin()
         training = self.is_training if training is None else training
-        micro_batch = Pass(self, x, keeps=training)
+        micro_batch = MicroBatch(self, x, keeps=training)
         run(self.schedule.forward if training else self.schedule.inference, self.units, micro_batch)
         y, micro_batch.x = micro_batch.x, None
         self._forward = micro_batch if training else None
@@ -162,7 +162,7 @@ class ShardedModule(ShardedState):
         without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
         """
         self._begin()
-        micro_batch = Pass(self, x, loss_of=loss_with(targets, scale))
+        micro_batch = MicroBatch(self, x, loss_of=loss_with(targets, scale))
         micro_batch.contributors = self._contributors(contributors)
         self._descend(self._schedule_of(last).training, micro_batch, last)
         return micro_batch.loss
@@ -188,7 +188,7 @@ class ShardedModule(ShardedState):
         adapters are left out.
         """
         self._begin()
-        micro_batch = Pass(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
+        micro_batch = MicroBatch(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
         run(self.schedule.evaluation, self.units, micro_batch)
         return micro_batch.losses
 
@@ -212,7 +212,7 @@ class ShardedModule(ShardedState):
             "backward: contributors", self.comm.size if given is None else given, 0, self.comm.size + 1
         )
 
-    def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
+    def _descend(self, actions: Actions, micro_batch: MicroBatch, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
         self.tallies.rounds.append(micro_batch.batch.sums)

@@ -44,7 +44,7 @@ class SharedStages(Protocol):
         """Return the gradients that a stage's backward adds to, by name."""
 
 
-class Pass:
+class MicroBatch:
     """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
 
     keeps      whether a backward will follow: what it needs is kept in `saved`
@@ -124,7 +124,7 @@ class Pass:
         self.module.owners.progress()
 
 
-class GivenGradients(Pass):
+class GivenGradients(MicroBatch):
     """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
 
     def __init__(self, module: SharedStages, gradients: Mapping[str, Array] | None) -> None:

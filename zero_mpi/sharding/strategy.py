@@ -39,9 +39,7 @@ class Strategy:
                 "own shard"
             )
         if self.within_nodes and not self.shards_parameters:
-            raise ValueError(
-                f"Strategy {self.name}: within_nodes: expected shards_parameters, which nodes replicate"
-            )
+            raise ValueError(f"Strategy {self.name}: within_nodes needs shards_parameters")
 
 
 FULL_SHARD = Strategy("full-shard", shards_parameters=True, shards_moments=True, buckets=False)

@@ -104,9 +104,7 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
     body, mark, tail = raw.rpartition(b', "chain": "')
     body += b"}"
     if not mark or tail != f'{digest_after(before, body)}"}}\n'.encode():
-        raise Broken(
-            number, "it does not follow the line before: a line was changed, added, moved or removed"
-        )
+        raise Broken(number, "it does not follow the line before: a line was changed, added or removed")
     try:
         entry = parse_json(body, unique=True)
     except ValueError as error:
@@ -128,7 +126,7 @@ def digest_after(before: str, body: bytes) -> str:
 
 
 @dataclass
-class Kept:
+class KeptProof:
     """Part of a chain that stays at a resume."""
 
     head: str = FIRST
@@ -139,9 +137,9 @@ class Kept:
     late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, behind a dropped line
 
 
-def kept_until(path: Path, step: int) -> Kept:
+def kept_until(path: Path, step: int) -> KeptProof:
     """Return the sound lines of a file up to a step; none if the run begins at its first step. FileError."""
-    kept, over = Kept(), False
+    kept, over = KeptProof(), False
     if step == 0 or not exists(path):
         return kept
     try:
@@ -172,7 +170,7 @@ class Proof:
             self._append(step, SAVED, value)
         self._begin(kept, beginning)
 
-    def _begin(self, kept: Kept, now: JobStart) -> None:
+    def _begin(self, kept: KeptProof, now: JobStart) -> None:
         """Continue after the lines that stay; log it, unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)

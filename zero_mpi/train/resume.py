@@ -89,9 +89,7 @@ def look(config: Config, out: Path) -> list[Path]:
         return [real(folder) for folder in folders.candidates(out)]
     folder = Path(config.resume)
     if not is_folder(folder):
-        raise UsageError(
-            f"--resume {shown(folder)}: no such folder; expected auto, never or a checkpoint folder"
-        )
+        raise UsageError(f"--resume {shown(folder)}: no such folder; expected auto, never or a folder")
     return [real(folder)]
 
 

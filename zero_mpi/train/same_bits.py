@@ -33,9 +33,7 @@ from zero_mpi.telemetry import log
 Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
 EXPLAINING = ("BLAS", "code for", "processor")  # names that are compared only where the trial differs
-REMEDY = (
-    "use the same threads (--threads N) and CPU type (or --bits portable) on all ranks, or --reduction fast"
-)
+REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
 
 
 def machine(threads: int, kind: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def say_over(session: Session) -> None:
         why = reason(session.progress.best)
         state = f"where the run stopped early, {why}; to train longer, increase --patience"
     log.info(
-        "nothing to do: %s is at step %d, %s; for a new run, use another --out", session.resumed, step, state
+        "nothing to do: %s is at step %d, %s; for a new run use another --out", session.resumed, step, state
     )
 
 

@@ -249,7 +249,7 @@ def fill(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Ob
 
 
 def read_kept(path: Path, about: bytes) -> np.ndarray[Any, Any] | None:
-    """Return what is kept of this initial model; None if it is not there or unsound."""
+    """Return what is kept of this initial model; None if it is not there or damaged."""
     with suppress(OSError, UsageError):
         raw = read_file(path, MOST_KEPT)
         if hashlib.sha256(about + raw[32:]).digest() == raw[:32]:

@@ -22,7 +22,7 @@ from zero_mpi.telemetry.energy import Energy
 from zero_mpi.train.observers import Observer, StepMade
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """Figures of a rank; all but the first cover the time since its last report.
 
     memory    bytes in use now
@@ -52,7 +52,7 @@ class RankFigures(Observer):
         slow: SlowRanks,
         say: Callable[[str], None],
     ) -> None:
-        self.pace = Pace(meter)
+        self.pace = StepTimer(meter)
         self._world, self._logs, self._slow, self._say = world, logs, slow, say
         self._energy = Energy() if world.node.rank == 0 else None
         self._joules, self._hosts = 0.0, 0
@@ -62,7 +62,7 @@ class RankFigures(Observer):
             self._energy.look()
         if not (self._logs(step.number) or "val_loss" in step.record):
             return
-        told: list[Told] = self._world.comm.allgather_object(self._tell())
+        told: list[RankReport] = self._world.comm.allgather_object(self._tell())
         seconds = [one.seconds for one in told]
         step.record["memory_bytes"] = [one.memory for one in told]
         step.record["micro_batch_seconds"] = seconds
@@ -74,11 +74,13 @@ class RankFigures(Observer):
             step.record["joules"] = sum(joules)
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
 
-    def _tell(self) -> Told:
+    def _tell(self) -> RankReport:
         at_work = device.in_use()
         computed, waited = self.pace.take()
         joules = None if self._energy is None else self._energy.take()
-        return Told(at_work.memory_in_use(), computed if at_work is device.HOST else None, waited, joules)
+        return RankReport(
+            at_work.memory_in_use(), computed if at_work is device.HOST else None, waited, joules
+        )
 
     def close(self, tokens: int) -> None:
         """Report the energy that the job used, if hosts measure it, for the `tokens` that it trained on."""
@@ -91,7 +93,7 @@ BEHIND = 0.2  # share of the median's seconds that a rank may be slower
 RECORDS = 3  # number of records in a row in which a rank is behind, until it is named
 
 
-class Pace:
+class StepTimer:
     """Measures the seconds that this rank computes per micro-batch: a context around each."""
 
     def __init__(self, meter: Meter) -> None:

@@ -24,8 +24,8 @@ NOT_SHARED = (
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Chosen transport. why: the reason for the choice; fast: the library may compute sums."""
+class TransportChoice:
+    """Transport that was chosen. why: the reason for the choice; fast: the library may compute sums."""
 
     comm: Comm
     why: str = ""
@@ -46,23 +46,23 @@ def check_wish(config: Config) -> None:
     kinds.check_flag(config.transport, device.in_use().name == "cuda")
 
 
-def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
+def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
     """Return the transport between the ranks; may add a caution to `notes`. Collective; UsageError on all."""
     exact = config.reduction == "exact"
     if device.in_use().name == "cuda":
         comm, why = select.choose(config.transport, world.size, exact)
-        return Chosen(comm, why, not exact)
+        return TransportChoice(comm, why, not exact)
     check_wish(config)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
-        return Chosen(SerialComm())
+        return TransportChoice(SerialComm())
     from zero_mpi.comm.mpi import MPIComm
 
     if config.transport == kinds.MPI.flag:
-        return Chosen(MPIComm(exact=exact))
+        return TransportChoice(MPIComm(exact=exact))
     return make_shared(world, config, model, notes)
 
 
-def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
+def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
     """Return the transport over shared memory, with room for the model, or else messages."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.nodes.comm import Needs, NodesComm
@@ -90,9 +90,9 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     try:
         try:
             wholes = layout.wholes(strategy, world.size)
-            return Chosen(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
+            return TransportChoice(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
         except NodesApart:
-            return Chosen(NodesComm(needs=on_nodes_of), fast=not exact)
+            return TransportChoice(NodesComm(needs=on_nodes_of), fast=not exact)
     except NoSharedMemory as error:
         if isinstance(error, NodesApart):
             if config.transport != kinds.AUTO:
@@ -101,4 +101,4 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
                 ) from error
         else:
             notes.append(log.Caution(NOT_SHARED))
-        return Chosen(MPIComm(exact=exact), str(error))
+        return TransportChoice(MPIComm(exact=exact), str(error))

@@ -211,9 +211,7 @@ class GGUFStream(TensorStream):
         self.expect_next(name)
         spec = self._specs[name]
         if spec.type != GGMLQuantizationType.F32:
-            raise ValueError(
-                f"{self.path}: tensor {show(name)} is {spec.type.name}: write its bytes with write_raw"
-            )
+            raise ValueError(f"{self.path}: tensor {show(name)} is {spec.type.name}: use write_raw")
         if array.dtype != np.float32 or array.shape != spec.shape:
             found = f"{array.dtype} {array.shape}"
             raise ValueError(f"{self.path}: tensor {show(name)}: expected float32 {spec.shape}, got {found}")

@@ -185,9 +185,7 @@ def _check_total(parts: list[_Part], found: int) -> None:
         if part is parts[0] or TOTAL in part.metadata:
             said = part.split_number(TOTAL, np.int32)
             if said != found:
-                raise part.fault(
-                    f"key {TOTAL}: expected {found}, the number of tensors in all parts, found {said}"
-                )
+                raise part.fault(f"key {TOTAL}: expected {found}, the tensors in all parts, found {said}")
 
 
 def _add_tensors(tensors: dict[str, TensorInfo], part: _Part, number: int) -> None:

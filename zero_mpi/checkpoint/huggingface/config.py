@@ -95,9 +95,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
     heads = settings.size("num_attention_heads")
     width = np.uint32(head_width(arch, settings))
     if not kind.kv_heads and "num_key_value_heads" not in settings.values:
-        raise settings.fault(
-            "num_key_value_heads", f"a number (for {arch} it does not follow from the heads)"
-        )
+        raise settings.fault("num_key_value_heads", f"a number ({arch} has no default for it)")
     numbers = kind.numbers.items()
     keys |= {key: np.float32(settings.number(name, default)) for key, (name, default) in numbers}
     return keys | {
@@ -168,9 +166,7 @@ def refuse_windows(settings: Settings) -> None:
     if settings.values.get("model_type") in ("phi3", "mistral"):
         context = settings.size("max_position_embeddings")
         if window is not None and settings.size("sliding_window", context) < context:
-            raise settings.fault(
-                "sliding_window", f"null or at least {context} (llama.cpp has no sliding window here)"
-            )
+            raise settings.fault("sliding_window", f"null or at least {context} (llama.cpp has no window)")
     elif kinds is None and window is not None:
         settings.only({"use_sliding_window": (None, False)})
 

@@ -108,9 +108,7 @@ def rope_of(settings: Settings) -> Settings:
     if former is None and settings.values.get("model_type") == "phi3":
         former = FORMER_PHI3
         if inside not in (None, former):
-            raise settings.fault(
-                FORMER, f"the same value as {inside} next to rope_scaling, where transformers reads it"
-            )
+            raise settings.fault(FORMER, f"{inside} also next to rope_scaling, where transformers reads it")
     rope = Settings(found if former is None else found | {FORMER: former})
     if settings.values.get("model_type") != "phi3":
         rope.only({PARTIAL: (None, 1.0)})

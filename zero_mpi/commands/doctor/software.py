@@ -117,7 +117,7 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """Cores and threads of a rank, who chose the threads, whether it yields, the CPU quota."""
 
     cores: tuple[int, ...]
@@ -133,7 +133,7 @@ class NodeSeats:
 
     name: str
     ranks: tuple[int, ...]
-    seats: tuple[Seat, ...]
+    seats: tuple[Placement, ...]
 
     @property
     def cores(self) -> list[int]:
@@ -158,11 +158,11 @@ def cores(where: Ranks) -> list[Row]:
     return [*hosts(found), order(found), crowding(found, name), binding(found), threads(found)]
 
 
-def look(library: str, environ: Mapping[str, str] = os.environ) -> Seat:
+def look(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
     """Return this rank's seat."""
     yields = all(is_on(environ, name) for name in yielding(library))
     cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
-    return Seat(cores, threads, environment.threads_were_set, yields, environment.quota())
+    return Placement(cores, threads, environment.threads_were_set, yields, environment.quota())
 
 
 def yielding(library: str) -> dict[str, str]:

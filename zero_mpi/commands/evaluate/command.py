@@ -48,7 +48,7 @@ from zero_mpi.train.setup import share_corpus
 
 
 @dataclass(frozen=True)
-class Material:
+class EvaluationData:
     """Text and questions that the models are given to read.
 
     windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
@@ -63,8 +63,8 @@ class Material:
     choices: EncodedChoices | None
 
 
-def gather_material(world: World, task: Task, opened: Opened) -> Material:
-    """Return the material on all ranks. Collective; raises UsageError on all of them."""
+def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
+    """Return the dataset on all ranks. Collective; raises UsageError on all of them."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
     choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
     if task.config.data:
@@ -81,7 +81,7 @@ def gather_material(world: World, task: Task, opened: Opened) -> Material:
     if choices is not None:
         scales = (1.0, 0.0) if choices.span in (GREEDY, LAST) else (1.0,)
         answers = [AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
-    return Material(windows, text, tokens, answers, choices)
+    return EvaluationData(windows, text, tokens, answers, choices)
 
 
 def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
@@ -106,9 +106,7 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     if corpus.train.counted is not None and task.imatrix is not None:
         raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
-        raise UsageError(
-            f"--context {opened.config.context}: no answer begins within the context: use a larger one"
-        )
+        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
     return corpus
 
 
@@ -177,34 +175,34 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     watchdog.beat("opening the models")
     opened: Opened = same(world.comm, partial(look, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
-    material = gather_material(world, task, opened)
+    dataset = gather_data(world, task, opened)
     watchdog.beat("trying the operations")
     notes: list[str] = []
     try_operations(world, opened.config, opened.threads, notes)
     notes += map(log.Caution, cautions(task, opened))
     for note in notes if world.rank == 0 else ():
         log.tell(note)
-    sets = [found for found in (material.windows, *material.answers) if found is not None]
+    sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
     importance = None if task.imatrix is None else Importance(opened.candidates[0].model, world.comm)
     seen = [importance, None]  # of the first model
     models = [
-        figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog, sums))
+        figures_of(task, candidate, dataset, measure(world, opened.config, candidate, sets, watchdog, sums))
         for candidate, sums in zip(opened.candidates, seen, strict=False)
     ]
-    found = joined(material, models)
+    found = joined(dataset, models)
     if importance is not None and task.imatrix is not None:
-        totals, text = importance.totals(), material.text
+        totals, text = importance.totals(), dataset.text
         tokens = text["windows"] * text["context"]
         texts = [shown(path) for path in task.config.data]
         matrix = partial(write_importance, task.imatrix, totals, tokens, texts)
         world.on_root(lambda: matrix(text["windows"], text["context"]))
-    if task.kl and material.windows is not None:
-        sums = divergence(world, opened.config, opened.candidates, material.windows, watchdog)
-        found["divergence"] = divergence_figures(sums, int(material.tokens.sum()))
+    if task.kl and dataset.windows is not None:
+        sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
+        found["divergence"] = divergence_figures(sums, int(dataset.tokens.sum()))
     return found
 
 
-def figures_of(task: Task, candidate: Candidate, material: Material, losses: list[Array]) -> Figures:
+def figures_of(task: Task, candidate: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:
     """Return the figures of one model; `losses` of its windows, then of its answers."""
     left = list(losses)
     found: Figures = {
@@ -213,19 +211,19 @@ def figures_of(task: Task, candidate: Candidate, material: Material, losses: lis
         "parameters": elements(candidate.model),
         "precision": task.config.precision,
     }
-    if material.windows is not None:
-        found["text"] = text_figures(left.pop(0), material.tokens, material.text["bytes"])
-    if material.choices is not None:
-        found["choices"] = choice_figures(left[0], material.choices, *left[1:])
+    if dataset.windows is not None:
+        found["text"] = text_figures(left.pop(0), dataset.tokens, dataset.text["bytes"])
+    if dataset.choices is not None:
+        found["choices"] = choice_figures(left[0], dataset.choices, *left[1:])
     return found
 
 
-def joined(material: Material, models: list[Figures]) -> Figures:
-    """Return all figures: of the material, of each model, and the difference of two."""
+def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
+    """Return all figures: of the dataset, of each model, and the difference of two."""
     found: Figures = {}
-    if material.windows is not None:
-        found["text"] = material.text
-    if (choices := material.choices) is not None:
+    if dataset.windows is not None:
+        found["text"] = dataset.text
+    if (choices := dataset.choices) is not None:
         found["choices"] = {
             "questions": len(choices.counts),
             "answers": len(choices.sequences),
@@ -236,7 +234,7 @@ def joined(material: Material, models: list[Figures]) -> Figures:
         }
     found["models"] = models
     if len(models) > 1:
-        found["difference"] = differences(models[0], models[1], material.tokens)
+        found["difference"] = differences(models[0], models[1], dataset.tokens)
     return found
 
 

@@ -19,7 +19,7 @@ from zero_mpi.sharding.evaluation import PartedBatch, dealt_out
 from zero_mpi.sharding.grad_accum import ordered_total
 
 ROWS = 64  # of logits compared at a time
-FIGURES = 3  # sums of a window: divergence, squares of changes of probability, equal likeliest tokens
+FIGURES = 3  # sums of a window: divergence, squares of changes of probability, equal most likely tokens
 
 
 def divergences(

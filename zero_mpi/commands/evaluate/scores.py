@@ -165,7 +165,7 @@ def lines(figures: Figures) -> Iterator[str]:
     if "divergence" in figures:
         found = figures["divergence"]
         yield (
-            f"KL divergence from {names[1]}: {found['kl']:.6f} nats a token; RMS change of the next token's "
+            f"KL divergence from {names[1]}: {found['kl']:.6f} nats/token; RMS change of the next token's "
             f"probability: {100 * found['rms_change']:.3f} %; same top token: {100 * found['same_top']:.2f} %"
         )
     if "choices" in figures:

@@ -86,19 +86,17 @@ def make_parser() -> Parser:
         "--type",
         default="f32",
         choices=(*FILE_TYPES, *MIXES, *ALIASES),
-        help="type of matrices; from q2_k on a mix of types as in llama.cpp, which needs the extra ggml",
+        help="type of matrices; q2_k and later are mixes as in llama.cpp, and need the extra ggml",
     )
-    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix of evaluate or of llama.cpp")
+    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix, from evaluate or llama.cpp")
     parser.add_argument(
-        "--pure", action="store_true", help="one type for all matrices, embedding and head too"
+        "--pure", action="store_true", help="one type for all matrices, also embedding and head"
     )
     parser.add_argument(
         "--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)"
     )
     parser.add_argument("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
-    parser.add_argument(
-        "--split-size", help="maximum size of tensors in a GGUF file, e.g. 2GB (default: one file)"
-    )
+    parser.add_argument("--split-size", help="maximum size of a GGUF file, e.g. 2GB (default: one file)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing target")
     return parser
 
@@ -268,9 +266,7 @@ def only_adapter(options: Namespace) -> WeightSource:
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(
-                f"{name} {given}: cannot be combined with --base, which converts only the adapter"
-            )
+            raise UsageError(f"{name} {given}: not with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)

@@ -120,9 +120,7 @@ class Keys:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
         self.arch = self.keys.architecture or ""
         if self.arch not in FAMILIES:
-            raise FileError(
-                f"{source.path}: architecture {show(self.arch)} cannot be converted to Hugging Face"
-            )
+            raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face counterpart")
 
     def size(self, name: str, least: int = 1) -> int | None:
         """Return the integer at ARCH.NAME; None if it is absent."""
@@ -281,9 +279,7 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
         return None
     if len(names) < len(LONG_FACTORS):
         found = names[0] if names else "rope.scaling.attn_factor"
-        raise FileError(
-            f"{keys.source.path}: {found} without the other LongRoPE values, which config.json needs"
-        )
+        raise FileError(f"{keys.source.path}: {found} without the other values of LongRoPE")
     factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
     return {"rope_type": LONGROPE, **factors, FORMER: former, "attention_factor": magnitude}
@@ -304,6 +300,4 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
         made = llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}
-    raise FileError(
-        f"{source.path}: {ROPE_FREQS} is not a Llama 3 scaling, the only one that config.json can express"
-    )
+    raise FileError(f"{source.path}: {ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")

@@ -116,22 +116,18 @@ def make_parser() -> Parser:
     )
     parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
     parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
-    parser.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue, or to answer with --chat (default: 'def ')"
-    )
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue or answer (default: 'def ')")
     parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; -: standard input")
     parser.add_argument("--chat", action="store_true", help="answer prompts, using the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
-    parser.add_argument(
-        "--json", action="store_true", help="print prompt and answer as one JSON object per line"
-    )
+    parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON lines")
     parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens to generate")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="sampling temperature; 0: always the most likely token"
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, help="sample from the k most likely tokens; 0: no limit"
+        "--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit"
     )
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X"

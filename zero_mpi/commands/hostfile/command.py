@@ -22,9 +22,7 @@ def make_parser() -> Parser:
         "  scontrol show hostnames | zero-mpi hostfile - --for mpich",
     )
     parser.add_argument("file", help="hostfile of either launcher, or list of names; -: standard input")
-    parser.add_argument(
-        "--for", dest="launcher", choices=tuple(LINES), required=True, help="launcher that reads it"
-    )
+    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="launcher")
     return parser
 
 

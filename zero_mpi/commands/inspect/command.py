@@ -244,21 +244,21 @@ def difference_lines(found: Report) -> Iterator[str]:
 def record_line(records: Report) -> str:
     """Return a line about the first record that differs."""
     if records["step"] is None:
-        return f"all {plural(records['common'], 'common record')} are the same"
+        return f"all {plural(records['common'], 'common record')} are identical"
     values = " and ".join(map(told, records["values"]))
-    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
+    return f"first difference at step {records['step']}: {shown(records['field'])} {values}"
 
 
 def checkpoint_lines(found: Report) -> Iterator[str]:
     """Yield lines about the first checkpoint whose tensors differ."""
     if found["step"] is None:
-        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
+        yield f"{plural(found['common'], 'common checkpoint')}: identical tensors"
         return
     if "problem" in found:
-        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
+        yield f"the checkpoint of step {found['step']} cannot be read: {one_line(found['problem'])}"
         return
     count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
-    yield f"the first that differs is of step {found['step']}: {count}"
+    yield f"first difference at step {found['step']}: {count}"
     first = found["difference"]
     if first is not None:
         values = first.get("values")

@@ -92,28 +92,22 @@ def make_parser() -> Parser:
 def add_own(group: Any) -> None:
     """Add the flags that only a plan has."""
     group.add_argument("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
-    group.add_argument(
-        "--nodes", type=int, metavar="M", help="number of nodes (default: 1, or from --machine)"
-    )
+    group.add_argument("--nodes", type=int, metavar="M", help="nodes (default: 1, or from --machine)")
     group.add_argument(
         "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
     )
-    group.add_argument(
-        "--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print the largest sizes that fit"
-    )
+    group.add_argument("--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print what fits")
     group.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
     group.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
     for name, (_, text, *_) in RATES.items():
         group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; overrides files")
     group.add_argument(
-        "--sweep", action="store_true", help="estimates for 1, 2, 4, ... ranks, and where scaling stops"
+        "--sweep", action="store_true", help="plan 1, 2, 4, ... ranks, and find where scaling stops"
     )
     group.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
     )
-    group.add_argument(
-        "--most-ranks", type=int, metavar="N", help=f"most ranks of the sweep (default: {MOST_RANKS})"
-    )
+    group.add_argument("--most-ranks", type=int, metavar="N", help=f"most ranks (default: {MOST_RANKS})")
     group.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
 
 

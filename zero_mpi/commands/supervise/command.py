@@ -46,9 +46,7 @@ def make_parser() -> Parser:
     )
     for name, (default, _, text) in NUMBERS.items():
         parser.add_argument(name, type=type(default), default=default, help=text)
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="hosts and their ranks (default: from the batch job)"
-    )
+    parser.add_argument("--hostfile", metavar="FILE", help="hosts and ranks (default: from the batch job)")
     parser.add_argument(
         "--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}"
     )

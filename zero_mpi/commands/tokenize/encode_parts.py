@@ -3,9 +3,9 @@
 Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
 rank that has least so far. Texts are encoded as training does it, and written document by document.
 
-Sums over ranks that never wait report progress, a problem of any rank, the end of the work (`Pulse`). One
-begins as soon as the last one has reached all ranks, so a rank in the middle of a large document keeps nobody
-waiting, and all ranks learn from the same sum that the work ends.
+Nonblocking sums over ranks report progress, a problem of any rank, and the end of the work (`ProgressSum`).
+One begins as soon as the last one has reached all ranks, so a rank in a large document delays no
+other, and all ranks learn from the same sum that the work ends.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Amount(NamedTuple):
 NOTHING = Amount()
 
 
-class Pulse:
+class ProgressSum:
     """Work of all ranks, and the sums of its progress: `beat` begins and takes them.
 
     what     the work, as the watchdog names it
@@ -140,7 +140,7 @@ class Pulse:
         self._begun = self._said = time.monotonic()
         self._due = 0.0
 
-    def run(self, work: Callable[[Pulse], None]) -> bool:
+    def run(self, work: Callable[[ProgressSum], None]) -> bool:
         """Let each rank do its `work`; returns whether all came to the end of it. Collective.
 
         A problem of one rank stops all, and is raised on all.
@@ -210,23 +210,23 @@ class Encoding:
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
 
 
-def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) -> None:
+def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: ProgressSum) -> None:
     """Write parts as long as all ranks go on.
 
     Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
     reading = encoding.reading()
-    reading.beat = pulse.beat
-    text = TextReader(run_by(encoding.text.tokenizer, Batches(pulse.beat)), encoding.text.asked)
+    reading.beat = progress.beat
+    text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.asked)
     encoding = replace(encoding, text=text)
     with closing(reading), writing():
         for part in parts:
             reading.begin(encoding.text_filter())
-            if not _encode(encoding, part, reading, pulse):
+            if not _encode(encoding, part, reading, progress):
                 return
 
 
-def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) -> bool:
+def _encode(encoding: Encoding, part: WorkPart, reading: Reading, progress: ProgressSum) -> bool:
     """Write a part; return False if all ranks are to stop, perhaps because of this one."""
     reader, total = encoding.text.anew(), 0
 
@@ -236,19 +236,19 @@ def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) 
             file = encoding.files[piece.file]
             for name, data in TEXT_FORMATS[file.format].texts(file, piece.first, piece.stop, reading):
                 total += len(data)
-                pulse.beat(Amount(text_bytes=len(data)))
+                progress.beat(Amount(text_bytes=len(data)))
                 yield name, data
-            pulse.beat(Amount(piece.weight))
+            progress.beat(Amount(piece.weight))
 
     with PartWriter(encoding.out, part.name, megatron_dtype(encoding.text.tokenizer.vocab_size)) as writer:
         for document in text_documents(texts(), reader):
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             writer.add(document.name, document.tokens)
             size = document.tokens.size
-            if not pulse.beat(Amount(documents=int(size > 0), tokens=size)):
+            if not progress.beat(Amount(documents=int(size > 0), tokens=size)):
                 return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
         spelt, odd = dict(reader.spelt), reading.filter.odd
         writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
-    return pulse.beat()
+    return progress.beat()

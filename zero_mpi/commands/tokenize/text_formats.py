@@ -93,9 +93,7 @@ class Reading:
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
             found = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
-            raise ValueError(
-                f"expected the field {quoted(self.field)}, found {found}; set the name with --field"
-            )
+            raise ValueError(f"expected the field {quoted(self.field)}, found {found}; name it with --field")
         if not is_text(value[self.field]):
             raise ValueError(f"{self.field}: expected a text, found {quoted(value[self.field])}")
         text: str = value[self.field]
@@ -157,7 +155,7 @@ def _group_weights(file: InputFile, reading: Reading) -> list[int]:
         names = found.schema_arrow.names
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
-            problem = f"expected a column {quoted(reading.field)}, found {others}; set the name with --field"
+            problem = f"expected a column {quoted(reading.field)}, found {others}; name it with --field"
             raise FileError(f"{shown(file.path)}: {problem}")
         kind = str(found.schema_arrow.field(reading.field).type)
         if kind not in ("string", "large_string"):

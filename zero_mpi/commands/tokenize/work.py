@@ -14,7 +14,7 @@ from zero_mpi.cli.text import elapsed, plural, short_size
 from zero_mpi.commands.tokenize.encode_parts import (
     Amount,
     Encoding,
-    Pulse,
+    ProgressSum,
     WorkPart,
     cut_parts,
     dealt,
@@ -72,8 +72,10 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Tabl
     share = dealt([part.weight for part in new], world.size)[world.rank]
     total, left = (sum(part.weight for part in some) for some in (parts, new))
     signals.enter(STEPS)
-    pulse = Pulse(world, watchdog, WRITING, total, total - left, lambda: bool(signals.caught or hold.lost))
-    is_done = pulse.run(partial(encode_parts, encoding, [new[place] for place in share]))
+    progress = ProgressSum(
+        world, watchdog, WRITING, total, total - left, lambda: bool(signals.caught or hold.lost)
+    )
+    is_done = progress.run(partial(encode_parts, encoding, [new[place] for place in share]))
     hold.check()
     watchdog.beat("writing the manifest")
     if is_done:
@@ -110,17 +112,17 @@ def look_at_files(
     sizes = [file.size for file in encoding.files]
     reading, found = encoding.reading(), dict[int, tuple[str, list[int]]]()
 
-    def look(pulse: Pulse) -> None:
-        reading.beat = pulse.beat
+    def look(progress: ProgressSum) -> None:
+        reading.beat = progress.beat
         for number in dealt(sizes, world.size)[world.rank]:
             file = encoding.files[number]
-            if not pulse.beat():
+            if not progress.beat():
                 return  # another rank raises
             weights = TEXT_FORMATS[file.format].weights(file, reading)
             if weights is not None:
-                found[number] = digest_of(file, pulse), weights
+                found[number] = digest_of(file, progress), weights
 
-    Pulse(world, watchdog, LOOKING, sum(sizes)).run(look)
+    ProgressSum(world, watchdog, LOOKING, sum(sizes)).run(look)
     results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
     for theirs, noted in results:
         found |= theirs
@@ -135,14 +137,14 @@ def look_at_files(
     return inputs, [found[number][1] if number in found else [] for number in range(len(sizes))]
 
 
-def digest_of(file: InputFile, pulse: Pulse) -> str:
+def digest_of(file: InputFile, progress: ProgressSum) -> str:
     """Return the sha256 of a file; raises UsageError if it cannot be read, JobError if it changes."""
     digest = hashlib.sha256()
     with open_file(file.path) as raw:
         try:
             while block := raw.read(BLOCK):
                 digest.update(block)
-                pulse.beat(Amount(len(block), len(block)))
+                progress.beat(Amount(len(block), len(block)))
         except OSError as error:
             error.filename = file.path
             unreadable(error)

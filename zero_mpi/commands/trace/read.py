@@ -87,9 +87,7 @@ def recorded(path: Path) -> Recorded:
         raise ValueError("it ends too early")
     found = Recorded(path, dict(sorted(ranks.items())), about)
     if not found.steps:
-        raise ValueError(
-            "no step was completed on all ranks; trace again, with fewer steps if there were many"
-        )
+        raise ValueError("no step was completed on all ranks; trace again, maybe with fewer steps")
     return found
 
 

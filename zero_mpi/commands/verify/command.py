@@ -121,9 +121,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
     """Return a run folder's settings with the current values put in; raises UsageError without a run."""
     place = run / replay.NAME
     if not exists(place):
-        raise UsageError(
-            f"{shown(run)}: expected a run folder (--out of training), found no {replay.NAME} in it"
-        )
+        raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {replay.NAME}")
     # Nothing is to be written or resumed: this job has no folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), now))

@@ -237,9 +237,7 @@ def read_history(run: Path, expect: str | None) -> History:
     elif not records.step:
         raise UsageError(f"{shown(run)}: nothing to verify: neither {PROOF} nor records in {METRICS}")
     else:
-        history.notes.append(
-            f"no {PROOF}: the run has no chain, so records are checked only by recomputation"
-        )
+        history.notes.append(f"no {PROOF}: without a chain, records are checked only by recomputation")
         replay(records, history)
     if expect is not None and history.head != expect:
         raise Differs(f"{PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")

@@ -93,9 +93,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             parts.append(part)
             self.written += len(part)
             if self.written > most:
-                raise TemplateError(
-                    f"the text has more than {most} characters, the limit for this conversation"
-                )
+                raise TemplateError(f"the text has more than {most} characters, the limit here")
         return {"text": "".join(parts).encode(), "marked": self.marked, "begins": self.begins}
 
 

@@ -155,43 +155,43 @@ class AttributeSetter:
 class LtGemm:
     """D = scale op(A) op(B) + beta C + bias for one set of shapes, distances, types and alignments."""
 
-    def __init__(self, products: Products, asked: Asked) -> None:
-        asked.check()
+    def __init__(self, products: Products, spec: GemmSpec) -> None:
+        spec.check()
         lt = self._lt = products.lt
         self._products = products
-        self._bias = ctypes.c_uint64(asked.bias)
+        self._bias = ctypes.c_uint64(spec.bias)
         self._at_bias = ctypes.addressof(self._bias)
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
         # Row-major asks for the transpose: cuBLASLt's A is our B, and the other way round.
         self.described = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
         products.describe(
             self.described,
-            TRANSA=TRANSPOSED if asked.tb else NORMAL,
-            TRANSB=TRANSPOSED if asked.ta else NORMAL,
-            EPILOGUE=EPILOGUE_BIAS if asked.bias else EPILOGUE_DEFAULT,
+            TRANSA=TRANSPOSED if spec.tb else NORMAL,
+            TRANSB=TRANSPOSED if spec.ta else NORMAL,
+            EPILOGUE=EPILOGUE_BIAS if spec.bias else EPILOGUE_DEFAULT,
         )
-        if asked.bias:
-            products.describe(self.described, BIAS_DATA_TYPE=asked.d.kind, BIAS_POINTER=asked.bias)
-        self.layouts = [products.layout(m) for m in (asked.b, asked.a, asked.c or asked.d, asked.d)]
+        if spec.bias:
+            products.describe(self.described, BIAS_DATA_TYPE=spec.d.kind, BIAS_POINTER=spec.bias)
+        self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
         self._adds: Callable[[int, int], None] | None = None  # the bias, where no algorithm does
         try:
-            self._choose(products, asked)
+            self._choose(products, spec)
         except NoAlgorithm:  # rows that are not aligned may have none that adds a bias
-            if not asked.bias:
+            if not spec.bias:
                 raise
             products.describe(self.described, EPILOGUE=EPILOGUE_DEFAULT)
-            self._choose(products, asked._replace(bias=0))
-            self._adds = bias_adder(asked.d)
+            self._choose(products, spec._replace(bias=0))
+            self._adds = bias_adder(spec.d)
 
-    def _choose(self, products: Products, asked: Asked) -> None:
+    def _choose(self, products: Products, spec: GemmSpec) -> None:
         """Choose the algorithm and keep it, in memory that stays."""
-        found = self._named(products, asked)
-        best = found[0] if len(found) == 1 or not products.tunes else self._quickest(products, asked, found)
+        found = self._named(products, spec)
+        best = found[0] if len(found) == 1 or not products.tunes else self._quickest(products, spec, found)
         self._algorithm = np.array(best["algo"])
         self.algorithm = self._algorithm.ctypes.data
         self.needs = int(best["workspace"])
 
-    def _named(self, products: Products, asked: Asked) -> Any:
+    def _named(self, products: Products, spec: GemmSpec) -> Any:
         """Return the algorithms that cuBLASLt proposes, best first; raise NoAlgorithm if there is none."""
         lt, count = self._lt, np.zeros(1, np.int32)
         results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
@@ -200,10 +200,10 @@ class LtGemm:
             preference,
             MAX_WORKSPACE_BYTES=products.room.nbytes,
             REDUCTION_SCHEME_MASK=products.reductions,
-            MIN_ALIGNMENT_A_BYTES=fit(asked.b.address),
-            MIN_ALIGNMENT_B_BYTES=fit(asked.a.address),
-            MIN_ALIGNMENT_C_BYTES=fit((asked.c or asked.d).address),
-            MIN_ALIGNMENT_D_BYTES=fit(asked.d.address),
+            MIN_ALIGNMENT_A_BYTES=fit(spec.b.address),
+            MIN_ALIGNMENT_B_BYTES=fit(spec.a.address),
+            MIN_ALIGNMENT_C_BYTES=fit((spec.c or spec.d).address),
+            MIN_ALIGNMENT_D_BYTES=fit(spec.d.address),
         )
         try:
             lt.matmul_algo_get_heuristic(
@@ -211,20 +211,20 @@ class LtGemm:
                 len(results), results.ctypes.data, count.ctypes.data,
             )  # fmt: skip
         except lt.cuBLASLtError as error:
-            raise NoAlgorithm(f"cuBLASLt cannot multiply {asked}: {error}") from error
+            raise NoAlgorithm(f"cuBLASLt cannot multiply {spec}: {error}") from error
         finally:
             lt.matmul_preference_destroy(preference)
         named = results[: count[0]]
         named = named[named["state"] == 0]
         if not len(named):
-            raise NoAlgorithm(f"cuBLASLt knows no algorithm for {asked}")
+            raise NoAlgorithm(f"cuBLASLt knows no algorithm for {spec}")
         return named
 
-    def _quickest(self, products: Products, asked: Asked, named: Any) -> Any:
+    def _quickest(self, products: Products, spec: GemmSpec, named: Any) -> Any:
         """Return the algorithm that takes the least time on these numbers; results go to other memory."""
         where = products.where
-        room = pool_of(where).take((asked.d.extent,), np.uint8)
-        c = (asked.c or asked.d).address
+        room = pool_of(where).take((spec.d.extent,), np.uint8)
+        c = (spec.c or spec.d).address
         events = where.cupy.cuda.Event(), where.cupy.cuda.Event()
         times = []
         for candidate in named:
@@ -233,7 +233,7 @@ class LtGemm:
             for turn in range(6):
                 if turn == 1:  # the first one brings things in
                     events[0].record(where.stream)
-                self(asked.a.address, asked.b.address, c, room.data.ptr, asked.scale, asked.beta, asked.bias)
+                self(spec.a.address, spec.b.address, c, room.data.ptr, spec.scale, spec.beta, spec.bias)
             events[1].record(where.stream)
             events[1].synchronize()
             times.append(where.cupy.cuda.get_elapsed_time(*events))
@@ -267,7 +267,7 @@ def bias_adder(d: Matrix) -> Callable[[int, int], None]:
     return lambda at, bias: kernel(*grid, (at, bias, 0, at, d.columns, d.step, 0, d.step))
 
 
-class Asked(NamedTuple):
+class GemmSpec(NamedTuple):
     """A product for which a plan is made."""
 
     a: Matrix
@@ -341,11 +341,11 @@ class Products:
             kept = self._scalars[value] = (room, ctypes.addressof(room))
         return int(kept[1])
 
-    def plan(self, key: Any, asked: Asked) -> LtGemm:
+    def plan(self, key: Any, spec: GemmSpec) -> LtGemm:
         """Make a new plan; drop the oldest one if there are too many."""
         if len(self.plans) >= PLANS:
             self.plans.pop(next(iter(self.plans))).close()
-        plan = self.plans[key] = LtGemm(self, asked)
+        plan = self.plans[key] = LtGemm(self, spec)
         return plan
 
 
@@ -394,5 +394,5 @@ def multiply(
     whole = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
     fits = whole or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
     key = (ta, tb, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
-    plan = made.plans.get(key) or made.plan(key, Asked(a, b, d, ta, tb, scale, c, bias))
+    plan = made.plans.get(key) or made.plan(key, GemmSpec(a, b, d, ta, tb, scale, c, bias))
     plan(a[0], b[0], c[0] if c else d[0], d[0], scale, beta, bias)

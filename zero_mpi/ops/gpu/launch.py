@@ -131,9 +131,7 @@ def packed(x: Array) -> Array:
 def writable(operation: str, *arrays: Array | None) -> None:
     """Raise ValueError for arrays written in place that are not contiguous."""
     if not all(x is None or x.flags.c_contiguous for x in arrays):
-        raise ValueError(
-            f"{operation}: on a GPU what is written to must be contiguous; pass a contiguous array"
-        )
+        raise ValueError(f"{operation}: on a GPU the output must be contiguous; pass such an array")
 
 
 def at(x: Array | None) -> int:
