@@ -89,6 +89,16 @@ CONTRADICTIONS = (
         lambda c: c.loss != "cross-entropy" and not c.data,
         "of no pairs: give --data FILE.jsonl as well",
     ),
+    Contradiction(
+        "teacher",
+        lambda c: c.loss != "cross-entropy",
+        "cannot be had with --loss {loss}: leave one of them out",
+    ),
+    Contradiction(
+        "teacher",
+        lambda c: c.bits == PORTABLE,
+        "cannot be had with --bits {bits}: leave one of them out",
+    ),
     Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 holds nothing out"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),
 )
@@ -125,6 +135,7 @@ def of_losses() -> Iterator[Idle]:
     yield Idle("preference_beta", lambda s: s.config.preference is None, why)
     for name, loss in CONSTANTS.items():
         yield Idle(name, lambda s, loss=loss: s.config.loss != loss, why)  # type: ignore[misc]
+    yield Idle("teacher_weight", lambda s: s.config.teacher is None, "there is no --teacher")
     yield Idle("loss_on", lambda s: s.config.preference is not None, "answers count with --loss {loss}")
 
 

@@ -17,12 +17,15 @@ from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted, gr
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
+from zero_mpi.commands.evaluate.top_k import write_top_k
+from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
 from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
+from zero_mpi.data.teacher_file import TeacherFile
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
@@ -31,6 +34,7 @@ from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, c
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
+from zero_mpi.sharding import ShardedModule
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import read_corpus, try_operations
 from zero_mpi.train.same_bits import obey_early
@@ -146,8 +150,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
     check(world.comm, task.facts(), "start all ranks with the same flags and variables")
-    if task.json is not None:
-        world.on_root(lambda: check_target("--json", task.json or ""))
+    for flag, path in (("--json", task.json), ("--top-k-out", task.top_k_out)):
+        if path is not None:
+            world.on_root(partial(check_target, flag, path))
     watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
     try:
         figures = evaluate_all(world, task, watchdog)
@@ -172,11 +177,24 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     for note in notes if world.rank == 0 else ():
         log.tell(note)
     sets = [found for found in (material.windows, *material.answers) if found is not None]
-    models = [
-        figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog))
-        for candidate in opened.candidates
-    ]
+    also = None if task.top_k_out is None else partial(predict, world, task, opened, material)
+    models = list[Figures]()
+    for candidate in opened.candidates:
+        losses = measure(world, opened.config, candidate, sets, watchdog, None if models else also)
+        models.append(figures_of(task, candidate, material, losses))
     return joined(material, models)
+
+
+def predict(world: World, task: Task, opened: Opened, material: Material, module: ShardedModule) -> None:
+    """Write the file of --top-k-out. Collective."""
+    assert task.top_k_out is not None, "predictions have a file"
+    assert material.windows is not None, "and a text"
+    digests = material.text["sha256"], fingerprint(opened.tokenizer)
+    sizes = material.text["tokens_of_the_text"], opened.candidates[0].model.vocab_size
+    if task.top_k > sizes[1]:
+        raise UsageError(f"--top-k {task.top_k}: the model has {sizes[1]} tokens")
+    teacher = TeacherFile(task.top_k, float(task.temperature), *sizes, *digests)
+    write_top_k(world, module, material.windows, task.top_k_out, teacher)
 
 
 def figures_of(task: Task, candidate: Candidate, material: Material, losses: list[Array]) -> Figures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -61,6 +61,14 @@ class WindowSet:
         parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
         return PartedBatch(batch.inputs, batch.targets, parts, first)
 
+    def places(self, i: int) -> NDArray[np.int64]:
+        """Return the place in the text of each target of micro-batch i that counts, (b, T); -1 elsewhere."""
+        batch, found = self.micro(i), self._windows.places(self._loader.batches()[i])
+        counts = np.zeros(found.shape, bool)
+        for part in batch.parts:
+            counts[part] = batch.targets[part] != UNCOUNTED
+        return np.where(counts, found, -1)
+
 
 class AnswerSet:
     """Answers behind their questions: a loss for each answer, of its tokens alone.
@@ -104,11 +112,16 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 
 
 def measure(
-    world: World, config: Config, candidate: Candidate, sets: Sequence[SequenceSet], watchdog: Watchdog
+    world: World,
+    config: Config,
+    candidate: Candidate,
+    sets: Sequence[SequenceSet],
+    watchdog: Watchdog,
+    also: Callable[[ShardedModule], object] | None = None,
 ) -> list[Array]:
     """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
 
-    Raises UsageError on all ranks for weights or losses that are not finite. Keeps nothing of the model.
+    also: called with the model. Raises UsageError on all ranks for weights or losses that are not finite.
     """
     watchdog.beat(f"reading {candidate.name}")
     notes: list[str] = []
@@ -126,6 +139,8 @@ def measure(
     read = finite(candidate.source.read, candidate.source.path)
     world.together(partial(module.load_slices, read))
     found = [take_through(module, sequences, candidate, watchdog) for sequences in sets]
+    if also is not None:
+        also(module)
     del module  # freed before the memory that it lies in
     comm.close()
     for losses in found:

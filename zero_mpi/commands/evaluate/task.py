@@ -25,6 +25,7 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # these flags come first in --help
 OF_QUESTIONS = ("shots", "delimiter")
+OF_TEACHERS = ("top_k", "temperature")
 OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
 Examples:
@@ -53,6 +54,7 @@ class Task:
     stride    tokens from a window to the next, None: as many as a window has
     windows   maximum number of windows, None: all
     json      a file for all figures
+    top_k_out   a file for the `top_k` most likely ids of each token at a temperature, for train --teacher
     """
 
     config: Config
@@ -65,6 +67,9 @@ class Task:
     stride: int | None = None
     windows: int | None = None
     json: Path | None = None
+    top_k_out: Path | None = None
+    top_k: int = 32
+    temperature: float = 1.0
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
@@ -109,8 +114,20 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
+    add_teacher_flags(parser)
     parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
     return parser
+
+
+def add_teacher_flags(parser: Parser) -> None:
+    """Add the flags of predictions that `train --teacher` learns from."""
+    parser.add_argument(
+        "--top-k-out",
+        metavar="FILE",
+        help="write the most likely tokens at each position, for train --teacher",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
 
 
 def read_task(arguments: Sequence[str]) -> Task:
@@ -118,13 +135,19 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json") if name in own}
+    own |= {name: Path(own[name]) for name in ("choices", "json", "top_k_out") if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     for name in OF_WINDOWS:
         if name in own and not config.data:
             raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
         within(name, own.get(name, 1), 1)
+    for name in OF_TEACHERS:
+        if name in own and "top_k_out" not in own:
+            raise UsageError(f"{spelled(name)} {own[name]}: give --top-k-out FILE as well")
+        within(name, own.get(name, 1), 1 if name == "top_k" else 1e-3)
+    if "top_k_out" in own and not config.data:
+        raise UsageError(f"--top-k-out {show(str(own['top_k_out']))}: of no text: give --data PATH as well")
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:
             raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
