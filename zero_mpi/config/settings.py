@@ -58,9 +58,9 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
     if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+        raise UsageError(f"{given}: expected FIRST:STOP with FIRST at least 1; 10:13 is steps 10, 11 and 12")
     if steps is not None and int(found[1]) > steps:
-        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
+        raise UsageError(f"{given}: expected a step up to --steps {steps}")
     return int(found[1]), int(found[2])
 
 
@@ -68,7 +68,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
     """Return `--warmup` as a number; a share stays text until `steps` are known. Raises UsageError."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
-        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a share of all such as 5%")
+        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
     if found[1]:
         return int(found[1])
     share: int = wanted if steps is None else round(float(found[2]) / 100 * steps)
@@ -187,6 +187,10 @@ class Config:
         "decay of an exponential moving average of the weights, saved as a second model (e.g. 0.999)",
         fixed=True)
     grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
+    balance_loss: float | None = flag(None, float, "optimizer",
+        "factor of the loss that balances experts, as router_aux_loss_coef (default: 0.001; with --lora: 0)")
+    z_loss: float | None = flag(None, float, "optimizer",
+        "factor of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
     loss: str = flag(CROSS_ENTROPY, str, "loss",
         "loss function; all but cross-entropy learn from --data with chosen and rejected answers",

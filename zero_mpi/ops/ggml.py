@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(user: str) -> Any:
-    """Return the loaded library; UsageError, which begins with `user`, where there is none."""
+    """Return the loaded library; UsageError, which begins with `user`, if there is none."""
     path = os.environ.get(VARIABLE)
     remedy = f"pip install 'zero-mpi[ggml]', or set {VARIABLE} to the path of a libggml-base.so"
     if not path:
@@ -63,7 +63,7 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Fill out (n,) with the elements of full blocks; return False where no library does it.
+    """Fill out (n,) with the elements of full blocks; return False if no library does it.
 
     Each float32 has the bits of the package gguf; elements of a lower type are rounded from it.
     """

@@ -26,7 +26,7 @@ class PartedBatch:
     x, targets   (b, T) ids
     parts        indices of targets, such as (row, slice(3, 9)); targets in no part do not count
     first        the place of the first part's loss among those of all micro-batches
-    scale        factor of the loss; 0: the number of targets that are not the likeliest ids
+    scale        factor of the loss; 0: the number of targets that are not the most likely ids
     """
 
     x: Any
@@ -51,11 +51,15 @@ def evaluate(
 
 
 def part_losses(
-    module: ShardedModule, micro_batches: int, count: int, read: Callable[[int], PartedBatch]
+    module: ShardedModule,
+    micro_batches: int,
+    count: int,
+    read: Callable[[int], PartedBatch],
+    after: Callable[[int], None] | None = None,
 ) -> Array:
     """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
 
-    `read(i)` gives micro-batch i. A loss is the sum over its part's targets.
+    `read(i)` gives micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:
@@ -64,22 +68,34 @@ def part_losses(
         for place, loss in enumerate(found, batch.first):
             losses[place] = loss
 
-    return dealt_out(module, micro_batches, count, compute)
+    return dealt_out(module, micro_batches, count, compute, after=after)
 
 
 def dealt_out(
-    module: ShardedModule, micro_batches: int, count: int, compute: Callable[[int, Array], None]
+    module: ShardedModule,
+    micro_batches: int,
+    count: int,
+    compute: Callable[[int, Array], None],
+    idle: Callable[[], Any] | None = None,
+    after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective."""
+    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective.
+
+    idle: called on a rank without a micro-batch in a round, in the place of the module's forward
+    after: called on all ranks after each round, with the number of ranks that had a micro-batch in it
+    """
+    idle = idle or (lambda: module.forward(None, training=False))
     with spans.during(spans.STEPS, "evaluation"):
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
         losses = no_losses(count)
         for number in range(len(rounds)):
             mine = rounds.mine(number)
             if mine is None:
-                module.forward(None, training=False)
+                idle()
             else:
                 compute(mine, losses)
+            if after is not None:
+                after(rounds.contributors(number))
         return module.comm.sum_vector(device.in_use().to_host(losses))
 
 

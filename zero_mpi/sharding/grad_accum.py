@@ -29,14 +29,14 @@ class Rounds:
     """Distribution of M micro-batches among the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
-        self.micro_batches = whole("micro-batches a step, over all ranks", micro_batches, least=1)
+        self.micro_batches = whole("micro-batches per step, over all ranks", micro_batches, least=1)
         self.rank, self.ranks = rank, ranks
 
     def __len__(self) -> int:
         return -(-self.micro_batches // self.ranks)
 
     def mine(self, number: int) -> int | None:
-        """Return this rank's micro-batch in round `number`; None where it has none."""
+        """Return this rank's micro-batch in round `number`; None if it has none."""
         index = number * self.ranks + self.rank
         return index if index < self.micro_batches else None
 
@@ -88,8 +88,8 @@ class GradAccum:
     def __iter__(self) -> Iterator[int | None]:
         """Yield the rounds of a step that are still to come: for each the number of this rank's micro-batch.
 
-        None where this rank has none: it takes part in the round all the same. Whoever leaves the loop early
-        goes on with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
+        None if this rank has none: it takes part in the round all the same. Whoever leaves the loop early
+        continues with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
         inside the loop it gives the first round again. Raises ValueError if the step is complete and was not
         used, and if a round went by without `accumulate`.
         """
@@ -239,7 +239,7 @@ class GradAccum:
         return self.totals()[0]
 
     def totals(self, *flags: float) -> tuple[float, ...]:
-        """Return the step's loss, and the sums over ranks of `flags`, small whole numbers. One collective."""
+        """Return the step's loss, and the sums over ranks of `flags`, small integers. One collective."""
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
@@ -251,7 +251,7 @@ def warn_of_idle(rounds: Rounds) -> None:
     if idle > 0 and rounds.rank == 0:
         log.warning(
             "%d of %d ranks have nothing to compute: a step has %d micro-batch(es); start fewer ranks, or "
-            "cut the step into more micro-batches",
+            "use more micro-batches",
             idle,
             rounds.ranks,
             rounds.micro_batches,

@@ -241,7 +241,8 @@ class ShardedModule(ShardedState):
         """
         if not self.strategy.shards_parameters:
             raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps parameters whole, nothing to gather"
+                f"prefetch: strategy {self.strategy.name} keeps full parameters, so there is nothing to "
+                "gather"
             )
         if self.has_pending_prefetch:
             raise ValueError("prefetch: already started; run forward before the next prefetch")
@@ -304,7 +305,7 @@ class ShardedModule(ShardedState):
             unit.gradient.reset()
 
     def check_gradients(self, what: str) -> None:
-        """Raise ValueError unless the gradients of a whole step are there, which `what` is about to use."""
+        """Raise ValueError unless all gradients of the step, which `what` needs, are complete."""
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "

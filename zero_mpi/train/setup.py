@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import rules_of, whole_matrices
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream
@@ -95,14 +95,14 @@ def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
     nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files.values())
     path = next(span.path for spans in in_files.values() for span in spans.spans)
     return (
-        f"rank {rank} on {told[rank][0]} does not see {shown(path)}, which rank 0 on {told[0][0]} reads: "
-        f"each rank holds {nbytes / 2**20:,.0f} MiB of ids; a place that all hosts see would spare them (for "
-        "text ZERO_MPI_CACHE)"
+        f"rank {rank} on {told[rank][0]} cannot see {shown(path)}, which rank 0 on {told[0][0]} reads. So "
+        f"each rank keeps {nbytes / 2**20:,.0f} MiB of token ids; to save memory, use a folder that all "
+        "hosts share (for text: ZERO_MPI_CACHE)"
     )
 
 
 def looked_at(in_files: dict[Place, TokenSpans]) -> str:
-    """Return a text that is equal on ranks that see the same ids, and empty where they cannot be read."""
+    """Return a fingerprint of the ids' files as this rank sees them; empty if they cannot be read."""
     try:
         return " ".join(in_files[place].sampled_digest().hex() for place in sorted(in_files))
     except JobError:
@@ -123,9 +123,9 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """Run that is ready to go on from `progress`.
+    """Run that is ready to continue from `progress`.
 
-    transport   what carries messages between ranks, for people; empty for a single rank
+    transport   what carries messages between ranks, for messages; empty for a single rank
     nodes       number of nodes that the transport tells apart, 0 where it does not
     resumed     folder of the checkpoint, if the run resumes from one
     weights     files of the initial weights, by setting
@@ -225,6 +225,7 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         offload_masters=config.offload == STATE,
         stored=model.stored,
         whole=whole_matrices(config.optimizer, model),
+        auxiliary=auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None),
     )
 
 

@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.importance import write_importance
 from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate.candidate import Candidate, Opened, cautions, look
 from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
-from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted, grouped, measure
+from zero_mpi.commands.evaluate.measure import (
+    AnswerSet,
+    WindowSet,
+    counted,
+    divergence,
+    grouped,
+    measure,
+    opened_module,
+)
+from zero_mpi.commands.evaluate.quantization import Importance, divergence_figures
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
@@ -29,12 +39,12 @@ from zero_mpi.data.teacher_file import TeacherFile
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
-from zero_mpi.sharding import ShardedModule
 from zero_mpi.telemetry import log
 from zero_mpi.train.resolve import read_corpus, try_operations
 from zero_mpi.train.same_bits import obey_early
@@ -46,7 +56,7 @@ class Material:
     """Text and questions that the models are given to read.
 
     windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
-    answers   of the questions, if there are any, and once more where the likeliest ids are asked for
+    answers   of the questions, if there are any, and once more where the most likely ids are asked for
     choices   the questions
     """
 
@@ -94,13 +104,15 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
     corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
     if len(corpus.parts) > 1:
-        raise UsageError("--data: expected paths without shares: evaluate one source after the other")
+        raise UsageError("--data: expected paths without shares: evaluate one source at a time")
     if corpus.train.counted is not None and task.stride is not None:
-        raise UsageError(
-            f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
-        )
+        raise UsageError(f"--stride {task.stride}: conversations have no stride: leave it out")
+    if corpus.train.counted is not None and task.imatrix is not None:
+        raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
-        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+        raise UsageError(
+            f"--context {opened.config.context}: no answer begins within the context: use a larger one"
+        )
     return corpus
 
 
@@ -150,7 +162,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
     check(world.comm, task.facts(), "start all ranks with the same flags and variables")
-    for flag, path in (("--json", task.json), ("--top-k-out", task.top_k_out)):
+    files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
+    for flag, path in files:
         if path is not None:
             world.on_root(partial(check_target, flag, path))
     watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
@@ -177,15 +190,28 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     for note in notes if world.rank == 0 else ():
         log.tell(note)
     sets = [found for found in (material.windows, *material.answers) if found is not None]
-    also = None if task.top_k_out is None else partial(predict, world, task, opened, material)
-    models = list[Figures]()
-    for candidate in opened.candidates:
-        losses = measure(world, opened.config, candidate, sets, watchdog, None if models else also)
-        models.append(figures_of(task, candidate, material, losses))
-    return joined(material, models)
+    importance = None if task.imatrix is None else Importance(opened.candidates[0].model, world.comm)
+    seen = [importance, None]  # of the first model
+    models = [
+        figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog, sums))
+        for candidate, sums in zip(opened.candidates, seen, strict=False)
+    ]
+    found = joined(material, models)
+    if importance is not None and task.imatrix is not None:
+        totals, text = importance.totals(), material.text
+        tokens = text["windows"] * text["context"]
+        texts = [shown(path) for path in task.config.data]
+        matrix = partial(write_importance, task.imatrix, totals, tokens, texts)
+        world.on_root(lambda: matrix(text["windows"], text["context"]))
+    if task.kl and material.windows is not None:
+        sums = divergence(world, opened.config, opened.candidates, material.windows, watchdog)
+        found["divergence"] = divergence_figures(sums, int(material.tokens.sum()))
+    if task.top_k_out is not None:
+        predict(world, task, opened, material, watchdog)
+    return found
 
 
-def predict(world: World, task: Task, opened: Opened, material: Material, module: ShardedModule) -> None:
+def predict(world: World, task: Task, opened: Opened, material: Material, watchdog: Watchdog) -> None:
     """Write the file of --top-k-out. Collective."""
     assert task.top_k_out is not None, "predictions have a file"
     assert material.windows is not None, "and a text"
@@ -194,7 +220,9 @@ def predict(world: World, task: Task, opened: Opened, material: Material, module
     if task.top_k > sizes[1]:
         raise UsageError(f"--top-k {task.top_k}: the model has {sizes[1]} tokens")
     teacher = TeacherFile(task.top_k, float(task.temperature), *sizes, *digests)
-    write_top_k(world, module, material.windows, task.top_k_out, teacher)
+    with opened_module(world, opened.config, opened.candidates[0], watchdog) as module:
+        write_top_k(world, module, material.windows, task.top_k_out, teacher)
+        del module
 
 
 def figures_of(task: Task, candidate: Candidate, material: Material, losses: list[Array]) -> Figures:

@@ -54,6 +54,8 @@ class Task:
     stride    tokens from a window to the next, None: as many as a window has
     windows   maximum number of windows, None: all
     json      a file for all figures
+    kl        whether the probabilities of both models are compared
+    imatrix   a file for the importance matrix of the model
     top_k_out   a file for the `top_k` most likely ids of each token at a temperature, for train --teacher
     """
 
@@ -67,6 +69,8 @@ class Task:
     stride: int | None = None
     windows: int | None = None
     json: Path | None = None
+    kl: bool = False
+    imatrix: Path | None = None
     top_k_out: Path | None = None
     top_k: int = 32
     temperature: float = 1.0
@@ -114,17 +118,26 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
+    add_files(parser)
     add_teacher_flags(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
     return parser
+
+
+def add_files(parser: Parser) -> None:
+    """Add the flags about quantization and files to write."""
+    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
+    parser.add_argument(
+        "--kl", action="store_true", help="KL divergence and equal likeliest tokens of both models, on --data"
+    )
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="write the importance matrix of the model on --data, for export"
+    )
 
 
 def add_teacher_flags(parser: Parser) -> None:
     """Add the flags of predictions that `train --teacher` learns from."""
     parser.add_argument(
-        "--top-k-out",
-        metavar="FILE",
-        help="write the most likely tokens at each position, for train --teacher",
+        "--top-k-out", metavar="FILE", help="write the most likely tokens of each position, for train"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
     parser.add_argument("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
@@ -135,22 +148,24 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json", "top_k_out") if name in own}
+    files = ("choices", "json", "imatrix", "top_k_out")
+    own |= {name: Path(own[name]) for name in files if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
-    for name in OF_WINDOWS:
+    if "kl" in own and ("against" not in own or not config.data):
+        raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
+    for name in (*OF_WINDOWS, "imatrix", "top_k_out"):
         if name in own and not config.data:
-            raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a text: add --data PATH")
+    for name in OF_WINDOWS:
         within(name, own.get(name, 1), 1)
     for name in OF_TEACHERS:
         if name in own and "top_k_out" not in own:
-            raise UsageError(f"{spelled(name)} {own[name]}: give --top-k-out FILE as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a file: add --top-k-out FILE")
         within(name, own.get(name, 1), 1 if name == "top_k" else 1e-3)
-    if "top_k_out" in own and not config.data:
-        raise UsageError(f"--top-k-out {show(str(own['top_k_out']))}: of no text: give --data PATH as well")
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:
-            raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
+            raise UsageError(f"--{name} {show(own[name])}: needs questions: add --task FILE")
     if "delimiter" in own:
         own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
     return Task(config, **own)

@@ -102,7 +102,7 @@ def make_parser() -> Parser:
 
 @dataclass
 class Export:
-    """An export under way.
+    """An export in progress.
 
     place    where the result is written before it gets its name
     kinds    type of each tensor
@@ -211,7 +211,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
     found.files = planned(found.encoder, keys, target, most)
     taken = next((path for path in found.results if os.path.lexists(path) and path != target), None)
     if taken is not None and not options.force:
-        raise UsageError(f"{taken}: is there already: take another name, or --force to replace it")
+        raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
     return found
 
 
@@ -230,25 +230,25 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
     """Raise UsageError unless the target may be written: --force replaces a model, and nothing else."""
     above = target.absolute().parent
     if not is_folder(above):
-        raise UsageError(f"{target}: expected a folder to put it in, found none: make {above}")
+        raise UsageError(f"{target}: the folder {above} does not exist: create it")
     if not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
     if not as_gguf and (kind not in DTYPES or target.suffix in (".safetensors", ".gguf")):
         what = f"--type {kind}" if kind not in DTYPES else str(target)
-        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: take another name or type")
+        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
         ours = (CONFIG, *COPIED, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in ours]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
             found = f"a folder with {show(foreign)}" if foreign else "a folder"
-            raise UsageError(f"{target}: expected a place for a model, found {found}: take another name")
+            raise UsageError(f"{target}: expected a new name or a model, found {found}: use another name")
         if not os.listdir(target):
             return
     if os.path.lexists(target) and not force:
-        raise UsageError(f"{target}: is there already: take another name, or --force to replace it")
+        raise UsageError(f"{target}: already exists: use another name, or --force to replace it")
     if os.path.lexists(target) and not is_folder(target) and not (as_gguf and is_file(target)):
-        raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
+        raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
 def folder_writer(options: Namespace, most: int) -> Callable[[Path], Kinds]:
@@ -265,7 +265,9 @@ def only_adapter(options: Namespace) -> WeightSource:
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(f"{name} {given}: cannot be had with --base, which writes the adapter as it is")
+            raise UsageError(
+                f"{name} {given}: cannot be combined with --base, which converts only the adapter"
+            )
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)
@@ -277,10 +279,10 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     source = open_merged(path, adapter)
     architecture = GGUFKeys(source.metadata, str(source.path)).architecture
     if architecture is None or architecture == "zero_mpi":
-        found = "none" if architecture is None else "the state of a training: give its model.gguf"
+        found = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
     if is_adapter_file(source):
-        raise UsageError(f"{source.path}: is an adapter: give the model that it was trained on by --base")
+        raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
         config_from_gguf(source.metadata, shapes, path, source.read).check_tensors(shapes, path)
@@ -317,7 +319,7 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
     if isinstance(source, HuggingFaceFolder):
         keys |= tokenizer_keys(source)
     if tells and (rules := rules_in_words(keys)):
-        why = "it may read some text as other tokens"
+        why = "it may tokenize some text differently"
         print(
             f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
             file=sys.stderr,
@@ -369,7 +371,7 @@ def summary(export: Export) -> str:
         finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
         text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
     fallen = 0 if wanted in ("f32", "f16", "bf16") else count["f16"]
-    return text + (f"; f16 where rows do not fill blocks of 32: {fallen}" if fallen else "")
+    return text + (f"; f16 where the row length is not a multiple of 32: {fallen}" if fallen else "")
 
 
 def main() -> None:

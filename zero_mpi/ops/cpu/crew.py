@@ -22,7 +22,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
 from zero_mpi.ops.cpu.dequantize import PLACE, SINGLE, row_product
-from zero_mpi.ops.cpu.jit import INTEGER, filled, fixed_helper, given, kernel
+from zero_mpi.ops.cpu.jit import fixed_helper, kernel
 
 PATIENCE = 1 << 15  # rounds of waiting: about a millisecond
 PARTS = 4  # parts per thread: one that is held up leaves its parts to others
@@ -41,13 +41,13 @@ def at_place(kind: Any, arguments: tuple[Any, ...], emit: Any) -> Any:
         found = emit(builder, pointer, *values[1:])
         return context.get_dummy_value() if found is None else found
 
-    return kind(INTEGER, *arguments), codegen
+    return kind(types.int64, *arguments), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def seen(context: Any, place: Any) -> Any:
     """Return a word that another thread may change."""
-    return at_place(INTEGER, (), lambda b, at: b.load_atomic(at, "acquire", 8))
+    return at_place(types.int64, (), lambda b, at: b.load_atomic(at, "acquire", 8))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -57,13 +57,13 @@ def show(context: Any, place: Any, word: Any) -> Any:
     def emit(builder: Any, at: Any, word: Any) -> None:
         builder.store_atomic(word, at, "release", 8)
 
-    return at_place(types.void, (INTEGER,), emit)
+    return at_place(types.void, (types.int64,), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_one(context: Any, place: Any) -> Any:
     """Add one to a word, and return what it was."""
-    return at_place(INTEGER, (), lambda b, at: b.atomic_rmw("add", at, PLACE(1), "acq_rel"))
+    return at_place(types.int64, (), lambda b, at: b.atomic_rmw("add", at, PLACE(1), "acq_rel"))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -74,7 +74,7 @@ def take(context: Any, place: Any, word: Any) -> Any:
         found = builder.cmpxchg(at, word, builder.sub(word, PLACE(1)), "acq_rel", "acquire")
         return builder.extract_value(found, 1)
 
-    return at_place(types.boolean, (INTEGER,), emit)
+    return at_place(types.boolean, (types.int64,), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -117,7 +117,7 @@ def take_parts(words: Array, place: int) -> bool:
     return found
 
 
-@kernel(filled(1, INTEGER), liberties=False)
+@kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
     """Take parts of products, until none comes for a while."""
     place, waited = words.ctypes.data, 0
@@ -126,9 +126,7 @@ def serve(words: Array) -> None:
         pause()
 
 
-@kernel(
-    filled(1, INTEGER), given(2, types.uint8), given(1), filled(1), INTEGER, INTEGER, INTEGER, liberties=False
-)
+@kernel("i1+ u2 f1 f1+ i i i", liberties=False)
 def share(words: Array, raw: Array, x: Array, y: Array, number: int, blocks: int, parts: int) -> None:
     """Fill y (O,) with the product of each row of blocks (O, bytes) and x, in parts that all threads take."""
     words[ROWS], words[ALL_PARTS], words[NUMBER], words[BLOCKS] = y.size, parts, number, blocks

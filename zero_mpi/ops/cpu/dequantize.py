@@ -19,18 +19,8 @@ from numba.extending import intrinsic
 from zero_mpi.device.types import Array
 from zero_mpi.ops import ggml, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, RARE
-from zero_mpi.ops.cpu.jit import (
-    EITHER,
-    INTEGER,
-    LOW,
-    WORD,
-    alike,
-    bits,
-    filled,
-    given,
-    kernel,
-    nearest_low,
-)
+from zero_mpi.ops.cpu.jit import LOW, WORD, alike, bits, kernel, nearest_low
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
 LANES = 16
@@ -242,7 +232,7 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
         each_block(builder, number, raw, blocks, write)
         return context.get_dummy_value()
 
-    return types.void(INTEGER, INTEGER, INTEGER, INTEGER, low), codegen
+    return types.void(types.int64, types.int64, types.int64, types.int64, low), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -272,17 +262,17 @@ def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any
             lanes = [builder.fadd(*pair) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
         return lanes[0]
 
-    return types.float32(INTEGER, INTEGER, INTEGER, INTEGER), codegen
+    return types.float32(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-@kernel(given(1, types.uint8), filled(1, EITHER), INTEGER, INTEGER, liberties=False)
+@kernel("u1 e1+ i i", liberties=False)
 def unpack(raw: Array, out: Array, number: int, blocks: int) -> None:
     """Fill `out` from full blocks of the kind PACKED[number]."""
     unpack_blocks(number, raw.ctypes.data, out.ctypes.data, blocks, out[0])
 
 
+@implements(reference.dequantize)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Compute `reference.dequantize`."""
     packed = kind in PACKED and alike(out)
     if not (packed or kind in RARE) or not out.flags.c_contiguous or not out.size:
         reference.dequantize(raw, kind, out)
