@@ -165,6 +165,16 @@ EVALUATING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --lora 8 --loss dpo --data pairs.jsonl": ByTest(
         f"{PREFERRING}test_ranks_and_a_resume_change_no_bit_and_it_is_verified"
     ),
+    **dict.fromkeys(
+        (
+            "mpirun -n 2 zero-mpi evaluate TEACHER.gguf --data my-texts --top-k-out top.bin --top-k 32",
+            "mpirun -n 2 python -m zero_mpi.train --data my-texts --tokenizer TEACHER.gguf --teacher top.bin",
+        ),
+        ByTest(
+            "tests/serial/test_distill.py::"
+            "test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks"
+        ),
+    ),
     "zero-mpi samples MODEL.gguf --data pairs.jsonl": ByTest(
         f"{PREFERRING}test_samples_shows_both_sides_of_a_pair"
     ),

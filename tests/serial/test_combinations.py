@@ -35,6 +35,8 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--bits portable --reduction fast": ("--reduction fast", "--reduction exact"),
     "--bits portable --device cuda": ("GPU", "--device cpu"),
     "--loss dpo": ("--data FILE.jsonl", "--data p.jsonl"),
+    "--teacher t --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
+    "--teacher t --bits portable": ("--bits portable", "--bits native"),
     "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
     "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
@@ -54,6 +56,7 @@ IDLE_CASES = {  # flags without effect: what is said beside them, and what gives
     "--simpo-gamma 0.1 --loss dpo --data p.jsonl": ("--loss dpo", "--loss simpo"),
     "--desirable-weight 2": ("", "--loss kto --data p.jsonl"),
     "--undesirable-weight 2": ("", "--loss kto --data p.jsonl"),
+    "--teacher-weight 0.2": ("--teacher", "--teacher t"),
     "--loss-on all --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
 }
 IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives them none to have

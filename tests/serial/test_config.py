@@ -116,7 +116,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
     others = {name: other_value(name) for name in FIELDS if name != "epochs"}
     beside = {"offload": "none", "reduction": "exact", "precision": "fp32"}  # ema and bits
-    beside |= {"optimizer": "adamw", "qat": None}  # lora
+    beside |= {"optimizer": "adamw", "qat": None, "teacher": None}  # lora, and another loss
     config = Config(**others | beside)
     assert from_file(tmp_path, write_toml(config)) == config
 

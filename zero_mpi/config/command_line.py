@@ -25,6 +25,7 @@ METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choi
     "lora_alpha": "A",
     "lora_targets": "W",
     "lora_init": "FILE",
+    "teacher": "FILE",
     "tokenizer": "WHICH",
     "control_tokens": "HOW",
     "chat_template": "FILE",

@@ -101,6 +101,16 @@ CONTRADICTIONS = (
         lambda c: c.loss != "cross-entropy" and not c.data,
         "needs pairs: add --data FILE.jsonl",
     ),
+    Contradiction(
+        "teacher",
+        lambda c: c.loss != "cross-entropy",
+        "cannot be combined with --loss {loss}: remove one of them",
+    ),
+    Contradiction(
+        "teacher",
+        lambda c: c.bits == PORTABLE,
+        "cannot be combined with --bits {bits}: remove one of them",
+    ),
     Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
@@ -137,6 +147,7 @@ def of_losses() -> Iterator[Idle]:
     yield Idle("preference_beta", lambda s: s.config.preference is None, why)
     for name, loss in CONSTANTS.items():
         yield Idle(name, lambda s, loss=loss: s.config.loss != loss, why)  # type: ignore[misc]
+    yield Idle("teacher_weight", lambda s: s.config.teacher is None, "there is no --teacher")
     yield Idle("loss_on", lambda s: s.config.preference is not None, "answers count with --loss {loss}")
 
 

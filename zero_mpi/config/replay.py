@@ -20,7 +20,18 @@ from zero_mpi.files.foreign import shown
 
 NAME = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
-PATHS = ("out", "init", "lora_init", "data", "val_data", "tokenizer", "chat_template", "trace", "prometheus")
+PATHS = (
+    "out",
+    "init",
+    "lora_init",
+    "teacher",
+    "data",
+    "val_data",
+    "tokenizer",
+    "chat_template",
+    "trace",
+    "prometheus",
+)
 WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
 
 

@@ -206,6 +206,9 @@ class Config:
     simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
     desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
     undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
+    teacher: str | None = flag(None, str, "loss", "predictions to learn from, of evaluate --top-k-out")
+    teacher_weight: float = flag(
+        0.5, float, "loss", "share of the teacher in the loss, 0 to 1; the rest is cross-entropy", fixed=True)
 
     strategy: str = flag("full-shard", str, "sharding",
         "sharding strategy; hybrid-shard: full-shard inside each node",

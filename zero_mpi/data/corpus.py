@@ -158,7 +158,8 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
     """Return a source with `fraction` of its tokens held out; raises UsageError if it has no window."""
     documents, notes = reader.documents("--data", source.paths)
     least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
-    total = sum(document.tokens.size for document in documents)
+    places = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
+    documents, total = [each._replace(at=at) for each, at in zip(documents, places, strict=False)], places[-1]
     if total < least:
         need = f"context {context} needs at least {least} tokens, the data{of} has {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")

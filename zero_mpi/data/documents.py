@@ -35,6 +35,7 @@ class Document(NamedTuple):
     # (D,) where the documents of a token file end, none of which is empty; None: it is one, or does not tell.
     # Of a pair, which has `counted`: where both sides end.
     ends: NDArray[np.int64] | None = None
+    at: int = 0  # place of the first token in the data, if some are held out
 
     @property
     def is_divisible(self) -> bool:
@@ -51,6 +52,7 @@ class Document(NamedTuple):
             place = int(borders[min(int(np.searchsorted(borders, place)), len(borders) - 1)])
         first = self._replace(tokens=self.tokens[:place], counted=None if count is None else count[:place])
         last = self._replace(tokens=self.tokens[place:], counted=None if count is None else count[place:])
+        last = last._replace(at=self.at + place)
         if ends is None:
             return first, last
         before = np.append(ends[ends < place], place)
@@ -64,6 +66,14 @@ class Stream:
     ids: Tokens  # of all documents (n,), uint16 or uint32, held or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts a token as a target; None: text, all count
+    runs: NDArray[np.int64] | None = None  # (2 R,) starts of runs of the data, here and there
+
+    def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of tokens in the data, held-out ones included; -1 stays."""
+        assert self.runs is not None, "a stream of documents knows where they were"
+        here, there = self.runs.reshape(-1, 2).T
+        run = np.searchsorted(here, np.maximum(places, 0), "right") - 1
+        return np.where(places < 0, -1, places - here[run] + there[run])
 
     @property
     def size(self) -> int:
@@ -79,16 +89,25 @@ def stream_of(documents: Sequence[Document]) -> Stream:
     ends = ends_of(documents)
     masks = [document.counted for document in documents if document.counted is not None]
     assert len(masks) in (0, len(documents)), "text and conversations do not mix"
+    runs = runs_of(documents)
     if len(documents) == 1:
-        return Stream(documents[0].tokens, ends, documents[0].counted)
+        return Stream(documents[0].tokens, ends, documents[0].counted, runs)
     counted = np.concatenate(masks) if masks else None
     in_files = [each.tokens for each in documents if isinstance(each.tokens, TokenSpans)]
     if in_files:
         assert len(in_files) == len(documents), "ids are held, or in files"
         spans = [span for tokens in in_files for span in tokens.spans]
-        return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted)
+        return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted, runs)
     held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
-    return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted)
+    return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted, runs)
+
+
+def runs_of(documents: Sequence[Document]) -> NDArray[np.int64]:
+    """Return where runs of documents that follow each other in the data begin in their stream, and there."""
+    there = np.array([document.at for document in documents], np.int64)
+    here = np.cumsum([0, *(document.tokens.size for document in documents)])[:-1]
+    first = np.flatnonzero(np.diff(there - here, prepend=-1))
+    return np.stack([here[first], there[first]], axis=1).ravel()
 
 
 def ends_of(documents: Sequence[Document]) -> NDArray[np.int64]:

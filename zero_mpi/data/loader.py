@@ -94,6 +94,11 @@ class Windows:
         """Return the number of targets of these windows: all count."""
         return self.context * np.size(indices)
 
+    def places(self, indices: ArrayLike) -> Ids:
+        """Return the place in the text of each target of the windows `indices`, (b, T)."""
+        starts = inside(indices, len(self)) * self.stride
+        return starts[:, None] + np.arange(1, self.context + 1) - len(self._bos)
+
     def about(self) -> str:
         """Return "": nothing needs to be said."""
         return ""

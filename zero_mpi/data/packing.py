@@ -153,6 +153,15 @@ class PackedWindows:
         """
         return self._batch(*self._layout(indices))
 
+    def places(self, indices: ArrayLike) -> Ids:
+        """Return the place in the stream of each target of the windows `indices`, (b, T); -1 for none."""
+        pieces, rows, columns = self._layout(indices)
+        sizes, found = self._sizes[pieces], np.full((np.size(indices), self.context), -1, np.int64)
+        flat = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
+        first = self._starts[pieces] + (self._bos is None)
+        found.reshape(-1)[flat] = np.repeat(first, sizes) + up_to(sizes)
+        return found
+
     def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
         """Return the pieces of the windows `indices`, the row of each in the batch, and its first column."""
         wanted = inside(indices, len(self))

@@ -19,6 +19,7 @@ from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.data import Tokenizer
 from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY
+from zero_mpi.data.teacher_file import open_teacher
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.launch import consistency
 from zero_mpi.models import ModelConfig
@@ -51,6 +52,8 @@ def describe(
         settings["control_tokens"] = config.control_tokens
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
+    if config.teacher is not None:
+        settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
         metadata = merged.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
         settings["base"] = merged.weights_digest(init)

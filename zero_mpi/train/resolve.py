@@ -70,6 +70,7 @@ from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.train import memory_check, same_bits
 from zero_mpi.train.description import describe, of_text, what_was_read
+from zero_mpi.train.distill import check_teacher
 from zero_mpi.train.resume import (
     ResumePoint,
     as_begun,
@@ -227,6 +228,8 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer, Batches(beat, cached))
         packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
         config, loader, held_out = fitted(spec, corpus)
+        if config.teacher is not None:
+            check_teacher(config.teacher, corpus, spec.model, spec.tokenizer)
         problem = problem or no_room(config)
         if config.patience is not None and not held_out:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")

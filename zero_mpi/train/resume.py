@@ -47,7 +47,11 @@ SINCE: dict[str, Any] = {
     "bos": NEVER,
     "optimizer": ADAMW,
 }
-SINCE |= {name: field.default for name, field in FIELDS.items() if field.metadata["group"] == "loss"}
+SINCE |= {
+    name: field.default
+    for name, field in FIELDS.items()
+    if field.metadata["group"] == "loss" and name != "teacher"
+}
 
 
 @dataclass(frozen=True)

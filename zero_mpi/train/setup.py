@@ -39,6 +39,7 @@ from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
 from zero_mpi.sharding.precision import BFLOAT16, precision_named
 from zero_mpi.telemetry import log
+from zero_mpi.train.distill import DistillObjective
 from zero_mpi.train.objective import Objective
 from zero_mpi.train.preferences import PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
@@ -168,7 +169,7 @@ def build(world: World, spec: RunSpec) -> Session:
     module = make_module(config, spec.model, comm)
     optimizer = make_optimizer(config, module, spec.model)
     phase("module and optimizer")
-    objective = make_objective(config, module, loader, held_out)
+    objective = make_objective(config, module, loader, held_out, corpus.parts[0].stream)
     progress = fill(world, optimizer, spec, objective)
     phase("parameters")
     return Session(
@@ -265,8 +266,12 @@ def write_kept(path: Path, about: bytes, kept: np.ndarray[Any, Any]) -> None:
             write_whole(path, hashlib.sha256(about + data).digest() + data)
 
 
-def make_objective(config: Config, module: ShardedModule, loader: StepLoader, held_out: HeldOut) -> Objective:
+def make_objective(
+    config: Config, module: ShardedModule, loader: StepLoader, held_out: HeldOut, stream: Stream
+) -> Objective:
     """Return the loss of the flags."""
+    if config.teacher is not None:
+        return DistillObjective(module, loader, stream, config.teacher, config.teacher_weight)
     if config.preference is None:
         return Objective(module, loader)
     starts_at_zero = config.lora is not None and config.lora_init is None

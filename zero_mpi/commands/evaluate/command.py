@@ -21,17 +21,21 @@ from zero_mpi.commands.evaluate.measure import (
     divergence,
     grouped,
     measure,
+    opened_module,
 )
 from zero_mpi.commands.evaluate.quantization import Importance, divergence_figures
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
+from zero_mpi.commands.evaluate.top_k import write_top_k
+from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
 from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
+from zero_mpi.data.teacher_file import TeacherFile
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
@@ -156,7 +160,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
     check(world.comm, task.facts(), "start all ranks with the same flags and variables")
-    for flag, path in (("--json", task.json), ("--imatrix", task.imatrix)):
+    files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
+    for flag, path in files:
         if path is not None:
             world.on_root(partial(check_target, flag, path))
     watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
@@ -199,7 +204,23 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     if task.kl and dataset.windows is not None:
         sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
         found["divergence"] = divergence_figures(sums, int(dataset.tokens.sum()))
+    if task.top_k_out is not None:
+        predict(world, task, opened, dataset, watchdog)
     return found
+
+
+def predict(world: World, task: Task, opened: Opened, dataset: EvaluationData, watchdog: Watchdog) -> None:
+    """Write the file of --top-k-out. Collective."""
+    assert task.top_k_out is not None, "predictions have a file"
+    assert dataset.windows is not None, "and a text"
+    digests = dataset.text["sha256"], fingerprint(opened.tokenizer)
+    sizes = dataset.text["tokens_of_the_text"], opened.candidates[0].model.vocab_size
+    if task.top_k > sizes[1]:
+        raise UsageError(f"--top-k {task.top_k}: the model has {sizes[1]} tokens")
+    teacher = TeacherFile(task.top_k, float(task.temperature), *sizes, *digests)
+    with opened_module(world, opened.config, opened.candidates[0], watchdog) as module:
+        write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
+        del module
 
 
 def figures_of(task: Task, candidate: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:

@@ -64,6 +64,14 @@ class WindowSet:
         parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
         return PartedBatch(batch.inputs, batch.targets, parts, first)
 
+    def places(self, i: int) -> NDArray[np.int64]:
+        """Return the place in the text of each target of micro-batch i that counts, (b, T); -1 elsewhere."""
+        batch, found = self.micro(i), self._windows.places(self._loader.batches()[i])
+        counts = np.zeros(found.shape, bool)
+        for part in batch.parts:
+            counts[part] = batch.targets[part] != UNCOUNTED
+        return np.where(counts, found, -1)
+
 
 class AnswerSet:
     """Answers behind their questions: a loss for each answer, of its tokens alone.

@@ -25,6 +25,7 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # these flags come first in --help
 OF_QUESTIONS = ("shots", "delimiter")
+OF_TEACHERS = ("top_k", "temperature")
 OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
 Examples:
@@ -55,6 +56,7 @@ class Task:
     json      a file for all figures
     kl        whether the probabilities of both models are compared
     imatrix   a file for the importance matrix of the model
+    top_k_out   a file for the `top_k` most likely ids of each token at a temperature, for train --teacher
     """
 
     config: Config
@@ -69,6 +71,9 @@ class Task:
     json: Path | None = None
     kl: bool = False
     imatrix: Path | None = None
+    top_k_out: Path | None = None
+    top_k: int = 32
+    temperature: float = 1.0
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
@@ -114,6 +119,7 @@ def make_parser() -> Parser:
     parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
     add_files(parser)
+    add_teacher_flags(parser)
     return parser
 
 
@@ -128,21 +134,35 @@ def add_files(parser: Parser) -> None:
     )
 
 
+def add_teacher_flags(parser: Parser) -> None:
+    """Add the flags of predictions that `train --teacher` learns from."""
+    parser.add_argument(
+        "--top-k-out", metavar="FILE", help="write the most likely tokens of each position, for train"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
+
+
 def read_task(arguments: Sequence[str]) -> Task:
     """Return the task of a command line; raises UsageError for invalid combinations."""
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json", "imatrix") if name in own}
+    files = ("choices", "json", "imatrix", "top_k_out")
+    own |= {name: Path(own[name]) for name in files if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     if "kl" in own and ("against" not in own or not config.data):
         raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
-    for name in (*OF_WINDOWS, "imatrix"):
+    for name in (*OF_WINDOWS, "imatrix", "top_k_out"):
         if name in own and not config.data:
             raise UsageError(f"{spelled(name)} {own[name]}: needs a text: add --data PATH")
     for name in OF_WINDOWS:
         within(name, own.get(name, 1), 1)
+    for name in OF_TEACHERS:
+        if name in own and "top_k_out" not in own:
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a file: add --top-k-out FILE")
+        within(name, own.get(name, 1), 1 if name == "top_k" else 1e-3)
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:
             raise UsageError(f"--{name} {show(own[name])}: needs questions: add --task FILE")

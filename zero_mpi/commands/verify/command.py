@@ -50,7 +50,7 @@ from zero_mpi.train.description import FACTS, NAMES, SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.same_bits import obey_early, settings
 
-PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
+PLACES = ("data", "val_data", "init", "lora_init", "teacher", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
 OWN = {
     **dict.fromkeys(PLACES, "current path (default: path in the run's settings)"),

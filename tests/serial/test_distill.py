@@ -1,0 +1,164 @@
+"""Distillation from stored predictions: the divergence and its gradient by formulas, files, and runs."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+from jobs import COMPILED, run_job
+from test_command_bits import fields, needs_mpiexec, train_compiled
+from test_preference_runs import folder as folder
+
+from zero_mpi import SerialComm
+from zero_mpi.data.documents import Document, stream_of
+from zero_mpi.data.packing import PackedWindows
+from zero_mpi.data.teacher_file import HEAD, TeacherFile, open_teacher
+from zero_mpi.errors import JobError, UsageError
+from zero_mpi.launch.ending import REQUEUE
+from zero_mpi.train.distill import Distilled
+
+KNOWN = TeacherFile(3, 1.0, 4, 6, "d", "byte")
+
+
+def records(*rows):
+    found = np.zeros(len(rows), KNOWN.record)
+    for row, (ids, shares) in enumerate(rows):
+        rest = np.log(1 - sum(shares)) if shares else 0
+        found[row] = ids, np.log(shares) if shares else 0, rest
+    return found
+
+
+def test_the_divergence_has_a_known_value():
+    student = np.log([[0.4, 0.3, 0.05, 0.1, 0.1, 0.05]]).astype(np.float32)
+    loss = Distilled(np.array([0]), 1.0, records(([0, 1, 2], [0.5, 0.2, 0.1])), 1.0, KNOWN)
+    found, slopes = loss.divergence(student, np.array([0]), np.array([True]), loss.records)
+    assert found == pytest.approx(0.055164761828624655, rel=1e-6)
+    others = np.array([0.1, 0.1, 0.05]) * (0.25 - 0.2) / 0.25
+    np.testing.assert_allclose(slopes, [[-0.1, 0.1, -0.05, *others]], atol=1e-7)
+    assert slopes.sum() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_loss_and_gradients_are_those_of_another_program(temperature):
+    rng, weight, scale = np.random.default_rng(0), 0.3, 0.1
+    module = tiny.make(SerialComm(), tiny.MODELS["llama"])
+    x, targets = rng.integers(0, 61, (2, 2, 11))
+    targets[0, :4] = -1
+    teacher = TeacherFile(5, temperature, 22, 61, "d", "t")
+    made, flat = np.zeros(22, teacher.record), targets.ravel()
+    for place in range(20):  # the last two were not predicted
+        made[place] = rng.permutation(61)[:5], np.log(rng.dirichlet(np.ones(6))[:5]), 0
+        made[place]["rest"] = np.log(1 - np.exp(made[place]["logp"]).sum())
+    z = np.asarray(module.forward(x, training=True), np.float64).reshape(22, 61)
+
+    def softmax(values):
+        shares = np.exp(values - values.max(-1, keepdims=True))
+        return shares / shares.sum(-1, keepdims=True)
+
+    loss, dz, hard, soft = 0.0, np.zeros_like(z), softmax(z), softmax(z / temperature)
+    for n in np.flatnonzero(flat >= 0):
+        loss -= (1 - weight) * scale * np.log(hard[n, flat[n]])
+        dz[n] += (1 - weight) * scale * (hard[n] - (np.arange(61) == flat[n]))
+        if n < 20:
+            ids, t, rest = (
+                made[n]["ids"],
+                np.exp(made[n]["logp"].astype(float)),
+                np.exp(float(made[n]["rest"])),
+            )
+            s, others = soft[n, ids], 1 - soft[n, ids].sum()
+            loss += weight * scale * ((t * np.log(t / s)).sum() + rest * np.log(rest / others))
+            slope = soft[n] * (others - rest) / others
+            slope[ids] = s - t
+            dz[n] += weight * scale * slope / temperature
+    module.backward(dz.reshape(2, 11, 61).astype(np.float32))
+    module.sync_gradients()
+    expected = {name: value.copy() for name, value in module.named_gradients()}
+    module.zero_gradients()
+    found = module.forward_backward(x, Distilled(targets, scale, made, weight, teacher))
+    module.sync_gradients()
+    assert found == pytest.approx(loss, rel=2e-6)
+    for name, value in module.named_gradients():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=2e-6, err_msg=name)
+
+
+def test_tokens_are_found_in_the_data_whatever_is_held_out():
+    documents = [Document(str(n), np.arange(10 * n, 10 * n + 4), b"", at=4 * n) for n in range(5)]
+    stream = stream_of([documents[n] for n in (0, 1, 3, 4)])
+    data = np.concatenate([each.tokens for each in documents])
+    windows = PackedWindows(stream, 9)
+    places = stream.in_data(windows.places(np.arange(len(windows))))
+    batch = windows.batch(np.arange(len(windows)))
+    assert ((places < 0) == (batch.targets < 0)).all()
+    assert (data[places[places >= 0]] == batch.targets[places >= 0]).all()
+
+
+def damaged(raw, **changes):
+    return json.dumps(json.loads(raw[:HEAD]) | changes).encode().ljust(HEAD) + raw[HEAD:]
+
+
+HOSTILE = {
+    "empty": lambda raw: b"",
+    "cut": lambda raw: raw[:-1],
+    "long": lambda raw: raw + b"x",
+    "no header": lambda raw: b"{" * HEAD + raw[HEAD:],
+    "another format": lambda raw: damaged(raw, format="x"),
+    "too many ids": lambda raw: damaged(raw, k=7),
+    "no number": lambda raw: damaged(raw, k="3"),
+    "more tokens": lambda raw: damaged(raw, tokens=1 << 62),
+    "no temperature": lambda raw: damaged(raw, temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_file_that_is_not_sound_is_refused(kind, tmp_path):
+    path, raw = tmp_path / "t", KNOWN.header() + records(*[([0, 1, 2], [0.5, 0.2, 0.1])] * 4).tobytes()
+    path.write_bytes(raw)
+    found = open_teacher(str(path)).read(str(path), np.array([1, 2, -1, 0]))
+    assert found["ids"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
+    path.write_bytes(HOSTILE[kind](raw))
+    with pytest.raises(UsageError, match="--teacher"):
+        open_teacher(str(path))
+
+
+@pytest.mark.parametrize(("name", "value"), [("ids", 6), ("logp", 0.5), ("logp", np.nan), ("rest", np.inf)])
+def test_records_that_are_no_predictions_end_a_job(name, value, tmp_path):
+    made = records(*[([0, 1, 2], [0.5, 0.2, 0.1])] * 4)
+    made[name][2] = value
+    (tmp_path / "t").write_bytes(KNOWN.header() + made.tobytes())
+    with pytest.raises(JobError, match="--teacher"):
+        KNOWN.read(str(tmp_path / "t"), np.array([2]))
+
+
+@needs_mpiexec
+def test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks(folder):
+    for number, text in enumerate(("abcab" * 30, "bca" * 60, "cabba" * 25)):
+        (folder / f"{number}.txt").write_text(text)
+    data = ["--data", "0.txt", "1.txt", "2.txt"]
+    make = ["-m", "zero_mpi", "evaluate", "m.gguf", *data, "--context", "30", "--top-k", "4"]
+    for ranks in (1, 3):
+        made = [*make, "--top-k-out", f"top-{ranks}"]
+        assert run_job(ranks, made, env=COMPILED, cwd=folder, timeout=50)[0] == 0
+    raw = (folder / "top-1").read_bytes()
+    assert (folder / "top-3").read_bytes() == raw
+    unfinished = damaged(raw, sha256="")
+    half = len(raw) // 2
+    (folder / "top-2.part").write_bytes(unfinished[:half] + bytes(len(raw) - half))
+    assert run_job(2, [*make, "--top-k-out", "top-2"], env=COMPILED, cwd=folder, timeout=50)[0] == 0
+    assert (folder / "top-2").read_bytes() == raw
+    flags = ["--init", "m.gguf", *data, "--context", "20", "--batch-size", "4", "--micro-batch", "1"]
+    flags += ["--val-fraction", "0.3", "--steps", "3", "--sample", "0", "--teacher", "top-1"]
+    alone, out = folder / "student-1", folder / "student-3"
+    train_compiled(1, alone, *flags)
+    first = ["-m", "zero_mpi.train", "--out", str(out), *flags, "--max-time", "0s"]
+    assert run_job(3, first, timeout=50, env=COMPILED, cwd=folder)[0] == REQUEUE
+    train_compiled(2, out, *flags)
+    assert fields(out, "loss", "grad_norm") == fields(alone, "loss", "grad_norm")
+    for file in (alone / "latest").iterdir():
+        assert (out / "latest" / file.name).read_bytes() == file.read_bytes(), file.name
+    status, printed, _ = run_job(1, ["-m", "zero_mpi", "verify", str(out)], env=COMPILED, cwd=folder)
+    assert (status, printed.splitlines()[-1][:4]) == (0, "yes:")
+    (folder / "0.txt").write_text("another text")
+    command = ["-m", "zero_mpi.train", "--out", "no", *flags]
+    status, _, errors = run_job(1, command, env=COMPILED, cwd=folder)
+    assert (status, len(errors.strip().splitlines())) == (2, 1)
+    assert "--teacher" in errors

@@ -1,0 +1,102 @@
+"""File of a teacher's predictions: for each token of a text its most likely ids, and the mass of all others.
+
+A header of `HEAD` bytes, JSON, says what they were made of. A record for each token of the data follows, in
+the order of the data: ids, their log-probabilities from the largest on, and the logarithm of the rest. A
+record of zeros says that the teacher has not predicted that token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zero_mpi.data.token_spans import FileSpan
+from zero_mpi.errors import FileError, JobError, prefixed
+from zero_mpi.files.foreign import quoted, shown
+from zero_mpi.files.open import open_file
+from zero_mpi.files.parse import parse_json
+
+HEAD, FORMAT, MOST = 4096, "zero_mpi top-k 1", 1 << 40
+Records = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TeacherFile:
+    """Predictions of a teacher: `k` ids for each of `tokens` tokens, at a temperature.
+
+    data, tokenizer   digests of what was read
+    sha256            of the records
+    """
+
+    k: int
+    temperature: float
+    tokens: int
+    vocab: int
+    data: str
+    tokenizer: str
+    sha256: str = ""
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        """The type of a record."""
+        return np.dtype([("ids", "<u4", (self.k,)), ("logp", "<f4", (self.k,)), ("rest", "<f4")])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return HEAD + self.tokens * self.record.itemsize
+
+    def header(self) -> bytes:
+        """Return the first bytes of the file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}).encode().ljust(HEAD)
+
+    def read(self, path: str, places: NDArray[np.int64]) -> Records:
+        """Return the records (n,) of tokens at places (n,), zeros for -1; JobError for unsound ones."""
+        found, size = np.zeros(places.size, self.record), self.record.itemsize
+        span = FileSpan(path, HEAD, self.nbytes - HEAD, np.dtype(np.uint8), self.nbytes)
+        cuts = np.flatnonzero((np.diff(places) != 1) | (places[:-1] < 0)) + 1
+        for first, stop in zip([0, *cuts], [*cuts, places.size], strict=True):
+            if first < stop and places[first] >= 0:
+                span.read(int(places[first]) * size, found[first:stop].view(np.uint8))
+        is_sound = (found["ids"] < self.vocab).all() and (found["logp"] <= 0).all()
+        if not is_sound or not np.isfinite(found["logp"]).all() or not (found["rest"] <= 0).all():
+            raise JobError(f"--teacher {shown(path)}: expected log-probabilities of ids below {self.vocab}")
+        return found
+
+
+def open_teacher(path: str) -> TeacherFile:
+    """Return the header of a file; raises FileError unless it is sound and the file has its size."""
+    with prefixed("--teacher"), open_file(path, "a file of evaluate --top-k-out") as file:
+        head, nbytes = file.read(HEAD), os.fstat(file.fileno()).st_size
+    try:
+        value = parse_json(head.rstrip())
+        kinds = {"k": int, "temperature": float, "tokens": int, "vocab": int}
+        kinds |= dict.fromkeys(("format", "data", "tokenizer", "sha256"), str)
+        is_whole = isinstance(value, dict) and value.keys() == kinds.keys() and value.pop("format") == FORMAT
+        if not is_whole or any(type(value[name]) is not kinds[name] for name in value):
+            raise ValueError("expected a header of evaluate --top-k-out")
+        found = TeacherFile(**value)
+        if not (0 < found.k <= found.vocab <= 1 << 32 and 0 <= found.tokens <= MOST):
+            raise ValueError(f"expected 1 to {found.vocab} ids for each token, found {found.k}")
+        if not (0 < found.temperature < math.inf and nbytes == found.nbytes):
+            raise ValueError(f"expected {found.nbytes:,} bytes, found {nbytes:,}")
+    except ValueError as error:
+        raise FileError(f"--teacher {shown(path)}: {error or quoted(head[:40])}") from None
+    return found
+
+
+def begin(path: Path, teacher: TeacherFile) -> None:
+    """Make the unfinished file, unless one of the same predictions is there."""
+    size = path.stat().st_size if path.exists() else -1
+    with path.open("r+b" if size >= 0 else "x+b") as file:
+        if size != teacher.nbytes or file.read(HEAD) != teacher.header():
+            file.truncate(0)
+            file.truncate(teacher.nbytes)
+            os.pwrite(file.fileno(), teacher.header(), 0)
