@@ -20,6 +20,7 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--ema 0.9 --offload moments": ("--offload moments", "--offload none"),
     "--optimizer muon --lora 2 --init m.gguf": ("--lora", "--optimizer adamw"),
     "--optimizer muon --offload moments --device cuda": ("--offload moments", "--offload none"),
+    "--precision fp64 --offload moments": ("--offload", "--offload none"),
     "--epochs 2 --steps 5": ("--steps 5", None),
     "--trace-steps 2:5": ("--trace FILE", "--trace t.json"),
     "--min-lr 0.1 --lr 0.01": ("--lr 0.01", "--lr 0.2"),

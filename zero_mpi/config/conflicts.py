@@ -47,6 +47,16 @@ CONTRADICTIONS = (
         lambda c: c.optimizer != "adamw" and c.offload != "none",
         "cannot be had with --offload {offload}: leave one of them out",
     ),
+    Contradiction(
+        "precision",
+        lambda c: (
+            c.precision == "fp64"
+            and (
+                c.device == "cuda" or (c.offload, c.lora, c.ema, c.optimizer) != ("none", None, None, "adamw")
+            )
+        ),
+        "is for CPUs and AdamW: leave out --device cuda, --offload, --lora, --ema and --optimizer",
+    ),
     Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
     Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
     Contradiction(
