@@ -118,7 +118,7 @@ def plan_memory(case: Case) -> Memory:
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     """Return the bytes that are kept of a unit between rounds and steps; of shared memory, the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
-    wide = int(case.precision.master.itemsize)
+    wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
@@ -139,7 +139,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
-    trained, averages, wide = unit.trainable, case.ema is not None, int(case.precision.master.itemsize)
+    trained, averages, wide = unit.trainable, case.ema is not None, case.sum_bytes
     files = BYTES * (1 + averages) * (trained or case.model.lora is None)
     return own * (files + wide * (state_count(unit) * trained + (wide > BYTES)))
 
