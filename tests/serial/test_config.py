@@ -29,10 +29,11 @@ SPECIAL = {"threads": "2", "max_time": "1h30m", "reduce_dtype": "fp32", "resume"
 SPECIAL |= {"decay_steps": 3, "steps": 20, "strategy": "no-shard"}
 SPECIAL |= {"arch": "gpt2", "reduction": "fast", "tokenizer": "from-init", "trace_steps": "2:5"}
 SPECIAL |= {"transport": "mpi", "device": "cpu", "min_lr": 0.001, "lr_scale": ["*.bias=0", "blk.*=1.5"]}
-SPECIAL |= {"trace": "t.json", "warmup": 7}
+SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
+NEEDS |= {"loss": ["data"]}
 LENGTH = {"steps": 440, "warmup": 40}
 SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and other defaults beside one
 
@@ -115,7 +116,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
     others = {name: other_value(name) for name in FIELDS if name != "epochs"}
     beside = {"offload": "none", "reduction": "exact", "precision": "fp32"}  # ema and bits
-    beside["optimizer"] = "adamw"  # lora
+    beside |= {"optimizer": "adamw", "qat": None}  # lora
     config = Config(**others | beside)
     assert from_file(tmp_path, write_toml(config)) == config
 
@@ -128,6 +129,7 @@ TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline
     [
         {},
         {"optimizer": "muon"},
+        {"qat": "q4_k"},
         {"keep": 0, "sample": 0, "grad_clip": 0.0, "val_fraction": 0.0, "tied": False, "warmup": 0},
         *({"data": text, "freeze": text} for text in TEXTS),
     ],

@@ -12,10 +12,10 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
 from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
 from zero_mpi.nn.packed import Documents
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
-from zero_mpi.sharding.passes import ROW_STEPS, rows_that_count
 from zero_mpi.sharding.precision import BF16, FP32
 
 CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three
@@ -189,7 +189,7 @@ def test_without_a_scale_the_mean_is_over_what_counts():
     loss, _ = cross_entropy(logits, targets)
     assert loss == pytest.approx(cross_entropy(logits[[0, 2]], targets[[0, 2]])[0], rel=1e-14)
     assert cross_entropy(logits, np.full(4, UNCOUNTED))[0] == 0
-    with pytest.raises(ValueError, match="from 0 to 4, one of that many logits, or -1"):
+    with pytest.raises(ValueError, match=r"from 0 to 4, .*-1"):
         cross_entropy(logits, np.array([1, -2, 2, 0]))
 
 

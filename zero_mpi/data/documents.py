@@ -28,12 +28,18 @@ class Remark(str):
 class Document(NamedTuple):
     """Ids in their order, and their origin."""
 
-    name: str  # of the file or line, for people and for the digest of the corpus
+    name: str  # of the file or line, for messages and for the digest of the corpus
     tokens: Tokens  # (n,) uint16 or uint32, held or in a file; those of text include the separator
     digest: bytes  # sha256 of the bytes that it was made of, and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
     # (D,) where the documents of a token file end, none of which is empty; None: it is one, or does not tell.
+    # Of a pair, which has `counted`: where both sides end.
     ends: NDArray[np.int64] | None = None
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether some of its documents may be held out without the others."""
+        return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
         """Return the documents before a place and those from it on. One that crosses it is cut at the place,

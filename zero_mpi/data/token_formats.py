@@ -142,11 +142,7 @@ class TokenFormat(NamedTuple):
 
     name: str
     known: Callable[[str, Path], bool]  # by the file's name, as `collect_files` gives it, and its path
-    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for an unsound file
-
-
-def _is_arrow(name: str, path: Path) -> bool:
-    return path.suffix == ".arrow" and not holds_conversations(path)
+    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
 FORMATS = (
@@ -158,7 +154,9 @@ FORMATS = (
         megatron_layout,
     ),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat("Arrow", _is_arrow, arrow_layout),
+    TokenFormat(
+        "Arrow", lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout
+    ),
 )
 
 

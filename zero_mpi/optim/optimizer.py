@@ -121,10 +121,10 @@ class ShardedOptimizer:
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
-        """Return the rule of a parameter; raises ValueError where there is none."""
+        """Return the rule of a parameter; raises ValueError if there is none."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
-            raise ValueError(f"rules: none is for {name}: give one for the pattern *")
+            raise ValueError(f"rules: none matches {name}: add one for the pattern *")
         self._chosen[name] = rule
         return rule
 
@@ -139,14 +139,15 @@ class ShardedOptimizer:
                 unit.unit.whole
                 and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
             ):
-                raise ValueError(f"rules: all parameters of the unit {unit.name} want one kind of rule")
+                raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
                 if isinstance(self.rule_of(name), MatrixRule) and (
                     not unit.unit.whole or len(param.shape) < 2
                 ):
                     raise ValueError(
-                        f"rules: {self.rule_of(name).type} takes whole matrices, {name} is none: make the "
-                        "module with whole=[patterns of the matrices], and give others another rule"
+                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
+                        "the module with whole=[patterns of the matrices], and use another rule for other "
+                        "parameters"
                     )
 
     @property
@@ -160,6 +161,16 @@ class ShardedOptimizer:
         if not self.steps:
             self.average.begin(self.units)
         return self.average.values
+
+    def begin(self) -> None:
+        """Let rules prepare the parameters of a new run, once these have values. Collective."""
+        if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
+            return
+        self.module.drop_gathered()
+        for unit in self.units:
+            for part, _, rule in self._parts(unit, 1.0):
+                rule.begin(part)
+        self.module.broadcast_updated_params()
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -213,7 +224,9 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
+        """Return the part of a unit whose states this rank keeps; of full matrices only those that it
+        owns.
+        """
         return unit.part if self._is_directed(unit) else unit.parameters.updated_part
 
     def _make_states(self) -> dict[str, States]:
@@ -229,7 +242,7 @@ class ShardedOptimizer:
                 unit: {name: zeros(size, kind) for name in names} for unit, (size, _, names) in sizes.items()
             }
         if any(isinstance(rule, MatrixRule) for rule in self.rules.values()):
-            raise ValueError(f"offload: {self.type} keeps its states where whole matrices are; leave it out")
+            raise ValueError(f"offload: {self.type} keeps its states with full matrices; leave it out")
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
@@ -249,6 +262,11 @@ class ShardedOptimizer:
         return AllOf(handles)
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
+        for part, rate, rule in self._parts(unit, lr):
+            rule.update(part, rate, scale, self.steps)
+
+    def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
+        """Yield the parts of a unit that one rule updates, with its rate."""
         parameters, gradients, _ = unit.updated
         rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.rounds_to
         decay = self.weight_decay * rates.decays
@@ -260,8 +278,7 @@ class ShardedOptimizer:
                 kept = (
                     {} if isinstance(rule, MatrixRule) else {name: states[name][own] for name in rule.states}
                 )
-                taken = Part(p[own], gradients[here], kept, decay[runs], rounded)
-                rule.update(taken, lr * factor, scale, self.steps)
+                yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
         """Yield a unit's parameters and states where they are updated: all, or offloaded ones by pieces."""
@@ -304,9 +321,7 @@ class ShardedOptimizer:
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all of them can be updated."""
         if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
-            raise ValueError(
-                f"step_on_params: {self.type} takes whole matrices of the module alone: use step"
-            )
+            raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
         if shapes != {key: g.shape for key, g in grads.items()}:
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")

@@ -120,7 +120,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
-    states = state_count(unit) * (own if unit.whole else updated)
+    states = state_count(unit, case.qat) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
@@ -141,7 +141,7 @@ def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
     trained, averages, wide = unit.trainable, case.ema is not None, case.sum_bytes
     files = BYTES * (1 + averages) * (trained or case.model.lora is None)
-    return own * (files + wide * (state_count(unit) * trained + (wide > BYTES)))
+    return own * (files + wide * (state_count(unit, case.qat) * trained + (wide > BYTES)))
 
 
 def keeps_slices(case: Case) -> bool:
@@ -195,7 +195,7 @@ class Resident:
     mpi: int = called("MPI's own segments")
     text: int = called("tokens of the text")  # copies on all ranks
     arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample in the end")  # full model on rank 0
+    sample: int = called("sample at the end")  # full model on rank 0
 
     @property
     def total(self) -> int:

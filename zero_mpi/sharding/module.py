@@ -19,6 +19,7 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
+from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.sharding.actions import GATHERING, Actions, run, without
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.gradients import accumulates_locally
@@ -148,15 +149,22 @@ class ShardedModule(ShardedState):
         return micro_batch.dy
 
     def forward_backward(
-        self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
+        self,
+        x: Any,
+        targets: Any,
+        scale: float = 1.0,
+        *,
+        contributors: int | None = None,
+        last: bool = True,
     ) -> Scalar | None:
-        """Run forward, cross-entropy of the output as logits, and backward of a micro-batch. Return the loss.
+        """Run forward, loss and backward of a micro-batch. Return the loss: a `HeadLoss` in place of targets,
+        or `scale` times the cross-entropy of the output as logits.
 
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
         without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
         """
         self._begin()
-        micro_batch = Pass(self, x, targets=targets, scale=scale)
+        micro_batch = Pass(self, x, loss_of=loss_with(targets, scale))
         micro_batch.contributors = self._contributors(contributors)
         self._descend(self._schedule_of(last).training, micro_batch, last)
         return micro_batch.loss
@@ -170,19 +178,19 @@ class ShardedModule(ShardedState):
         micro_batch.contributors = self._contributors(contributors)
         self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
 
-    def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
+    def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
         """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
-        losses = self.part_losses(x, targets, (...,), scale)
+        losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
-    def part_losses(self, x: Any, targets: Any, parts: Sequence[Any], scale: float = 1.0) -> list[Scalar]:
-        """Return the loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
+    def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
+        """Return the losses of a micro-batch's parts. None of it is kept for a backward.
 
-        A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
-        rank without a micro-batch passes None for x and targets, and gets no losses.
+        A rank without a micro-batch passes None twice, and gets no losses. Unless `adapted`, the products of
+        adapters are left out.
         """
         self._begin()
-        micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale, parts=parts)
+        micro_batch = Pass(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
         run(self.schedule.evaluation, self.units, micro_batch)
         return micro_batch.losses
 
@@ -234,7 +242,8 @@ class ShardedModule(ShardedState):
         """
         if not self.strategy.shards_parameters:
             raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps parameters whole, nothing to gather"
+                f"prefetch: strategy {self.strategy.name} keeps full parameters, so there is nothing to "
+                "gather"
             )
         if self.has_pending_prefetch:
             raise ValueError("prefetch: already started; run forward before the next prefetch")
@@ -297,7 +306,7 @@ class ShardedModule(ShardedState):
             unit.gradient.reset()
 
     def check_gradients(self, what: str) -> None:
-        """Raise ValueError unless the gradients of a whole step are there, which `what` is about to use."""
+        """Raise ValueError unless all gradients of the step, which `what` needs, are complete."""
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "

@@ -69,7 +69,7 @@ def check_arguments(
     patterns = list_of_patterns("frozen", frozen, params)
     settings["whole"] = list_of_patterns("whole", whole, params)
     if settings["whole"] and settings["by_rows"]:
-        raise ValueError("ShardedModule: whole: by_rows cuts parameters between rows; give one of both")
+        raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
     check_reduction(comm, precision, bool(stored))
     masters, tallies = masters_on_host(precision) if offload_masters else None, tallies_of(stages, auxiliary)
     kinds = check_stored(stored, params, patterns, settings["by_rows"])
