@@ -246,7 +246,7 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
         rooms.append(surrounded(np.zeros(shape, dtype), 64 + len(rooms) % 2))
         return rooms[-1][0]
 
-    for name in ("elementwise", "embedding", "loss", "norm", "sort", "sums"):
+    for name in ("elementwise", "embedding", "loss", "norm", "sums"):
         monkeypatch.setattr(import_module(f"zero_mpi.ops.gpu.{name}"), "take", take)
     for shape in [(3, 5, 16), (2, 3, 37)]:
         for name, (args, named) in all_cases(shape, kind).items():
@@ -408,7 +408,7 @@ def test_tokens_may_fill_many_runs(gpu, count, kind):
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
 def test_a_sort_by_bits_is_stable(gpu, size):
-    from zero_mpi.ops.gpu.sort import sort_by_bits
+    from zero_mpi.ops.gpu.embedding import sort_by_bits
 
     keys = np.random.default_rng(size).integers(1 << 56, size=size)
     for first, last in [(0, 56), (32, 41), (8, 16), (40, 40)]:

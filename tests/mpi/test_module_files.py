@@ -20,8 +20,10 @@ from zero_mpi import (
     UsageError,
 )
 from zero_mpi.checkpoint import parallel_write
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import JobError
 from zero_mpi.nn import GELU, Chain, Linear, Stage
+from zero_mpi.sharding.precision import FP64
 
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 FILES = ("model.gguf", "optimizer.gguf")
@@ -43,13 +45,13 @@ def criterion(y):
 
 
 def train(optimizer, steps):
-    accum, losses = GradAccum(optimizer.module, COUNT), []
+    accum, losses, kind = GradAccum(optimizer.module, COUNT), [], optimizer.module.precision.compute
     for step in steps:
         for number in accum:
             if number is None:
                 accum.accumulate(None)
                 continue
-            x = np.random.default_rng((step, number)).standard_normal((ROWS, 7)).astype(np.float32)
+            x = np.random.default_rng((step, number)).standard_normal((ROWS, 7)).astype(kind)
             accum.accumulate(x, criterion)
         losses.append(accum.total_loss())
         optimizer.step(max_norm=1.0)
@@ -89,6 +91,25 @@ def test_going_on_has_the_bits_of_a_run_without_a_break(exact, strategy, options
     assert (optimizer.steps, optimizer.skipped) == (2, 0)
     assert train(optimizer, [2, 3]) == expected
     assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float64_goes_on_from_its_own_masters_and_states(exact, strategy, ranks_folder):
+    one = saved(SerialComm(), ranks_folder / f"wide{exact.rank}", precision=FP64)
+    assert digests(saved(exact, ranks_folder / "deep" / "wide", strategy, precision=FP64)) == digests(one)
+    model, state = (GGUFFile.open(one / name) for name in FILES)
+    assert {spec.type.name for spec in model.tensors.values()} == {"F32"}
+    assert {spec.type.name for spec in state.tensors.values()} == {"F64"}
+    _, unbroken = make(SerialComm(), precision=FP64)
+    expected = train(unbroken, range(4))[2:]
+    for options in ({}, {"by_rows": True}):
+        module, optimizer = make(exact, strategy, seed=9, precision=FP64, **options)
+        assert zero_mpi.load(one, module, optimizer) == 2
+        assert train(optimizer, [2, 3]) == expected
+        assert tiny.digest(module.state_dict()) == tiny.digest(unbroken.module.state_dict())
+        assert digests(zero_mpi.save(ranks_folder / "deep" / "rows", module, optimizer)) != digests(one)
+    with pytest.raises(UsageError, match=r"optimizer\.gguf"):
+        zero_mpi.load(one, *make(exact, strategy))
 
 
 def test_half_a_step_is_forgotten_by_a_load(exact, alone):
@@ -132,7 +153,7 @@ def refused(comm, call, message, kind=UsageError):
 def test_load_says_what_does_not_fit(exact, ranks_folder):
     folder = saved(exact, ranks_folder / "all")
     load = partial(zero_mpi.load, folder)
-    names = r"model\.gguf: .*missing tail\.weight, tail\.bias; surplus head\.weight, head\.bias; make"
+    names = r"model\.gguf: .*missing tail\.weight, tail\.bias; surplus head\.weight, head\.bias"
     refused(exact, partial(load, *make(exact, name="tail")), names)
     shape = r"body\.weight: expected shape \(33, 6\), found \(33, 7\)"
     refused(exact, partial(load, *make(exact, inputs=6)), shape)

@@ -35,6 +35,7 @@ RAGGED = ("one", "less", "more")
 LOW = [
     {"precision_name": "bf16"},
     {"precision_name": "fp16"},
+    {"precision_name": "fp64"},
     {"precision_name": "bf16", "reduce_dtype": "fp32"},
 ]
 

@@ -7,10 +7,10 @@ import pytest
 import tiny
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, UsageError
-from zero_mpi.sharding.precision import BF16, FP16, precision_named
+from zero_mpi.sharding.precision import BF16, FP16, FP64, precision_named
 
 WIDE = precision_named("bf16", "fp32")
-PRECISIONS = {"bf16": BF16, "bf16 reduced in fp32": WIDE, "fp16": FP16}
+PRECISIONS = {"bf16": BF16, "bf16 reduced in fp32": WIDE, "fp16": FP16, "fp64": FP64}
 SETTINGS = [  # strategy, prefetch, recompute, bucket MiB, micro-batches a step
     (FULL_SHARD, 1, False, 25, 5),
     (FULL_SHARD, 0, True, 25, 3),

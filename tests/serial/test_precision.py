@@ -13,10 +13,11 @@ from jobs import run_job
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, load, ops, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.ops import low_precision, reference
+from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.loss_scale import FIRST_EXPONENT, GROWTH_STEPS, MAX_EXPONENT, LossScale
-from zero_mpi.sharding.precision import BF16, FP16, FP32, as_kind, floats, precision_named
+from zero_mpi.sharding.precision import BF16, FP16, FP32, FP64, as_kind, floats, precision_named
 
 KINDS = [ml_dtypes.bfloat16, np.float16]
 ops.prepare()
@@ -267,6 +268,41 @@ def test_numbers_that_are_not_finite_stay_so():
     assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2 tied", "qwen3"])
+def test_a_gradient_in_float64_is_the_slope_of_the_whole_model(name):
+    config = tiny.MODELS[name]
+    module, batch = tiny.make(SerialComm(), config, precision=FP64), tiny.micro_batch(0, 0, config)
+    module.forward_backward(*batch, 0.1)
+    module.sync_gradients()
+    before = module.state_dict()
+    ways = {n: np.random.default_rng(7).standard_normal(x.shape) for n, x in before.items()}
+    told = sum(np.vdot(g, ways[n].reshape(-1)) for n, g in module.named_gradients())
+    module.zero_gradients()
+
+    def at(t):
+        module.load_state_dict({n: x + t * ways[n] for n, x in before.items()})
+        return module.evaluate(*batch, 0.1)
+
+    h = 1e-4
+    slope = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+    assert slope == pytest.approx(told, rel=1e-7)
+    assert {x.dtype for x in before.values()} == {np.dtype(np.float64)}
+
+
+def test_float64_has_float64_states_and_goes_where_it_can(tmp_path):
+    module = tiny.make(SerialComm(), tiny.MODELS["llama"], precision=FP64)
+    optimizer = ShardedAdamW(module, ema=0.9)
+    kinds = {x.dtype for states in optimizer.states.values() for x in states.values()}
+    assert kinds | {x.dtype for x in optimizer.averages().values()} == {np.dtype(np.float64)}
+    with pytest.raises(UsageError, match="ema"):
+        save(tmp_path / "c", module, optimizer)
+    kind = {"output.weight": BLOCK_KINDS["Q8_0"]}
+    with pytest.raises(UsageError, match="--precision fp64"):
+        tiny.make(SerialComm(), tiny.MODELS["llama"], precision=FP64, stored=kind, frozen=["output.weight"])
+    with pytest.raises(UsageError, match="--reduce-dtype fp32"):
+        precision_named("fp64", "fp32")
+
+
 def test_names_of_precisions():
     assert precision_named("bf16") is BF16
     assert precision_named("bf16", "bf16") is BF16
@@ -359,15 +395,22 @@ def losses(out):
     return [(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
 
 
-def test_a_run_in_float16_goes_on_with_its_scale(tmp_path, text):
+@pytest.mark.parametrize("precision", ["fp16", "fp64"])
+def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precision):
     """Interrupted and resumed on another number of ranks it has the bits of the unbroken run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    status, _, said = train(whole, text, "--precision", "fp16", "--steps", "5")
+    status, _, said = train(whole, text, "--precision", precision, "--steps", "5")
     assert status == 0, said
     for steps, ranks in (("3", 2), ("5", 1)):
-        status, out, said = train(parts, text, "--precision", "fp16", "--steps", steps, ranks=ranks)
+        status, out, said = train(parts, text, "--precision", precision, "--steps", steps, ranks=ranks)
         assert status == 0, out + said
     assert losses(parts)[3:] == losses(whole)[3:]
+    if precision == "fp64":
+        status, out, said = run_job(2, ["-m", "zero_mpi", "verify", parts], timeout=100)
+        assert status == 0, out + said
+        one, other = (GGUFFile.open(folder / "step-00000005" / "optimizer.gguf") for folder in (whole, parts))
+        assert one.metadata["training.state_digest"] == other.metadata["training.state_digest"]
+        return
     first, second = (
         GGUFFile.open(folder / "step-00000005" / "optimizer.gguf").metadata for folder in (whole, parts)
     )
@@ -389,6 +432,11 @@ def test_a_run_says_that_its_precision_changed(tmp_path, text):
     [
         ("--precision bf16 --reduction fast --transport mpi", "--reduce-dtype fp32"),
         ("--precision fp32 --reduce-dtype bf16", "--reduce-dtype bf16"),
+        ("--precision fp64 --reduce-dtype fp32", "--reduce-dtype fp32"),
+        ("--precision fp64 --ema 0.9", "--precision fp64"),
+        ("--precision fp64 --optimizer muon", "--precision fp64"),
+        ("--precision fp64 --lora 2 --init model.gguf", "--precision fp64"),
+        ("--precision fp64 --device cuda", "--precision fp64"),
         ("--device cuda", "--device cuda"),
     ],
 )

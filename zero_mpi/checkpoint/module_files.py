@@ -35,6 +35,7 @@ from zero_mpi.nn.layer import Param
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.module import ShardedModule
+from zero_mpi.sharding.precision import FP64
 
 OURS = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
 FOLDER = str | os.PathLike[str]
@@ -154,6 +155,8 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     instance(f"{what}: optimizer", optimizer, ShardedOptimizer, example)
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
+    if module.precision is FP64 and optimizer.average is not None:
+        raise UsageError(f"{what}: ema: files hold averages in float32: make it without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
         raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")
 

@@ -10,7 +10,6 @@ rank is raised on all of them, at the end.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections import defaultdict, deque
@@ -22,7 +21,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
 from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.comm import Comm, Partition, Piece, SerialComm
@@ -32,7 +31,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, explain, naming
 from zero_mpi.files.file_systems import FileSystem, file_system
 from zero_mpi.files.open import open_in_place
-from zero_mpi.sharding.unit import BYTES
 
 
 @dataclass(frozen=True)
@@ -154,11 +152,11 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Content:
-    """Content of one file: (name, shape) in the file's order, and the contributions of values."""
+    """Content of one file: (name, shape, type) in the file's order, and the contributions of values."""
 
     path: Path
     architecture: str
-    tensors: Sequence[tuple[str, tuple[int, ...]]]
+    tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
     constants: Mapping[str, Array] = field(default_factory=dict)  # that all ranks have: rank 0 writes them
 
@@ -266,7 +264,7 @@ class Output:
         """Write runs of tensors; runs that are adjacent in the file are written in one call."""
         start, end, parts = 0, 0, list[Array | bytes]()
         for name, first, values in runs:
-            offset = self._offsets[name] + first * BYTES
+            offset = self._offsets[name] + first * values.itemsize
             if parts and 0 <= offset - end <= PADDING:
                 parts += [bytes(offset - end)] * (offset > end)
             else:
@@ -302,9 +300,8 @@ class Output:
             except OSError as error:
                 self.problem = self.problem or error
 
-    def read_digest(self, name: str, shape: Sequence[int]) -> str:
+    def read_digest(self, name: str, nbytes: int) -> str:
         """Return the digest of a tensor as it stands in the file."""
-        nbytes = BYTES * math.prod(shape)
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[name])
             sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
@@ -341,14 +338,14 @@ class Pieces:
 
     def _length(self, given: Contribution) -> int:
         """Return the elements of a chunk: two chunks are at most a unit, and no digest's piece is cut."""
-        quantum = PIECE_BYTES // BYTES
+        quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
     def _room(self, given: Contribution) -> Array:
         """Return a buffer for a chunk that the write in progress does not use."""
         self._rooms.reverse()
-        if self._rooms[0].size < self._length(given):
-            self._rooms[0] = empty(self._length(given))
+        if self._rooms[0].size < self._length(given) or self._rooms[0].dtype != given.values.dtype:
+            self._rooms[0] = empty(self._length(given), given.values.dtype)
         return self._rooms[0]
 
     def _write(self, runs: Iterable[Run]) -> None:
@@ -369,7 +366,7 @@ def write_together(
     `tick` is called often with a text that says what is being done.
     """
     comm = writers.comm
-    blank = [dict.fromkeys([name for name, _ in content.tensors], BLANK) for content in contents]
+    blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]
     outputs = [Output(writers, content, keys) for content, keys in zip(contents, stamp(*blank), strict=True)]
     agree(comm, outputs)
     for output in outputs:
@@ -421,10 +418,9 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     if odd:  # slices cut pieces (row sharding): rank 0 reads the tensors back, now that all are written
         output.show()
         if output.comm.rank == 0:
-            shapes = [(name, shape) for name, shape in output.content.tensors if name in odd]
-            read = output.read_digest
-            output.attempt(lambda: digests.update((name, read(name, shape)) for name, shape in shapes))
-    return {name: digests.get(name, BLANK) for name, _ in output.content.tensors}
+            table, read = checked_table(output.content.tensors), output.read_digest
+            output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
+    return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}
 
 
 def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:

@@ -11,9 +11,11 @@ from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.optim.optimizer import ShardedOptimizer
+from zero_mpi.sharding.precision import FLOAT32, FP64
 from zero_mpi.sharding.sharded_unit import ShardedUnit
-from zero_mpi.sharding.unit import BYTES, Unit
+from zero_mpi.sharding.unit import Unit
 
+MASTER = "optimizer.master."  # names of float64 parameters, which the model's file has in float32
 Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the elements
 
 
@@ -41,7 +43,7 @@ class Contribution:
     @property
     def by_pieces(self) -> bool:
         """True if all bounds of slices are bounds of the pieces of digests."""
-        return self.unit.quantum * BYTES % PIECE_BYTES == 0
+        return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
 
     def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
         """Return (tensor, digests of its pieces) of the elements of the unit's buffer from `start` on."""
@@ -53,7 +55,13 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
     comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
-    return [contribution(comm, "", unit, *unit.parameters.kept) for unit in units]
+    found = masters(comm, "", units)
+    return [replace(given, values=given.values.astype(FLOAT32, copy=False)) for given in found]
+
+
+def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
+    """Return slices of parameters as they are kept, float32 or float64, views."""
+    return [contribution(comm, prefix, unit, *unit.parameters.kept) for unit in units]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -68,8 +76,9 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return the slices of the optimizer's states, views: one state after the other."""
-    return [
+    """Return the slices of the optimizer's states, views: float64's masters, one state after the other."""
+    wide = optimizer.module.units if optimizer.module.precision is FP64 else []
+    return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
         for state, unit, names in optimizer.kept_states()
         for values, part in [(optimizer.states[unit.name][state], optimizer.state_part(unit))]

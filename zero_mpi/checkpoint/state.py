@@ -11,13 +11,16 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.shards import MASTER
 from zero_mpi.checkpoint.sound import (
     DIGESTS,
     FORMAT_VERSION,
@@ -37,6 +40,7 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.block_parameters import ReadBytes
+from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.sharded_state import fill
 
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
@@ -160,13 +164,16 @@ def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list
     return kept + [(name, array.shape) for name, array in description.constants.items()]
 
 
-def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the tensors of optimizer.gguf in the file's order."""
+def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
+    """Return (name, shape, type) of the tensors of optimizer.gguf in the file's order."""
     params, having = optimizer.module.params, dict[str, set[str]]()
+    wide = optimizer.module.precision is FP64
+    kind = GGMLQuantizationType.F64 if wide else GGMLQuantizationType.F32
     for state, _, names in optimizer.kept_states():
         having.setdefault(state, set()).update(names)
-    return [
-        (f"optimizer.{state}.{name}", param.shape)
+    masters = [(f"{MASTER}{name}", param.shape, kind) for name, param in params.items() if wide]
+    return masters + [
+        (f"optimizer.{state}.{name}", param.shape, kind)
         for state, names in having.items()
         for name, param in params.items()
         if name in names
@@ -203,14 +210,15 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     if (average is None) != (optimizer.average is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
         raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
-    expected = dict(state_tensors(optimizer))
+    kinds = {name: kind for name, _, kind in state_tensors(optimizer)}
+    expected = {name: shape for name, shape, _ in state_tensors(optimizer)}
     trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
     wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
     wanted += [(average, *each) for each in trained] if average is not None else []
     for file, name, shape in wanted:
         info = file.tensors.get(name)
-        if info is None or info.shape != shape:
-            found = "missing" if info is None else f"of shape {info.shape}"
+        if info is None or info.shape != shape or info.type != kinds.get(name, info.type):
+            found = "missing" if info is None else f"of shape {info.shape}, {info.type.name}"
             raise UsageError(f"{file.path}: {name} is {found}, expected shape {shape}")
     surplus = [name for name in state.tensors if name not in expected]
     if surplus:
@@ -232,6 +240,15 @@ def finite(read: Read, path: Path) -> Read:
     return checked
 
 
+def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
+    """Return elements [start, stop) of a state, in float64 where the file has that."""
+    if file.tensors[name].type != GGMLQuantizationType.F64:
+        return file.read(name, start, stop)
+    out = np.empty(stop - start)
+    file.read_bytes(name, out.itemsize * start, out.view(np.uint8))
+    return out
+
+
 def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill parameters and moments from a checkpoint, each rank its own slices. Return the run's progress.
 
@@ -240,8 +257,11 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
     check_tensors(files, optimizer)
     model, state = files.model, files.state
     module, names = optimizer.module, model.tensors if model.path.name == folders.ADAPTER else None
-    module.load_slices(finite(model.read, model.path), names)
-    stored = finite(state.read, state.path)
+    stored = finite(partial(read_state, state), state.path)
+    if module.precision is FP64:
+        module.load_slices(lambda name, *at: stored(MASTER + name, *at))
+    else:
+        module.load_slices(finite(model.read, model.path), names)
     for kept, unit, having in optimizer.kept_states():
         target, part = optimizer.states[unit.name][kept], optimizer.state_part(unit)
         fill(unit, target, part, lambda name, *at, kept=kept: stored(f"optimizer.{kept}.{name}", *at), having)

@@ -30,6 +30,7 @@ class Contradiction(NamedTuple):
 
 
 ADAPTERLESS = "needs an adapter: add --lora RANK"
+PLAIN = ["none", None, None, "adamw", None]  # settings beside which float64 is trained
 CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
@@ -48,6 +49,14 @@ CONTRADICTIONS = (
         "optimizer",
         lambda c: c.optimizer != "adamw" and c.offload != "none",
         "cannot be combined with --offload {offload}: remove one of them",
+    ),
+    Contradiction(
+        "precision",
+        lambda c: (
+            c.precision == "fp64"
+            and (c.device == "cuda" or [c.offload, c.lora, c.ema, c.optimizer, c.qat] != PLAIN)
+        ),
+        "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer",
     ),
     *(
         Contradiction("qat", when, f"cannot be combined with {flag}: remove one of them")

@@ -226,7 +226,7 @@ class Config:
     device: str = flag(
         "auto", str, "machine", "device of arrays and computation", choices=("auto", "cpu", "cuda"))
     precision: str = flag("fp32", str, "machine",
-        "dtype of parameters, activations and matmuls", choices=("fp32", "bf16", "fp16"))
+        "dtype of parameters, activations and matmuls", choices=("fp32", "bf16", "fp16", "fp64"))
     reduce_dtype: str | None = flag(
         None, str, "machine", "dtype in which gradients are sent (default: as --precision)")
     offload: str = flag("none", str, "machine",

@@ -18,7 +18,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.nn.layer import Tally
 from zero_mpi.ops.elementary import chosen, log_of_array
-from zero_mpi.ops.rowsums import column_sums
+from zero_mpi.ops.flat_reference import column_sums
 
 BALANCE, Z, LOAD = "balance_loss", "z_loss", ".expert_load"
 ROWS = 1024  # of a temporary array

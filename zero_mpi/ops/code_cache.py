@@ -57,7 +57,7 @@ def key() -> str:
         *map(installed, PACKAGES),
     ):
         digest.update(text.encode() + b"\0")
-    beside = [SOURCES.parent / name for name in ("elementary.py", "reference.py", "rowsums.py")]
+    beside = [SOURCES.parent / name for name in ("elementary.py", "reference.py", "flat_reference.py")]
     for path in [*beside, *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.read_bytes() + b"\0")
     return f"numba-{installed('numba')}-{digest.hexdigest()[:12]}"

@@ -14,8 +14,8 @@ from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
 from zero_mpi.ops.activations_reference import *  # noqa: F403
 from zero_mpi.ops.flat_reference import *  # noqa: F403
+from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation
-from zero_mpi.ops.rowsums import column_sums
 from zero_mpi.ops.sizes import check_kept
 
 LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once

@@ -121,7 +121,8 @@ def others(draw: Draw) -> Iterator[Array]:
     def fill(shape: tuple[int, ...], kind: str, number: int, below: int) -> Array:
         if kind == "whole":
             return whole(below, *shape)
-        return (numbers if kind == "wide" else draw)(*shape, seed=number, times=RANGE)
+        found = draw(*shape, seed=number, times=RANGE)
+        return numbers(*shape, seed=number, times=RANGE) if kind == "wide" and found.itemsize < 4 else found
 
     for name, operation in OPERATIONS.items():
         for full, flag in () if name in OWN else itertools.product((True, False), repeat=2):

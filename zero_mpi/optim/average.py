@@ -23,7 +23,7 @@ class MovingAverage:
     def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
         zeros = device.in_use().zeros
         self.keep = keep
-        self.values: dict[str, Array] = {unit.name: zeros(unit.updated[0].size) for unit in units}
+        self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
 
     @property
     def nbytes(self) -> int:

@@ -237,8 +237,10 @@ class ShardedOptimizer:
             for part in [self.state_part(unit)]
         }
         if self._offload is None:
-            zeros = device.in_use().zeros
-            return {unit: {name: zeros(size) for name in names} for unit, (size, _, names) in sizes.items()}
+            zeros, kind = device.in_use().zeros, self.module.precision.master
+            return {
+                unit: {name: zeros(size, kind) for name in names} for unit, (size, _, names) in sizes.items()
+            }
         if any(isinstance(rule, MatrixRule) for rule in self.rules.values()):
             raise ValueError(f"offload: {self.type} keeps its states with full matrices; leave it out")
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))

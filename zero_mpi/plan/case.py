@@ -82,6 +82,11 @@ class Case:
         return self.layout.units[unit].kept_bytes(self.precision.compute)
 
     @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of summed gradients, of states and of what is updated."""
+        return int(self.precision.master.itemsize)
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes per element of a gradient in transfer."""
         return int(self.precision.reduce.itemsize)

@@ -162,7 +162,8 @@ def elementwise(x: Array, *others: Array, reads: int) -> Array:
 def norm(x: Array, *parameters: Any, statistics: int) -> tuple[Array, ...]:
     """Return the results of a norm over rows, with `statistics` numbers per row for its backward."""
     y = elementwise(x, reads=1)
-    return y, *(x.memory.take((*x.shape[:-1], 1)) for _ in range(statistics))
+    kind = x.dtype if x.itemsize > 4 else np.float32
+    return y, *(x.memory.take((*x.shape[:-1], 1), kind) for _ in range(statistics))
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:

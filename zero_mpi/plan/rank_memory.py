@@ -118,6 +118,7 @@ def plan_memory(case: Case) -> Memory:
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     """Return the bytes that are kept of a unit between rounds and steps; of shared memory, the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
+    wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
@@ -129,8 +130,8 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
         "masters": BYTES * updated * (case.precision.is_low and not unit.room_unpacked(kind)),
-        "gradients": BYTES * summed * trained,
-        "moments": BYTES * (states + averages * updated) * trained,
+        "gradients": wide * summed * trained,
+        "moments": wide * (states + averages * updated) * trained,
         "tables": NUMBER * numbers * trained,
         "snapshot": saved_bytes(case, unit, own) * case.async_save,
     }
@@ -138,12 +139,9 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
-    trained, averages = unit.trainable, case.ema is not None
-    return (
-        BYTES
-        * own
-        * ((1 + averages) * (trained or case.model.lora is None) + state_count(unit, case.qat) * trained)
-    )
+    trained, averages, wide = unit.trainable, case.ema is not None, case.sum_bytes
+    files = BYTES * (1 + averages) * (trained or case.model.lora is None)
+    return own * (files + wide * (state_count(unit, case.qat) * trained + (wide > BYTES)))
 
 
 def keeps_slices(case: Case) -> bool:

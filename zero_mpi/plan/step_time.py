@@ -260,10 +260,10 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
 def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
     """Return the cost of one transfer of a unit: a gather, or its reduction."""
     if kind in (GATHER, GATHER_SUMS):
-        itemsize = BYTES if kind == GATHER_SUMS else case.kept_bytes(unit)
+        itemsize = case.sum_bytes if kind == GATHER_SUMS else case.kept_bytes(unit)
         return Cost(gather_seconds(case, machine, unit, itemsize))
     if kind == ALLREDUCE:
-        return Cost(allreduce_seconds(case, machine, BYTES * case.partitions[unit].length))
+        return Cost(allreduce_seconds(case, machine, case.sum_bytes * case.partitions[unit].length))
     if case.passes_sums:
         partition = case.partitions[unit]
         return chain_cost(case, machine, partition.length, partition.counts[0])

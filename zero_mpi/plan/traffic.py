@@ -32,7 +32,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
-from zero_mpi.sharding.unit import BYTES
 
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 
@@ -155,7 +154,7 @@ class Traffic:
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """Return the traffic of a step; `flags` numbers travel with the losses."""
     gathering, reducing = routes_of(case)
-    between = BYTES if reducing.passes_sums else case.reduce_bytes
+    between = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
     reduced = np.array([[case.reduce_bytes], [between]])
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
@@ -165,7 +164,9 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_wholes:
-                gradients += BYTES * gathered * (1 + unit.whole)  # Muon's directions are sent after them
+                gradients += (
+                    case.sum_bytes * gathered * (1 + unit.whole)
+                )  # Muon's directions are sent after them
                 # each rank updates all of it, from sums: float32 always
             gradients += reduced * reductions(case, reducing, partition)
     losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)  # over all ranks

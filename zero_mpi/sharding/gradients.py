@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from zero_mpi import device
@@ -73,7 +75,7 @@ class SlicedGradients(Gradients):
     def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
         super().__init__(unit, context, own, whole)
         self._kind = context.precision.reduce
-        self._widens = self._kind != np.float32  # the sum is of another type than what is summed
+        self._widens = self._kind != own.dtype  # the sum is of another type than what is summed
         self._borrowed: Array | None = None
         self._of_round = own[:0]
         self._open: Views | None = None
@@ -192,13 +194,15 @@ class Written(Handle):
 
 def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:
     """Return the gradients of a unit under a strategy; `memory`: what all ranks see of its sum, or None."""
-    part, zeros = unit.partition(context.comm.size).part(context.comm.rank), device.in_use().zeros
+    part, kind = unit.partition(context.comm.size).part(context.comm.rank), context.precision.master
+    zeros = partial(device.in_use().zeros, dtype=kind)
     if not unit.trainable:
         return Gradients(unit, context, zeros(0))
     if context.strategy.shards_moments:
         return SlicedGradients(unit, context, zeros(part.stop - part.start))
     if memory is not None:
-        return SharedGradients(unit, context, memory[part], read_only(memory))
+        whole = as_kind(memory, unit.length, kind)
+        return SharedGradients(unit, context, whole[part], read_only(whole))
     whole = zeros(unit.length)
     if accumulates_locally(context.comm, context.strategy):
         return AllreducedGradients(unit, context, whole[part], whole)

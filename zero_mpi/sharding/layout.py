@@ -47,7 +47,8 @@ class Layout:
         units = self.dealt(ranks).units
         if strategy.shards_moments:
             return [unit.in_room(ranks, self.precision.compute) for unit in units]
-        return [unit.partition(ranks) if unit.trainable else Partition(0, ranks) for unit in units]
+        kind = self.precision.master
+        return [unit.in_room(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
         """Return the layout for `ranks` ranks: each parameter that is whole has an owner."""

@@ -49,7 +49,8 @@ class ShardedModule(ShardedState):
     bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
     frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
     by_rows     one unit a parameter, cut between rows (dimension 0), where the strategy shards anything
-    precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
+    precision   FP32, BF16, FP16 or FP64: the type of gathered parameters, activations and gradients on their
+                way; FP64, on CPUs: also of shards, states and sums
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                 needs offload="state" then

@@ -21,7 +21,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.layout import Layout, is_trainable, lay_out, matches
-from zero_mpi.sharding.precision import FLOAT32, Precision
+from zero_mpi.sharding.precision import FLOAT32, FP64, Precision
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.tallies import Tallies, tallies_of
 from zero_mpi.sharding.unit import Unit
@@ -70,7 +70,7 @@ def check_arguments(
     settings["whole"] = list_of_patterns("whole", whole, params)
     if settings["whole"] and settings["by_rows"]:
         raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
-    check_reduction(comm, precision)
+    check_reduction(comm, precision, bool(stored))
     masters, tallies = masters_on_host(precision) if offload_masters else None, tallies_of(stages, auxiliary)
     kinds = check_stored(stored, params, patterns, settings["by_rows"])
     layout = lay_out(stages, strategy, frozen=patterns, precision=precision, stored=kinds, **settings)
@@ -130,9 +130,11 @@ def check_stored(stored: Any, params: Mapping[str, Param], frozen: Sequence[str]
     return dict(stored)
 
 
-def check_reduction(comm: Comm, precision: Precision) -> None:
-    """Raise UsageError where the transport leaves sums to the library, which has none of low types."""
-    if not comm.exact and precision.reduce != FLOAT32:
+def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
+    """Raise UsageError for float64 beyond CPUs, and for low types where the MPI library adds."""
+    if precision is FP64 and (device.in_use().name != "cpu" or stored):
+        raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
+    if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:
         raise UsageError(
             f"--precision {precision.name} with --reduction fast: the MPI library does not add "
             f"{precision.reduce.name}; use --reduction exact, or --reduce-dtype fp32"

@@ -1,9 +1,9 @@
 """Precision, as data: the types of what is computed, of what travels, and how losses are scaled.
 
-Slices of the parameters, their moments and summed gradients are float32 always ("master weights",
-Micikevicius et al., "Mixed Precision Training", 2018). In low precision a copy of each slice in the low type
-is what is gathered and computed with, and gradients may travel in it as well; they are widened before they
-are added.
+Slices of the parameters, their moments and summed gradients are float32 ("master weights", Micikevicius et
+al., "Mixed Precision Training", 2018), and float64 in FP64, which is for checks and small models on CPUs. In
+low precision a copy of each slice in the low type is what is gathered and computed with, and gradients may
+travel in it as well; they are widened before they are added.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from zero_mpi.errors import UsageError
 
 FLOAT32, BFLOAT16, FLOAT16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16))
+FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,21 @@ class Precision:
     scales_loss: bool = False
 
     @property
+    def master(self) -> Any:
+        """The type of slices that are updated, of their states and of summed gradients."""
+        return FLOAT64 if self.compute == FLOAT64 else FLOAT32
+
+    @property
     def is_low(self) -> bool:
         """Return whether a rank keeps its slices in two types."""
-        return bool(self.compute != FLOAT32)
+        return bool(self.compute != self.master)
 
 
 FP32 = Precision("fp32", FLOAT32, FLOAT32)
 BF16 = Precision("bf16", BFLOAT16, BFLOAT16)
 FP16 = Precision("fp16", FLOAT16, FLOAT16, scales_loss=True)
-PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16)}
+FP64 = Precision("fp64", FLOAT64, FLOAT64)
+PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16, FP64)}
 
 
 def precision_named(name: str, reduce: str | None = None) -> Precision:
@@ -53,8 +60,8 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
     chosen = PRECISIONS[name]
     if reduce in (None, name):
         return chosen
-    if reduce != FP32.name:
-        wanted = name if name == FP32.name else f"{name} or fp32"
+    if reduce != FP32.name or chosen is FP64:
+        wanted = name if chosen in (FP32, FP64) else f"{name} or fp32"
         raise UsageError(f"--reduce-dtype {reduce}: with --precision {name} expected {wanted}")
     return Precision(chosen.name, chosen.compute, FLOAT32, chosen.scales_loss)
 

@@ -21,7 +21,7 @@ from zero_mpi.checkpoint.parallel_write import PIECE_ELEMENTS
 from zero_mpi.checkpoint.saver import Parts, parts_of
 from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import open_checkpoint
-from zero_mpi.checkpoint.state import STATE, read_json
+from zero_mpi.checkpoint.state import STATE, read_json, read_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.text import elapsed
 from zero_mpi.commands.verify.history import (
@@ -212,10 +212,11 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}
     for number, (role, given) in enumerate(parts.items()):
         file = sources[role]
+        read = partial(read_state, files.state) if role == STATE else file.read
         order = {name: place for place, name in enumerate(file.tensors)}
         for name, first, run in chain.from_iterable(runs_of(one, rank) for one in given):
-            stored = file.read(name, first, first + run.size)
-            odd = np.flatnonzero(run.view(np.uint32) != stored.view(np.uint32))[:1]
+            stored = read(name, first, first + run.size)
+            odd = np.flatnonzero(run.view(f"u{run.itemsize}") != stored.view(f"u{run.itemsize}"))[:1]
             for place in odd.tolist():
                 text = f"element {first + place} of {shown(name)} is {stored[place]:.9g} in {folder.name}/"
                 text += f"{file.path.name}, but {run[place]:.9g} when recomputed"

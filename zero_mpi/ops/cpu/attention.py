@@ -17,7 +17,7 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference, threads
 from zero_mpi.ops.cpu import attention_bf16
-from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
+from zero_mpi.ops.cpu.attention_parts import HeadShare, shares
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (
     ONE,

@@ -18,8 +18,7 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import threads
-from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
-from zero_mpi.ops.cpu.attention_tiles import Tile, tiles_for
+from zero_mpi.ops.cpu.attention_parts import HeadShare, Tile, shares, tiles_for
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
     ONE,

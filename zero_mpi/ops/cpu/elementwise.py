@@ -162,61 +162,43 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     return y
 
 
+def pointwise(kernel: Any, definition: Any, *arrays: Array, results: int = 1) -> Any:
+    """Return the results of a kernel for arrays of one shape, or else of its definition."""
+    if not alike(*arrays):
+        return definition(*arrays)
+    found = tuple(recycled(arrays[0].shape, arrays[0].dtype) for _ in range(results))
+    flat_parts(kernel, *map(flat, (*arrays, *found)))
+    return found if results > 1 else found[0]
+
+
 @implements(reference.gelu)
 def gelu(x: Array) -> Array:
-    if not alike(x):
-        return defined.gelu(x)
-    y = recycled(x.shape, x.dtype)
-    flat_parts(gelu_forward, flat(x), flat(y))
-    return y
+    return pointwise(gelu_forward, defined.gelu, x)
 
 
 @implements(reference.gelu_backward)
 def gelu_backward(dy: Array, x: Array) -> Array:
-    if not alike(dy, x):
-        return defined.gelu_backward(dy, x)
-    dx = recycled(x.shape, x.dtype)
-    flat_parts(gelu_gradient, flat(dy), flat(x), flat(dx))
-    return dx
+    return pointwise(gelu_gradient, defined.gelu_backward, dy, x)
 
 
 @implements(reference.swiglu)
 def swiglu(gate: Array, up: Array) -> Array:
-    return gated(swiglu_forward, defined.swiglu, gate, up)
+    return pointwise(swiglu_forward, defined.swiglu, gate, up)
 
 
 @implements(reference.swiglu_backward)
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    return gated_backward(swiglu_gradient, defined.swiglu_backward, dy, gate, up)
+def swiglu_backward(dy: Array, gate: Array, up: Array) -> Any:
+    return pointwise(swiglu_gradient, defined.swiglu_backward, dy, gate, up, results=2)
 
 
 @implements(reference.geglu)
 def geglu(gate: Array, up: Array) -> Array:
-    return gated(geglu_forward, defined.geglu, gate, up)
+    return pointwise(geglu_forward, defined.geglu, gate, up)
 
 
 @implements(reference.geglu_backward)
-def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    return gated_backward(geglu_gradient, defined.geglu_backward, dy, gate, up)
-
-
-def gated(kernel: Any, definition: Any, gate: Array, up: Array) -> Array:
-    """Return the result of a kernel for gate and up, or else of its definition."""
-    if not alike(gate, up):
-        return definition(gate, up)
-    y = recycled(gate.shape, gate.dtype)
-    flat_parts(kernel, flat(gate), flat(up), flat(y))
-    return y
-
-
-def gated_backward(kernel: Any, definition: Any, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Return (dgate, dup) by a kernel, or else by its definition."""
-    if not alike(dy, gate, up):
-        both: tuple[Array, Array] = definition(dy, gate, up)
-        return both
-    dgate, dup = recycled(gate.shape, gate.dtype), recycled(gate.shape, gate.dtype)
-    flat_parts(kernel, flat(dy), flat(gate), flat(up), flat(dgate), flat(dup))
-    return dgate, dup
+def geglu_backward(dy: Array, gate: Array, up: Array) -> Any:
+    return pointwise(geglu_gradient, defined.geglu_backward, dy, gate, up, results=2)
 
 
 @implements(reference.rope)

@@ -7,8 +7,7 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, ZERO, alike, bits, kernel, matrix, narrow, wide
-from zero_mpi.ops.cpu.sums import adds_into
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, ZERO, adds_into, alike, bits, kernel, matrix, narrow, wide
 from zero_mpi.ops.registry import defined, implements
 
 

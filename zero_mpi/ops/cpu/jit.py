@@ -29,7 +29,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.environment import portable
 from zero_mpi.ops import code_cache
 from zero_mpi.ops.elementary import ROOT_HALF, log_of_parts
-from zero_mpi.ops.rowsums import LANE_ROWS, LANES
+from zero_mpi.ops.flat_reference import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -274,7 +274,7 @@ def row_most(row: Array) -> Any:
 
 @helper
 def lanes_of(width: int) -> Array:
-    """Return zeros for `rowsums.column_sums`: row i goes to lane i mod LANES; the last line is the total."""
+    """Return zeros for `column_sums`: row i goes to lane i mod LANES; the last line is the total."""
     return np.zeros((LANES + 1, width), np.float32)
 
 
@@ -286,3 +286,25 @@ def settle(lanes: Array, i: int, n: int) -> None:
     for j in range(lanes.shape[1]):
         lanes[LANES, j] += (lanes[0, j] + lanes[1, j]) + (lanes[2, j] + lanes[3, j])
     lanes[:LANES] = ZERO
+
+
+# ------------------------------------------------------------------- targets of sums over rows, outside
+
+
+def sums_for(dw: Array | None, w: Array) -> Array:
+    """Return the array to which a kernel adds sums over rows: dw, or zeros that `add_sums` adds to dw.
+
+    A frozen parameter gets one as well, so that the same code runs and dx has the same bits.
+    """
+    return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
+
+
+def add_sums(sums: Array, dw: Array | None) -> None:
+    """Add separate float32 sums to a gradient of low precision, rounded once."""
+    if dw is not None and dw is not sums:
+        dw[...] = dw.astype(np.float32) + sums
+
+
+def adds_into(*sums: Array | None) -> bool:
+    """Return whether kernels can add to these in place, or by a float32 buffer."""
+    return all(x is None or (x.dtype in (FLOAT32, BFLOAT16) and x.flags.c_contiguous) for x in sums)

@@ -8,12 +8,24 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting
-from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, alike, flat, kernel, lanes_of, matrix, settle, wide
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    FLOAT32,
+    add_sums,
+    adds_into,
+    alike,
+    flat,
+    kernel,
+    lanes_of,
+    matrix,
+    settle,
+    sums_for,
+    wide,
+)
 from zero_mpi.ops.cpu.products import multiplier, otherwise
-from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
+from zero_mpi.ops.flat_reference import LANES
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
-from zero_mpi.ops.rowsums import LANES
 from zero_mpi.ops.threads import in_parts, with_sums
 
 
@@ -35,7 +47,7 @@ def add_row_and(b: Array, plus: Array, y: Array) -> None:
 
 @kernel("e2 f1+")
 def add_columns(x: Array, out: Array) -> None:
-    """Add to out (O,) the sum of x (N, O) over its rows, in the order of `rowsums.column_sums`."""
+    """Add to out (O,) the sum of x (N, O) over its rows, in the order of `flat_reference.column_sums`."""
     n, width = x.shape
     lanes = lanes_of(width)
     for i in range(n):

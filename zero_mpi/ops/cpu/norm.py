@@ -7,10 +7,24 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import ONE, ZERO, alike, f4, flat, kernel, lanes_of, matrix, narrow, settle, wide
-from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
+from zero_mpi.ops.cpu.jit import (
+    ONE,
+    ZERO,
+    add_sums,
+    adds_into,
+    alike,
+    f4,
+    flat,
+    kernel,
+    lanes_of,
+    matrix,
+    narrow,
+    settle,
+    sums_for,
+    wide,
+)
+from zero_mpi.ops.flat_reference import LANES
 from zero_mpi.ops.registry import defined, implements
-from zero_mpi.ops.rowsums import LANES
 from zero_mpi.ops.threads import in_parts, with_sums
 
 

@@ -6,6 +6,8 @@ are processed element by element.
 
 from __future__ import annotations
 
+from typing import Any
+
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import (
@@ -40,12 +42,18 @@ ROPE = {
 }
 
 
+def pointwise(family: Family, operation: str, *arrays: Array, results: int = 1) -> Any:
+    """Return the results of an operation on arrays of one shape."""
+    kernel, arrays = chosen(family, operation, *arrays), tuple(map(packed, arrays))
+    shape, kind, size = arrays[-1].shape, arrays[-1].dtype, arrays[-1].size
+    found = tuple(take(shape, kind) for _ in range(results))
+    kernel(elements(arrays[-1]), THREADS, (*map(at, (*arrays, *found)), size))
+    return found if results > 1 else found[0]
+
+
 @implements(reference.add, ARRAY)
 def add(x: Array, y: Array) -> Array:
-    kernel, x, y = chosen(ADD, "add", x, y), packed(x), packed(y)
-    out = take(x.shape, x.dtype)
-    kernel(elements(x), THREADS, (at(x), at(y), at(out), x.size))
-    return out
+    return pointwise(ADD, "add", x, y)
 
 
 @implements(reference.scale, ARRAY)
@@ -58,55 +66,32 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 
 @implements(reference.gelu, ARRAY)
 def gelu(x: Array) -> Array:
-    kernel, x = chosen(GELU, "gelu", x), packed(x)
-    y = take(x.shape, x.dtype)
-    kernel(elements(x), THREADS, (at(x), at(y), x.size))
-    return y
+    return pointwise(GELU, "gelu", x)
 
 
 @implements(reference.gelu_backward, ARRAY)
 def gelu_backward(dy: Array, x: Array) -> Array:
-    kernel, dy, x = chosen(GELU_BACKWARD, "gelu_backward", x, dy), packed(dy), packed(x)
-    dx = take(x.shape, x.dtype)
-    kernel(elements(x), THREADS, (at(dy), at(x), at(dx), x.size))
-    return dx
+    return pointwise(GELU_BACKWARD, "gelu_backward", dy, x)
 
 
 @implements(reference.swiglu, ARRAY)
 def swiglu(gate: Array, up: Array) -> Array:
-    return gated(SWIGLU, "swiglu", gate, up)
+    return pointwise(SWIGLU, "swiglu", gate, up)
 
 
 @implements(reference.swiglu_backward, ARRAY)
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    return gated_backward(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up)
+def swiglu_backward(dy: Array, gate: Array, up: Array) -> Any:
+    return pointwise(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up, results=2)
 
 
 @implements(reference.geglu, ARRAY)
 def geglu(gate: Array, up: Array) -> Array:
-    return gated(GEGLU, "geglu", gate, up)
+    return pointwise(GEGLU, "geglu", gate, up)
 
 
 @implements(reference.geglu_backward, ARRAY)
-def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    return gated_backward(GEGLU_BACKWARD, "geglu_backward", dy, gate, up)
-
-
-def gated(family: Family, operation: str, gate: Array, up: Array) -> Array:
-    """Return the result of an operation for gate and up."""
-    kernel, gate, up = chosen(family, operation, gate, up), packed(gate), packed(up)
-    y = take(gate.shape, gate.dtype)
-    kernel(elements(gate), THREADS, (at(gate), at(up), at(y), gate.size))
-    return y
-
-
-def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Return (dgate, dup) of a gated operation."""
-    kernel = chosen(family, operation, gate, up, dy)
-    dy, gate, up = packed(dy), packed(gate), packed(up)
-    dgate, dup = take(gate.shape, gate.dtype), take(gate.shape, gate.dtype)
-    kernel(elements(gate), THREADS, (at(dy), at(gate), at(up), at(dgate), at(dup), gate.size))
-    return dgate, dup
+def geglu_backward(dy: Array, gate: Array, up: Array) -> Any:
+    return pointwise(GEGLU_BACKWARD, "geglu_backward", dy, gate, up, results=2)
 
 
 @implements(reference.rope, ARRAY)

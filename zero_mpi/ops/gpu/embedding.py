@@ -6,6 +6,8 @@ each few columns, and no two threads add to one number.
 
 from __future__ import annotations
 
+import numpy as np
+
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.elementwise import rows_and
@@ -27,7 +29,6 @@ from zero_mpi.ops.gpu.launch import (
     tiled,
     writable,
 )
-from zero_mpi.ops.gpu.sort import sort_by_bits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import embedding_runs
@@ -38,6 +39,12 @@ EMBEDDING_SUMS = each_pair("embedding.cu", "embedding_sums", "PPPPLLL")
 EMBEDDING_JOINS = each_type("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements of a thread that adds up partial sums
 PLACE_BITS = 32  # of a key, below those of the token
+# CuPy's sort waits for the GPU and takes memory of its own; this one is for tens of thousands of keys.
+DIGIT_COUNTS = kernel("sort.cu", "digit_counts", "PPLL")
+COUNTS_BEFORE = kernel("sort.cu", "counts_before", "PL")
+BY_DIGIT = kernel("sort.cu", "by_digit", "PPPLL")
+BITS = 8  # of a digit: there are as many digits as a block has threads
+THREADS_OF_A_SUM = 1024
 
 
 @implements(reference.embedding, ARRAY)
@@ -51,6 +58,22 @@ def embedding(tokens: Array, w: Array) -> Array:
         (at(ids), id_bytes("embedding", ids), at(w), at(y), width, vocabulary),
     )
     return y
+
+
+def sort_by_bits(keys: Array, first: int, last: int) -> Array:
+    """Return keys (n,) of 64 bits ordered by their bits [first, last); keys equal there stay in order.
+
+    The array given is used as scratch space: use the result instead.
+    """
+    size, other = int(keys.size), take(keys.shape, keys.dtype)
+    blocks = -(-size // THREADS)
+    counts = take((blocks << BITS,), np.uint32)
+    for shift in range(first, last, BITS):
+        DIGIT_COUNTS(blocks, THREADS, (at(keys), at(counts), size, shift))
+        COUNTS_BEFORE(1, THREADS_OF_A_SUM, (at(counts), int(counts.size)))
+        BY_DIGIT(blocks, THREADS, (at(keys), at(other), at(counts), size, shift))
+        keys, other = other, keys
+    return keys
 
 
 def sorted_places(tokens: Array, vocabulary: int) -> Array:
