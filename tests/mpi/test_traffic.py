@@ -109,7 +109,7 @@ def test_bytes_of_full_shard(mpi, name, rounds):
     config, ranks = tiny.MODELS[name], mpi.size
     events, module = recorded(mpi, config, FULL_SHARD, micro_batches=rounds * ranks)
     lengths = {unit.name: unit.unit.length for unit in module.units}
-    slices = {unit.name: unit.parameters.shard.size for unit in module.units}
+    slices = {unit.name: unit.parameters.master_shard.size for unit in module.units}
     once = {"token_embd", "position_embd", module.stages[-1].scope}
     gathers = sum((1 if unit in once else 2) * slices[unit] for unit in lengths) * (ranks - 1)
     reductions = sum(lengths[unit] - slices[unit] for unit in lengths)

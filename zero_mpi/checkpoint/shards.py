@@ -56,7 +56,9 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
     comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
-    return [contribution(comm, "", unit, *unit.parameters.kept) for unit in units]
+    return [
+        contribution(comm, "", unit, unit.parameters.master, unit.parameters.master_part) for unit in units
+    ]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -65,7 +67,9 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
         unit.wait_gather()
-    found = [contribution(comm, "", unit, *unit.parameters.kept) for unit in frozen]
+    found = [
+        contribution(comm, "", unit, unit.parameters.master, unit.parameters.master_part) for unit in frozen
+    ]
     units = [(unit, values[unit.name], unit.updated[2]) for unit in optimizer.units]
     return found + [contribution(comm, "", unit, average, part) for unit, average, part in units]
 

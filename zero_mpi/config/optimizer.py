@@ -8,9 +8,8 @@ import numpy as np
 
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
-from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.muon import Muon
-from zero_mpi.optim.rule import Rule
+from zero_mpi.optim.rule import AdamW, Rule
 from zero_mpi.sharding.unit import Unit
 
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")

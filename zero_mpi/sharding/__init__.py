@@ -27,9 +27,7 @@ not depend on the number of ranks here either. In float16 the loss is multiplied
 (`loss_scale`), which is part of a checkpoint.
 """
 
-from zero_mpi.sharding.ddp import DDP
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.sharded_linear import ShardedLinear
 from zero_mpi.sharding.strategy import (
     FULL_SHARD,
     HYBRID_SHARD,
@@ -39,17 +37,14 @@ from zero_mpi.sharding.strategy import (
     Strategy,
     strategy_named,
 )
-from zero_mpi.sharding.unit import ShardInfo, Unit
+from zero_mpi.sharding.unit import Unit
 
 __all__ = [
-    "DDP",
     "FULL_SHARD",
     "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
     "STRATEGIES",
-    "ShardInfo",
-    "ShardedLinear",
     "ShardedModule",
     "Strategy",
     "Unit",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
-from zero_mpi.sharding.block_parameters import BlockParameters
-from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.gradients import make_gradients
 from zero_mpi.sharding.parameters import Context, Views, make_parameters
 from zero_mpi.sharding.unit import Unit
@@ -19,24 +17,20 @@ class ShardedUnit:
 
     def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
         self.unit, self.name = unit, unit.name
-        self.parameters = (
-            BlockParameters(unit, context, memory)
-            if isinstance(unit, BlockUnit)
-            else make_parameters(unit, context, memory)
-        )
+        self.parameters = make_parameters(unit, context, memory)
         self.gradient = make_gradients(unit, context, memory)
         self.partition, self.part = self.parameters.partition, self.parameters.part
 
     def start_gather(self) -> None:
-        """Start to bring the whole of the parameters here, unless it is here."""
+        """Start to bring the full parameters here, unless they are here."""
         self.parameters.start_gather()
 
     def wait_gather(self) -> None:
-        """Return when the parameters are whole."""
+        """Return when the full parameters may be read."""
         self.parameters.wait_gather()
 
     def release(self) -> None:
-        """Give up the gathered whole; the slice stays."""
+        """Give up the full parameters; the shard stays."""
         self.parameters.release()
 
     def start_reduce(self, contributors: int) -> None:
@@ -51,7 +45,7 @@ class ShardedUnit:
     def updated(self) -> tuple[Array, Array, slice]:
         """Arrays that the optimizer works on: parameters, gradients, and which part of the unit they are."""
         gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
-        return self.parameters.updated, gradient, self.parameters.updated_part
+        return self.parameters.master, gradient, self.parameters.master_part
 
     def weights(self) -> Views:
         """Return name -> view of the gathered parameters, in full shape."""

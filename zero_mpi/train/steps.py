@@ -14,7 +14,7 @@ from zero_mpi.data import Batch, EvalLoader
 from zero_mpi.device.types import Array
 from zero_mpi.nn import CrossEntropy, Packed
 from zero_mpi.sharding.evaluation import evaluate
-from zero_mpi.sharding.grad_accum import GradAccum
+from zero_mpi.sharding.grad_accum import Accumulator, Rounds
 from zero_mpi.telemetry import spans
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
@@ -30,7 +30,8 @@ class Steps:
 
     def __init__(self, session: Session) -> None:
         self.session, self.progress = session, session.progress
-        self.accumulator = GradAccum(session.module, session.loader.micro_batches)
+        comm, micro_batches = session.module.comm, session.loader.micro_batches
+        self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()

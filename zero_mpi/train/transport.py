@@ -13,7 +13,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import strategy_named
-from zero_mpi.sharding.layout import lay_out
+from zero_mpi.sharding.layout import LayoutConfig, lay_out
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 
@@ -62,6 +62,19 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     return make_shared(world, config, model, notes)
 
 
+def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
+    """Return the settings of the flags by which a model is laid out over ranks."""
+    return LayoutConfig(
+        strategy_named(config.strategy),
+        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
+        bucket_mb=config.bucket_mb,
+        frozen=config.frozen,
+        precision=precision_named(config.precision, config.reduce_dtype),
+        stored=model.stored,
+        whole=whole_matrices(config.optimizer, model),
+    )
+
+
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
     """Return the transport over shared memory, with room for the model, or else messages."""
     from zero_mpi.comm.mpi import MPIComm
@@ -70,26 +83,17 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
 
     strategy = strategy_named(config.strategy)
-    layout = lay_out(
-        model.stages(config.recompute),
-        strategy,
-        prefetch=config.stages_ahead(on_gpu=False),
-        bucket_mb=config.bucket_mb,
-        frozen=config.frozen,
-        precision=precision_named(config.precision, config.reduce_dtype),
-        stored=model.stored,
-        whole=whole_matrices(config.optimizer, model),
-    )
+    layout = lay_out(model.stages(config.recompute), layout_config(config, model))
 
     def on_nodes_of(ranks: int) -> Needs:
         if strategy.within_nodes or not strategy.shards_moments:
-            return Needs(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
+            return Needs(wholes=layout.wholes(ranks), buffers=layout.buffers)
         return Needs(buffers=layout.buffers, gathers=layout.gathers)
 
     exact = config.reduction == "exact"
     try:
         try:
-            wholes = layout.wholes(strategy, world.size)
+            wholes = layout.wholes(world.size)
             return Chosen(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
         except NodesApart:
             return Chosen(NodesComm(needs=on_nodes_of), fast=not exact)
