@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zero_mpi.checkpoint.module_files import load, save
     from zero_mpi.comm import Comm, Partition, SerialComm
-    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
     from zero_mpi.compat.accumulation import GradAccum
     from zero_mpi.compat.module import DDP, ShardedLinear, ShardedModule, ShardInfo
     from zero_mpi.compat.optimizer import ShardedAdamW, ShardedOptimizer, clip_grad_norm
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MODULES = {
     "checkpoint.module_files": ("load", "save"),
     "comm": ("Comm", "Partition", "SerialComm"),
-    "comm.mpi": ("MPIComm",),
+    "comm.nodes.hybrid": ("MPIComm",),
     "errors": ("UsageError",),
     "launch.connect": ("connect",),
     "nn": ("cross_entropy",),

@@ -8,8 +8,8 @@ from recording import RecordingComm
 from zero_mpi import GradAccum, SerialComm, ShardedOptimizer
 from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.comm import NodesComm
+from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.comm.scratch import EXACT_PIECE, PAGE
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.words import RANK_BYTES

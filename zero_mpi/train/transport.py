@@ -55,7 +55,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     check_wish(config)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
         return Chosen(SerialComm())
-    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
 
     if config.transport == kinds.MPI.flag:
         return Chosen(MPIComm(exact=exact))
@@ -77,8 +77,8 @@ def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
 
 def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> Chosen:
     """Return the transport over shared memory, with room for the model, or else messages."""
-    from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.nodes.comm import Needs, NodesComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
     from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
 
