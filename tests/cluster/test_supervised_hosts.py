@@ -35,7 +35,6 @@ HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, 
 
 @pytest.fixture(scope="module")
 def unbroken() -> Iterator[Path]:
-    """The run to which nothing happened."""
     with tempfile.TemporaryDirectory(prefix="zero_mpi-test-", dir="/var/tmp") as folder:
         yield undisturbed(Path(folder))
 

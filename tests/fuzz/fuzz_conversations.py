@@ -70,7 +70,6 @@ def samples(
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Conversations of all forms, by a template that takes them."""
     name = random.choice(["chatml", "phi 3", "zephyr", "qwen 3", "marked"])
     return samples(folder, lines(*random.choices(FORMS, k=5)), TEMPLATES[name])
 
@@ -85,7 +84,6 @@ def values(random: Random, folder: Path) -> list[str]:
 
 
 def others(random: Random, folder: Path) -> list[str]:
-    """A line that is no object."""
     return samples(folder, lines(FORMS[0], random.choice(ODD)))
 
 

@@ -91,6 +91,7 @@ STARTING: dict[str, How] = {
     "pip install '.[mpich,fast]'": Packages(),
     "pip install '.[mpich,fast,tokenizers]'": Packages(),
     "pip install -e '.[mpich,test]'": Packages(),
+    "pip install '.[ggml]'": Packages(),
     "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test"),
     ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test"),
     ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test"),
@@ -223,6 +224,9 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 8 zero-mpi export runs/default/latest model.gguf --type q4_k_m": ByTest(
+        "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
+    ),
     "zero-mpi --help": Run(says="doctor"),
     "zero-mpi --version": Run(says=r"zero_mpi \d+\.\d+"),
     "zero-mpi completion bash > zero-mpi.bash": Run(),

@@ -96,7 +96,6 @@ def test_every_text_comes_back(trained):
 
 
 def without(tokenizer, text):
-    """A text without control tokens."""
     for token, kind in zip(tokenizer.tokens, tokenizer.types, strict=True):
         text = text.replace(token, "") if kind == CONTROL else text
     return text

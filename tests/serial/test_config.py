@@ -214,7 +214,7 @@ def test_threads():
 
 @pytest.fixture(scope="module")
 def shown():
-    command = ["-m", "zero_mpi.train", "--help"]
+    command = ["-m", "zero_mpi.train", "--help-all"]
     status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
     assert (status, errors) == (0, "")
     return printed

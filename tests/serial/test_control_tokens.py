@@ -35,7 +35,6 @@ NONE_SPELT = "hello <|im_sta rt|> <| |> bos pad <tool>"
 
 @pytest.fixture(scope="module")
 def bpe_json(tmp_path_factory) -> Path:
-    """A tokenizer.json with control tokens and the user's own."""
     pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
     config = {"eos_token": "<|endoftext|>"}
     folder = tmp_path_factory.mktemp("bpe")
@@ -52,7 +51,6 @@ def case(request):
 
 
 def corpus(tmp_path, tokenizer, text, **more):
-    """The corpus of one text, nothing held out."""
     path = tmp_path / "chat"
     path.write_text(text, newline="")
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
@@ -60,7 +58,6 @@ def corpus(tmp_path, tokenizer, text, **more):
 
 
 def control_ids(tokenizer):
-    """The ids of all control tokens."""
     types = tokenizer.metadata()["tokenizer.ggml.token_type"]
     return {place for place, kind in enumerate(types) if kind == 3}
 
@@ -133,7 +130,6 @@ class FakeTokenizer(ByteTokenizer):
     """One whose texts spell four tokens, the name of one hostile."""
 
     def spelt(self, documents):
-        """Of two documents."""
         return Counter({"\x1b[31m": 4, "b": 3, "c": 2, "d": 2})
 
 
@@ -149,7 +145,6 @@ def one_by_one(tokens, text):
 
 
 def split(part, token, place):
-    """A part with an id for each occurrence."""
     if isinstance(part, int):
         return [part]
     sides = [side for text in part.split(token) for side in (text, place)][:-1]
@@ -227,13 +222,11 @@ FLAGS = [*SMALL.split(), "--sample", "0", "--data", "chat", "--val-fraction", "0
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a text that spells tokens of bytes."""
     (tmp_path / "chat").write_text(BYTES_CHAT * 30)
     return tmp_path
 
 
 def warnings(printed):
-    """The lines on control tokens."""
     return [line for line in printed.splitlines() if "control tokens" in line]
 
 

@@ -40,7 +40,6 @@ def place(*nodes, **options):
 
 
 def only(found):
-    """The one row that there is."""
     (row,) = found
     return row
 
@@ -85,7 +84,6 @@ def limited(**other):
 
 
 def limit(**other):
-    """The row of a limit on a host of four ranks."""
     host = [limited(**other)], place((0, 1, 2, 3))
     return only(
         row for row in (system_limits.memory(*host), *system_limits.limits(*host)) if row.verdict != OK
@@ -93,7 +91,6 @@ def limit(**other):
 
 
 def folder(*blind, **other):
-    """The row of a run folder that is not ok."""
     fine = {"system": KINDS["ext4"], "free": 1 << 40, "written": 16 << 20, "synced": 0.1}
     told = output_folder.rows(Path("run"), output_folder.Trial(**fine | other), list(blind))
     return only(row for row in told if row.verdict != OK)
@@ -421,11 +418,3 @@ def test_a_check_that_hangs_is_named_and_ended(tmp_path):
     assert status == 86, said + errors
     assert "speed of products" in errors
     assert "run folder" in said
-
-
-@needs_mpiexec
-def test_help_and_bad_flags_of_a_job_are_told_once():
-    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--help"], timeout=50)
-    assert (status, said.count("usage:"), errors) == (0, 1, "")
-    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--max-mb", "x"], timeout=50)
-    assert (status, said, errors.count("--max-mb")) == (2, "", 1)

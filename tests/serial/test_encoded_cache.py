@@ -1,6 +1,5 @@
 """Text that is encoded once: kept by digest, found again, and made anew where anything differs."""
 
-import functools
 import json
 import os
 import time
@@ -120,58 +119,23 @@ HARMS = {  # file of an entry, and what becomes of it
     "no digests": ("sha256sums", None),
     "other digests": ("sha256sums", lambda lines: lines.replace(b"0", b"1")),
     "very many digests": ("sha256sums", lambda lines: lines * 10_000),
-    "digests of no text": ("sha256sums", lambda lines: b"\xff" * 200),
     "nothing said": ("about.json", None),
     "half": ("about.json", lambda content: content[: len(content) // 2]),
 }
-SHAPES = [
-    "",
-    "{}",
-    "[]",
-    "null",
-    "1",
-    "true",
-    "NaN",
-    '"text"',
-    "{",
-    "[" * 200,
-    "[" * 99 + "]" * 99,
-    "1" * 9999,
-    "\ud800",
-]
+SHAPES = ["", "{}", "[]", "1", '"text"', "{", "[" * 200, "1" * 9999, "\ud800"]
 HARMS |= {
     repr(shape[:9]): ("about.json", lambda _, s=shape: s.encode(errors="surrogatepass")) for shape in SHAPES
 }
-VALUES = (
-    None,
-    0,
-    -1,
-    1e300,
-    10**30,
-    True,
-    "text",
-    [],
-    {},
-    [[]],
-    [{}],
-    [1, 2, 3],
-    [["a", 1]],
-    [["a", "b", "c"]],
-    [["a", -1, "00"]],
-)
 HARMS |= {
     f"{key}: {value}": ("about.json", about(**{key: value}))
     for key in ("dtype", "counted", "notes", "documents")
-    for value in VALUES
-    if (key, value) not in [("counted", 0), ("notes", [])]  # as they are
+    for value in (None, 10**30, "text", {}, [["a", "b", "c"]])
 }
-HARMS |= {
-    f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "<f8", "|O", "V0", "<i2", "S0")
-}
+HARMS |= {f"dtype: {kind}": ("about.json", about(dtype=kind)) for kind in ("<u4", "|O", "S0")}
 HARMS |= {
     f"{key} of a document: {value}": ("about.json", first_document(**{key: value}))
     for key in ("name", "size", "digest")
-    for value in (None, 0, -1, 10**30, 1.5, True, "text", [], {})
+    for value in (None, -1, "text", {})
 }
 
 
@@ -267,36 +231,24 @@ def test_what_nobody_uses_goes(cache, tmp_path):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Which batches tokenizers encode, by their sizes; the one of that number is never done."""
-    seen, ends_at = [], [None]
+    """The sizes of the batches that tokenizers encode, which are small."""
+    seen, call = [], Batches.__call__
 
-    def seen_encoding(pieces, encode):
-        if len(seen) == ends_at[0]:
-            raise KeyboardInterrupt
+    def counted(self, pieces, encode):
+        found = call(self, pieces, encode)
         seen.append(sum(map(len, pieces)))
-        return encode(pieces)
+        return found
 
-    call = Batches.__call__
-    monkeypatch.setattr(Batches, "__call__", lambda self, pieces, encode: call(self, pieces, wrapped(encode)))
-
-    def wrapped(encode):
-        @functools.wraps(encode)
-        def run(pieces):
-            return seen_encoding(pieces, encode)
-
-        return run
-
-    monkeypatch.setattr(bpe, "_BATCH", 200)
-    monkeypatch.setattr(bpe, "PIECE", 50)
-    monkeypatch.setattr(bpe, "_WINDOW", 400)
-    monkeypatch.setattr(bpe, "_OVERLAP", 100)
-    monkeypatch.setattr(sentencepiece, "PIECE", 50)
-    monkeypatch.setattr(sentencepiece, "_BATCH", 4)
-    return seen, ends_at
+    monkeypatch.setattr(Batches, "__call__", counted)
+    for module, name, value in (
+        (bpe, "_BATCH", 200), (bpe, "PIECE", 50), (bpe, "_WINDOW", 400), (bpe, "_OVERLAP", 100),
+        (sentencepiece, "PIECE", 50), (sentencepiece, "_BATCH", 4),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    return seen
 
 
 def bpe_keys():
-    """A small vocabulary with a chat template."""
     tokens = [*byte_characters(), "he", "ll", "hell", "hello", "<|im_end|>"]
     keys = bpe_files.keys_of(tokens, ["h e", "l l", "he ll", "hell o"], types=[1] * 260 + [3])
     return keys | {"tokenizer.ggml.eos_token_id": np.uint32(260), TEMPLATE: CHATML}
@@ -340,38 +292,12 @@ def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
-def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_path):
-    seen, ends_at = batches
-    path = data(tmp_path / "data", form)
-    wanted = ids(corpus(path, kind, batches=Batches(cached=False)).train)
-    number = len(seen)
-    assert number > 8
-    seen.clear()
-    ends_at[0] = number // 2
-    with pytest.raises(KeyboardInterrupt):
-        corpus(path, kind)
-    assert len(seen) == number // 2
-    (kept,) = cache.iterdir()
-    harmed, *_, lost = sorted(kept.iterdir())
-    content = harmed.read_bytes()
-    harmed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    lost.unlink()
-    ends_at[0] = None
-    found = corpus(path, kind)
-    assert ids(found.train) == wanted
-    assert len(seen) <= number + 2, "only what was harmed is encoded twice"
-    (entry,) = cache.iterdir()
-    assert (entry / "ids.bin").exists()
-
-
-@pytest.mark.parametrize(("kind", "form"), CASES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_each_batch_and_file_is_a_sign_of_life(kind, form, cached, cache, batches, tmp_path):
-    seen, _ = batches
     path, beats = data(tmp_path / "data", form), []
-    corpus(path, kind, batches=Batches(lambda: beats.append(len(seen)), cached))
-    assert set(range(len(seen))) <= set(beats), "one before each batch"
-    assert len(beats) >= len(seen) + cached * len(collect_files([str(path)]))
+    corpus(path, kind, batches=Batches(lambda: beats.append(len(batches)), cached))
+    assert set(range(len(batches))) <= set(beats), "one before each batch"
+    assert len(beats) >= len(batches) + cached * len(collect_files([str(path)]))
 
 
 def test_what_a_killed_job_left_goes_after_a_day(cache, tmp_path):

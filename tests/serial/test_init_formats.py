@@ -214,6 +214,7 @@ def test_a_run_that_began_without_the_rules_of_a_folder_s_tokenizer_goes_on_with
     before = [str(tmp_path / "before.py"), "--out", str(out), *flags, "--steps", "1"]
     assert run_job(1, before, timeout=60)[0] == 0
     train(2, out, *flags, "--steps", "2")
+    assert run_job(2, ["-m", "zero_mpi", "verify", str(out)], timeout=60)[0] == 0
     assert len(fields(out)) == 2
     keys = GGUFFile.open(out / "latest" / "model.gguf").metadata
     assert "tokenizer.huggingface.rules" not in keys

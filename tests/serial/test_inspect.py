@@ -12,8 +12,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jobs import clean_environment, run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
@@ -24,7 +22,6 @@ from zero_mpi.checkpoint.sound import signature
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.inspect.compare import compare
 from zero_mpi.commands.inspect.examine import examine
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
@@ -439,31 +436,6 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     with process.stderr:
         assert process.stderr.read() == b""
     assert process.wait(30) == 0
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_spoilt_file_is_sound_or_not_or_unreadable(changes, tmp_path_factory):
-    """Whatever bytes of index and data are changed: a status, or UsageError, and no other exception."""
-    folder = tmp_path_factory.getbasetemp() / "spoilt"
-    folder.mkdir(exist_ok=True)
-    good, bad = folder / "good.gguf", folder / "bad.gguf"
-    if not good.exists():
-        foreign(good, rows=4)
-    data = bytearray(good.read_bytes())
-    for place, value in changes:
-        data[place % len(data)] = value
-    bad.write_bytes(data)
-    for arguments in ([bad, "--keys", "--tensors"], [bad, "--json"], [good, bad], [good, bad, "--json"]):
-        assert outcome(arguments) in (0, 1, 2)
-
-
-def outcome(arguments) -> int:
-    """The status that the command ends with; any exception but UsageError comes out."""
-    try:
-        return inside(*arguments)
-    except UsageError:
-        return 2
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):

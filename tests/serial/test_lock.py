@@ -73,20 +73,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         return self.process.pid
 
     def tell(self, *words: object) -> None:
-        """Let it do something."""
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        """What came of it."""
         return self.process.stdout.readline().strip()
 
     def ask(self, *words: object) -> str:
-        """Both."""
         self.tell(*words)
         return self.answer()
 

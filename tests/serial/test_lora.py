@@ -16,7 +16,8 @@ from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models.llama import Llama
-from zero_mpi.models.lora import LoRA
+from zero_mpi.models.lora import FROZEN, LoRA
+from zero_mpi.sharding.layout import check_patterns, is_trainable
 
 pytestmark = needs_mpiexec
 SIZES = [
@@ -281,3 +282,13 @@ def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, ba
         assert (status, len(errors.splitlines())) == (2, 1), errors
         assert str(path) in errors
         assert str(base) not in errors
+
+
+def test_adapters_are_chosen_by_their_suffix_and_older_patterns_go_on():
+    names = ["blk.0.ssm_a", "blk.0.ssm_b", "a", "blk.0.attn_q.weight", "xlora_a"]
+    adapters = ["blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"]
+    assert [name for name in names + adapters if is_trainable(name, FROZEN)] == adapters
+    assert [name for name in adapters if is_trainable(name, ("*[!ab]",))] == adapters
+    check_patterns("frozen", FROZEN, dict.fromkeys(names + adapters))
+    with pytest.raises(ValueError, match=r"\[ab\]"):
+        check_patterns("frozen", FROZEN, dict.fromkeys(adapters))

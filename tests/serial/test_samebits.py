@@ -22,13 +22,14 @@ from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.errors import UsageError
 from zero_mpi.ops import trial
+from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.telemetry import log
 from zero_mpi.train import same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
 EXACT = {"dequantize"}  # multiplies whole numbers by scales: the format, not the processor, says the bits
-NAMES = sorted({name for name, value in vars(ops).items() if hasattr(value, "registry")} - EXACT)
+NAMES = sorted(OPERATIONS.keys() - EXACT)
 KERNELS = {"OPENBLAS_CORETYPE": "Nehalem"}  # older than any processor that this runs on
 several_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="BLAS takes no second thread here"

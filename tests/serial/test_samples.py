@@ -6,7 +6,7 @@ import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
-from zero_mpi.commands.samples.command import command
+from zero_mpi.commands.samples import command
 from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

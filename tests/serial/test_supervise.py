@@ -67,11 +67,9 @@ class Trial:
             (folder / f"start-{number}").write_text(text + "\n")
 
     def words(self, *of_launcher: str) -> list[str]:
-        """The command that is supervised."""
         return [str(self.program), *of_launcher, "python", "-m", "zero_mpi.train", "--out", str(self.out)]
 
     def run(self, *flags: str, of_launcher: tuple[str, ...] = (), of_run: tuple[str, ...] = ()) -> int:
-        """Supervise it in this process. Returns the exit status."""
         command = [*self.words(*of_launcher), *of_run]
         return prepare(["--backoff", "0", *flags, "--", *command]).run()
 
@@ -94,23 +92,19 @@ class Trial:
 
     @property
     def starts(self) -> list[str]:
-        """The arguments of each start so far."""
         path = self.folder / "starts"
         return path.read_text().splitlines() if path.exists() else []
 
     @property
     def hostfiles(self) -> list[str]:
-        """What stood in the hostfile of each start that had one."""
         return [line.strip() for line in (self.folder / "hostfiles").read_text().splitlines()]
 
     @property
     def events(self) -> list[tuple[str, str]]:
-        """What was written down between the starts."""
         return [(event["event"], event["reason"]) for event in read_events(self.out / "events.jsonl")]
 
 
 def until(holds, what: str) -> None:
-    """Wait for what another process does."""
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, what
@@ -222,12 +216,6 @@ def test_pauses_double_until_there_is_a_new_checkpoint(tmp_path, monkeypatch):
     trial = Trial(tmp_path, *fails, DONE)
     assert trial.run("--backoff", "100") == 0
     assert paused == [100, 200, 300, 300, 100, 200, 300]
-
-
-def test_a_run_that_is_never_restarted(tmp_path):
-    trial = Trial(tmp_path, "says running; exit 9", DONE)
-    assert trial.run("--restarts", "0") == 9
-    assert len(trial.starts) == 1
 
 
 @pytest.mark.parametrize("flag", [("--resume", "never"), ("--resume=never",), ("--resume", "elsewhere")])
@@ -414,7 +402,6 @@ def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there, and not only waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import logging
-import os
 import random
 import re
 import sys
@@ -12,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from jobs import run_command, run_job
+from jobs import run_command
 from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, write_text
 from timelines import check_events, event, lasting, save
 
@@ -21,8 +20,6 @@ from zero_mpi.commands.trace.command import CLAIMS, COLUMNS, command, exposed_by
 from zero_mpi.commands.trace.read import read
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import printable
-from zero_mpi.launch.world import World
 from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import Timeline, TraceEvent, Tracer, as_json, events_of, lanes
 
@@ -30,12 +27,10 @@ STEP = event(0, "steps", "step", 0, 100)
 
 
 def shares_of(path, *events):
-    """The shares of a time line that is made by hand."""
     return shares(read(save(path / "trace.json", list(events))))
 
 
 def columns(share):
-    """Those in which there is something."""
     return {name: lasted for name, lasted in share.columns.items() if lasted}
 
 
@@ -155,7 +150,6 @@ HEAD = b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":[\n'
 
 
 def lines(*events):
-    """A time line of some events, as bytes."""
     return HEAD + b",\n".join(json.dumps(event).encode() for event in events) + b"\n]}\n"
 
 
@@ -163,25 +157,17 @@ def lines(*events):
     "data",
     [
         b"GGUF\x03\x00",
-        b"\xff\xfe",
         b"",
-        b"[]",
         b"[" * 100_000,
-        b'{"loss": 1}\n',
         b'{"otherData": {},\n"traceEvents":[\n]}\n',
         b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n',
         HEAD + b"]}\n",
         lines(STEP)[:-3],
-        lines(STEP)[:-9],
         lines(7),
         lines(STEP | {"ts": "x"}),
         lines(STEP | {"dur": -1}),
         lines(STEP | {"args": {}}),
         lines(STEP | {"pid": 10**4000}),
-        lines(STEP | {"ts": 10**400}),
-        HEAD + b"9" * 100_000,
-        b"\0" * 100,
-        b" " * (3 << 20) + b"{}",
         lines(STEP | {"name": "x" * (3 << 20)}),
         gzip.compress(lines(*[STEP] * 100_000)),
         gzip.compress(lines(STEP))[:-40],
@@ -194,41 +180,6 @@ def test_what_is_no_time_line_is_refused(tmp_path, data):
         read(tmp_path / "trace.json")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a whole time line of --trace: ")
-
-
-def test_memory_does_not_grow_with_a_file_that_is_no_time_line(tmp_path):
-    import tracemalloc
-
-    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b'{"a": "' + b"x" * (300 << 20), 1))
-    (tmp_path / "trace.json").touch()
-    os.truncate(tmp_path / "trace.json", 8 << 30)
-    tracemalloc.start()
-    try:
-        for name in ("trace.json.gz", "trace.json"):
-            with pytest.raises(UsageError, match="not a whole time line"):
-                read(tmp_path / name)
-        assert tracemalloc.get_traced_memory()[1] < 30 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_names_and_values_of_a_file_stay_on_their_lines(tmp_path, capfdbinary):
-    odd = "a\nb\x1b[31m\u202e" + "x" * 3000
-    events = [STEP, event(0, "waits", "allgather", 10, 20, unit=odd), event(1, "steps", "step", 0, 100)]
-    events[1]["name"] = odd
-    save(tmp_path / "trace.json", events, zero_mpi=odd, ends_in=odd, clock_error_us=[1e999])
-    assert command(World(0, 1), [str(tmp_path / "trace.json")]) == 0
-    said = capfdbinary.readouterr().out.decode()
-    assert r"a\nb\x1b[31m\u202exx" in said
-    assert printable(said, keep="\n") == said
-    assert max(map(len, said.splitlines())) < 300
-
-
-def test_a_file_that_is_not_there_and_too_many_files(tmp_path):
-    with pytest.raises(UsageError, match=r"nothing\.json: no such file$"):
-        command(ONE, [str(tmp_path / "nothing.json")])
-    with pytest.raises(UsageError, match="unexpected 'b'"):
-        command(ONE, ["a", "b", "c"])
 
 
 def test_transfers_share_a_lane_only_one_after_the_other():
@@ -298,7 +249,6 @@ NOTHING = "no time line: the run ended after step {}, and --trace-steps 3:6 has 
 
 
 def steps_in(path):
-    """The steps in a file."""
     return read(path).steps
 
 
@@ -353,7 +303,6 @@ FLAGS += ["--save-every", "2", "--async-save"]
 
 @functools.cache
 def traced_run(folder: Path):
-    """The same run on two ranks without and with a time line."""
     data = ["--data", *write_text(folder)]
     train(2, folder / "plain", *SIZES, *FLAGS, *data)
     flags = ["--trace", str(folder / "trace.json.gz"), "--trace-steps", "2:5"]
@@ -362,7 +311,6 @@ def traced_run(folder: Path):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The folder of these runs, and what the second one printed."""
     folder = tmp_path_factory.mktemp("traced")
     return folder, traced_run(folder)
 
@@ -403,13 +351,3 @@ def test_the_table_of_a_real_run(traced):
     assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)
     assert len(re.findall(r"(?m)^ +[01] +[0-9.]+ +[0-9.]+ +[0-9]+%", printed)) == 2
     assert "waited for longest" in printed
-
-
-@needs_mpiexec
-def test_the_benchmark_says_what_a_time_line_costs():
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "trace_cost.py"
-    few = ["--rounds", "1", "--steps", "2", "--warmup", "1"]
-    status, printed, errors = run_job(2, [script, *few], timeout=60)
-    assert (status, errors) == (0, "")
-    assert re.search(r"(?m)^with +[0-9.]+ ms a step, with/without [0-9.]+$", printed)
-    assert re.search(r"(?m)^[1-9][0-9]+ spans a step of [0-9]+ ns each: [0-9.]+ % of a step$", printed)

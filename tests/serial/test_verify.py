@@ -49,7 +49,6 @@ Verify = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Data of several documents."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
@@ -64,7 +63,6 @@ def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy of that run."""
     return Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
 
 
@@ -89,7 +87,6 @@ def compute(run: Path, *arguments: object, ranks: int = 1) -> tuple[int, list[st
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """All that is in a folder, with times."""
     return {
         str(path): os.readlink(path) if path.is_symlink() else (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -98,7 +95,6 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def head(run: Path) -> str:
-    """The digest of the last line of the chain."""
     return list(read_proof(run / "proof.jsonl"))[-1].head
 
 
@@ -313,26 +309,22 @@ def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
 
 
 def change(path: Path, place: int, **values: object) -> None:
-    """Other values in a line of JSON."""
     rows = path.read_text().splitlines()
     rows[place] = json.dumps(json.loads(rows[place]) | values)
     path.write_text("".join(f"{row}\n" for row in rows))
 
 
 def replace_in(path: Path, old: str, new: str) -> None:
-    """Another text in a file, which must have had the old one."""
     before = path.read_text()
     assert old in before
     path.write_text(before.replace(old, new))
 
 
 def rows_of(path: Path, order: Callable[[list[bytes]], list[bytes]]) -> None:
-    """Other lines, or another order of them."""
     path.write_bytes(b"".join(order(path.read_bytes().splitlines(keepends=True))))
 
 
 def flip(path: Path, place: int) -> None:
-    """Another bit in a byte, counted from the end."""
     raw = bytearray(path.read_bytes())
     raw[-place] ^= 16
     path.write_bytes(raw)

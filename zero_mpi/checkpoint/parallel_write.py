@@ -154,16 +154,13 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Content:
-    """Content of one file: (name, shape) in the file's order, and the contributions of values.
-
-    `constants` are tensors that all ranks have; rank 0 writes them.
-    """
+    """Content of one file: (name, shape) in the file's order, and the contributions of values."""
 
     path: Path
     architecture: str
     tensors: Sequence[tuple[str, tuple[int, ...]]]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)  # that all ranks have: rank 0 writes them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
@@ -280,7 +277,6 @@ class Output:
         self.put(start, *parts)
 
     def put(self, offset: int, *data: Array | bytes) -> None:
-        """Write bytes at an offset of the file."""
         if self._file is not None and data:
             self.attempt(self._file.write_at, offset, *data)
 

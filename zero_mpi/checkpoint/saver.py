@@ -46,15 +46,12 @@ Parts = dict[str, list[Contribution]]  # by the role of the file
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint; `digest` is of all its tensors, the same at any number of ranks.
-
-    id: a hash of all keys of its files, digests included; only rank 0 has id and digest
-    """
+    """A complete checkpoint; only rank 0 has id and digest."""
 
     folder: Path
     step: int
-    digest: str
-    id: str
+    digest: str  # of all its tensors, the same at any number of ranks
+    id: str  # a hash of all keys of its files, digests included
     seconds: float
 
 

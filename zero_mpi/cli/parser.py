@@ -91,7 +91,7 @@ def version_lines() -> list[str]:
 def with_choices(text: str, choices: Sequence[str]) -> str:
     """Return a flag's text, with its choices unless the text names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
-    return text if named else f"{text} [{'|'.join(choices)}]"
+    return text if named else f"{text} [{', '.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:

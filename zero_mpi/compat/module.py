@@ -57,6 +57,7 @@ class ShardedModule(engine.ShardedModule):
     stages      list of Stage(scope, layer); parameters of one scope travel together
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                 needs offload="state" then
+    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
     others      as in `LayoutConfig`: strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored, whole
 
     It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
@@ -82,10 +83,11 @@ class ShardedModule(engine.ShardedModule):
         offload_masters: bool = False,
         stored: Mapping[str, BlockKind] | None = None,
         whole: Sequence[str] = (),
+        auxiliary: Mapping[str, float] | None = None,
     ) -> None:
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         config = LayoutConfig(strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored or {}, whole)
-        super().__init__(stages, comm, config, offload_masters=offload_masters)
+        super().__init__(stages, comm, config, offload_masters=offload_masters, auxiliary=auxiliary)
         self.unfilled = set(self.params)  # parameters that are zeros because nothing has given them values
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:

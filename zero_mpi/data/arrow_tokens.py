@@ -65,7 +65,6 @@ def _batches(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
-    """Return the runs of all batches."""
     mapped.seek(0)
     base = mapped.read_buffer(mapped.size()).address
     runs, ends, kinds, total = list[tuple[int, int]](), list[NDArray[np.int64]](), set[str](), 0
@@ -90,7 +89,6 @@ def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
 
 
 def _column(library: Any, batch: Any) -> Any:
-    """Return the lists of ids of a batch."""
     names = batch.schema.names
     if COLUMN not in names:
         raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")

@@ -130,7 +130,6 @@ def load_corpus(
 
 
 def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
-    """Return the corpus of all sources."""
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
@@ -257,6 +256,5 @@ def unigram_entropy(tokens: Ids) -> float:
 
 
 def _blocks(ids: Ids) -> Iterator[tuple[int, Ids]]:
-    """Yield `ids` in blocks, each with its start."""
     for start in range(0, len(ids), _BLOCK):
         yield start, ids[start : start + _BLOCK]

@@ -28,7 +28,6 @@ from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
-from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
 from zero_mpi.files.parse import parse_json
 
@@ -48,37 +47,17 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Encoder of chunks of text, a batch at a time, each into so many rows of whole numbers below 2**32.
+    """Encoder of chunks of text, a batch at a time. cached: whether ids from an earlier encoding may be used.
 
     beat     called before each batch
-    cached   whether ids from an earlier encoding may be used
-    folder   where the rows of each batch are kept for the next start after an interrupted one; None: nowhere
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
         self.beat, self.cached = beat, cached
-        self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
-        """Return encode(pieces), or the rows kept of it under a name of its own, after a sha256."""
         self.beat()
-        if self.folder is None:
-            return encode(pieces)
-        total, content = hashlib.sha256(encode.__name__.encode()), b""
-        for piece in pieces:
-            data = piece.encode() if isinstance(piece, str) else piece.tobytes()
-            total.update(len(data).to_bytes(8) + data)
-        path = self.folder / total.hexdigest()
-        with suppress(OSError):
-            content = path.read_bytes()
-        if hashlib.sha256(content[32:]).digest() != content[:32]:
-            rows = encode(pieces)
-            numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
-            content = hashlib.sha256(numbers).digest() + numbers
-            with suppress(OSError):  # rows that cannot be kept are encoded again
-                write_whole(path, content)
-        found = np.frombuffer(content, "<u4", offset=32)
-        return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
+        return encode(pieces)
 
 
 def through(
@@ -96,7 +75,7 @@ def through(
     if entry is not None and kept is None:
         shutil.rmtree(entry, ignore_errors=True)  # removes an unsound entry
         with suppress(OSError):  # no room, or not ours
-            make(entry, encode, batches)
+            make(entry, encode, batches.beat)
             if entry_of(files, settings, batches.beat) != entry:
                 shutil.rmtree(entry, ignore_errors=True)
                 raise UsageError("--data changed while it was read: start again")
@@ -159,26 +138,16 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def make(entry: Path, encode: Encode, batches: Batches) -> None:
-    """Write an entry, under another name until it is complete; OSError if that fails.
-
-    If the job is ended meanwhile, batches that were encoded stay for the next one.
-    """
+def make(entry: Path, encode: Encode, beat: Beat) -> None:
+    """Write an entry, under another name until it is complete; OSError if that fails."""
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drop_unused(entry.parent)
     scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
-    batches.folder = kept = entry.with_suffix(".batches")
     try:
-        kept.mkdir(exist_ok=True)
-        write(scratch, encode, batches.beat)
+        write(scratch, encode, beat)
         with suppress(OSError):  # another job was faster: its entry is the same
             scratch.rename(entry)
-        shutil.rmtree(kept, ignore_errors=True)
-    except Exception:
-        shutil.rmtree(kept, ignore_errors=True)
-        raise
     finally:
-        batches.folder = None
         shutil.rmtree(scratch, ignore_errors=True)
 
 

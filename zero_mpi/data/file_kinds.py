@@ -2,7 +2,7 @@
 
 Formats are known by their first bytes. Bytes that may also begin a text ("GGUF") count only together with
 bytes that no text has; any other file with such bytes is binary data. Text that is not in UTF-8 is text: in
-Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, because most of their bytes are zero.
+Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, because they have bytes of zero.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ BEGINNINGS = (
     Beginning(b"\x93NUMPY", "a NumPy array", "token files are named .npy"),
     Beginning(b"%PDF-", "a PDF document", "make text of it first: pdftotext FILE"),
     Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
-)
-WIDE = (  # longer marks first: UTF-32 begins like UTF-16
-    (codecs.BOM_UTF32_LE, "UTF-32"),
-    (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
+    *(  # longer marks first: UTF-32 begins like UTF-16
+        Beginning(
+            mark, f"text in UTF-{bits}", f"convert it first: iconv -f UTF-{bits} -t UTF-8 FILE > NEW.txt"
+        )
+        for bits, marks in {
+            32: (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+            16: (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+        }.items()
+        for mark in marks
+    ),
 )
 LINES_REMEDY = (
     f"{TOKENIZE} (named .jsonl); or write out the field that is the text, say: jq -r .text FILE > NEW.txt; "
@@ -92,8 +96,6 @@ def kind_of(head: bytes, name: str) -> Kind | None:
         is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
         if is_so and (surely or is_wrong or b"\0" in head):
             return Kind(begin.name, begin.remedy)
-    if encoding := wide(head):
-        return Kind(f"text in {encoding}", f"convert it first: iconv -f {encoding} -t UTF-8 FILE > NEW.txt")
     if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
         return Kind("a safetensors model", MODEL)
     if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
@@ -103,18 +105,6 @@ def kind_of(head: bytes, name: str) -> Kind | None:
     if name.lower().endswith(".json") and ARRAY.match(head):
         return Kind("an array of JSON objects", ROWS_REMEDY)
     return None
-
-
-def wide(head: bytes) -> str:
-    """Return the encoding of text with two or four bytes per character, by its mark or its zeros; or ""."""
-    if marked := next((found for mark, found in WIDE if head.startswith(mark)), ""):
-        return marked
-    for width in (4, 2):
-        whole = head[: len(head) // width * width]
-        zeros = sorted(whole[place::width].count(0) * width / max(1, len(whole)) for place in range(width))
-        if len(whole) >= 4 * width and zeros[0] < 0.05 and zeros[1] > 0.7:
-            return f"UTF-{8 * width}{'LE' if whole[0] else 'BE'}"
-    return ""
 
 
 def has_objects(head: bytes, name: str) -> bool:

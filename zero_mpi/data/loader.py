@@ -22,16 +22,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T).
-
-    inputs    ids
-    targets   id that each position is to predict; -1: none
-    begins    for each position, where in its row its document begins; None: a row is one document
-    """
+    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T)."""
 
     inputs: Ids
-    targets: Ids
-    begins: Ids | None = None
+    targets: Ids  # id that each position is to predict; -1: none
+    begins: Ids | None = None  # where in its row each position's document begins; None: a row is one
 
 
 class WindowSource(Protocol):

@@ -23,17 +23,13 @@ NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count.
-
-    cut     number of conversations that are longer than a window
-    empty   number of pieces without a target that counts; they are not among the pieces
-    """
+    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count."""
 
     starts: Places
     sizes: Places
     targets: Places
-    cut: int
-    empty: int
+    cut: int  # number of conversations that are longer than a window
+    empty: int  # number of pieces without a target that counts, which are not among these
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:

@@ -33,18 +33,13 @@ CHANGED = "a file of --data must stay as it is while a run reads it"
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Consecutive ids of one file.
-
-    start    byte of the file where they begin
-    size     number of ids
-    length   bytes of the full file, when it was first checked
-    """
+    """Consecutive ids of one file."""
 
     path: str
-    start: int
-    size: int
+    start: int  # byte of the file where they begin
+    size: int  # number of ids
     dtype: np.dtype[Any]
-    length: int
+    length: int  # bytes of the full file, when it was first checked
 
     def part(self, first: int, stop: int) -> FileSpan:
         start = self.start + first * self.dtype.itemsize

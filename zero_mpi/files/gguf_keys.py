@@ -41,14 +41,12 @@ class GGUFKeys:
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def text(self, key: str) -> str | None:
-        """Return the text of a key."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.fault(key, "a text")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """Return the value of a key that is true or false."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.fault(key, "true or false")
@@ -118,7 +116,6 @@ class GGUFKeys:
 
     @property
     def architecture(self) -> str | None:
-        """Value of `general.architecture`."""
         return self.text(ARCHITECTURE)
 
     @property

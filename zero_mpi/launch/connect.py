@@ -119,7 +119,6 @@ class WatchedScript:
     # --------------------------------------------------------------------------------- ways to an end
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the job after an uncaught exception."""
         await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")

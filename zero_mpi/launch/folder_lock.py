@@ -61,18 +61,15 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages.
-
-    machine: the system that has the flock; token: unique to the job; beat: counts the signs of life.
-    """
+    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages."""
 
     since: str
     job: str = ""
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
-    machine: str = field(default_factory=machine)
-    token: str = field(default_factory=lambda: uuid4().hex)
-    beat: int = 0
+    machine: str = field(default_factory=machine)  # the system that has the flock
+    token: str = field(default_factory=lambda: uuid4().hex)  # unique to the job
+    beat: int = 0  # counts the signs of life
 
     def __str__(self) -> str:
         job = f" ({shown(self.job, 80)})" if self.job else ""

@@ -14,7 +14,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 
 HEAD = "output.weight"  # has an adapter only if it is named: PEFT's all-linear leaves it out too
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
-FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
+FROZEN = ("!*.lora_[ab]",)  # every name without the suffix of FIRST or SECOND
 
 
 @dataclass(frozen=True)

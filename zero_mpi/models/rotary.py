@@ -244,7 +244,7 @@ class RotaryModel(ModelConfig):
                 factors=self.divisors,
                 magnitude=self.magnitude,
                 width=self.turned_width,
-                in_place=True,  # projections and norms of heads save their inputs, not their outputs
+                in_place=True,
             )
         ]
 

@@ -11,6 +11,7 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.nn.low_rank import LowRank
+from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
 
 ALL = slice(None)
@@ -53,7 +54,9 @@ class Linear(AddsInForward):
     def rows(self, p: Weights, x: Any, part: slice, residual: Any = None) -> Any:
         """Return y of a part of the rows of W."""
         bias = p[self.bias][part] if self.bias else None
-        y = ops.linear(x, p[self.weight][part], bias, residual)
+        w: Any = p[self.weight][part]
+        packed = isinstance(w, PackedMatrix)
+        y = w.linear(x, bias, residual) if packed else ops.linear(x, w, bias, residual)
         return y if self._adapter is None else self._adapter.add_to(y, p, x, part)
 
     def _bias(self, p: Weights) -> Any:

@@ -1,14 +1,13 @@
 """The operations of layers and optimizers, dispatched by the type of their first array.
 
-`reference` defines each one. A faster version for an array type registers itself with
-`ops.NAME.register(ArrayType)`; callers write `ops.NAME(...)` for arrays on any device. For NumPy
-arrays the faster version is `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation
-loads it, unless ZERO_MPI_OPS=reference is set. For CuPy arrays it is `ops.gpu`.
+`reference` defines each one, with `registry.operation`; faster versions for an array type are added by
+`registry.implements`. Callers write `ops.NAME(...)` for arrays on any device. For NumPy arrays the faster
+versions are `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation loads them, unless
+ZERO_MPI_OPS=reference is set. For CuPy arrays they are `ops.gpu`.
 """
 
 import os
 from collections.abc import Callable
-from functools import singledispatch, wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,61 +15,11 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment
-from zero_mpi.ops import code_cache, low_precision, reference, signatures, threads
+from zero_mpi.ops import code_cache, low_precision, threads
+from zero_mpi.ops.reference import *  # noqa: F403  (their types, for those who check them)
+from zero_mpi.ops.registry import OPERATIONS, register
 
-
-def _dispatched(definition: Callable[..., Any]) -> Any:
-    """Return an operation dispatched by the type of its first array; on the host it takes low precision.
-
-    The operation raises ValueError for arrays that do not fit its signature, in every version.
-    """
-
-    @wraps(definition)
-    def quietly(*given: Any, **named: Any) -> Any:
-        with np.errstate(over="ignore", invalid="ignore"):  # the gradient's norm will tell, as with kernels
-            return definition(*given, **named)
-
-    versions = singledispatch(low_precision.accept_low(definition.__name__, quietly))
-    check, version_for = signatures.check_of(definition), versions.dispatch
-
-    @wraps(versions)
-    def operation(first: Any, *others: Any, **named: Any) -> Any:
-        check(first, *others, **named)
-        return version_for(first.__class__)(first, *others, **named)
-
-    return operation
-
-
-add = _dispatched(reference.add)
-scale = _dispatched(reference.scale)
-linear = _dispatched(reference.linear)
-linear_backward_x = _dispatched(reference.linear_backward_x)
-linear_backward_w = _dispatched(reference.linear_backward_w)
-linear_backward_b = _dispatched(reference.linear_backward_b)
-embedding = _dispatched(reference.embedding)
-embedding_backward = _dispatched(reference.embedding_backward)
-positions = _dispatched(reference.positions)
-positions_backward = _dispatched(reference.positions_backward)
-rms_norm = _dispatched(reference.rms_norm)
-rms_norm_backward = _dispatched(reference.rms_norm_backward)
-layer_norm = _dispatched(reference.layer_norm)
-layer_norm_backward = _dispatched(reference.layer_norm_backward)
-gelu = _dispatched(reference.gelu)
-gelu_backward = _dispatched(reference.gelu_backward)
-swiglu = _dispatched(reference.swiglu)
-swiglu_backward = _dispatched(reference.swiglu_backward)
-geglu = _dispatched(reference.geglu)
-geglu_backward = _dispatched(reference.geglu_backward)
-rope = _dispatched(reference.rope)
-causal_attention = _dispatched(reference.causal_attention)
-causal_attention_backward = _dispatched(reference.causal_attention_backward)
-cross_entropy = _dispatched(reference.cross_entropy)
-linear_cross_entropy = _dispatched(reference.linear_cross_entropy)
-adamw = _dispatched(reference.adamw)
-moving_average = _dispatched(reference.moving_average)
-chunk_squares = _dispatched(reference.chunk_squares)
-dequantize = _dispatched(reference.dequantize)
-_DISPATCHED = {name: value for name, value in globals().items() if hasattr(value, "registry")}
+globals().update(OPERATIONS)
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
     "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
@@ -89,6 +38,11 @@ def backend() -> str:
 
         return gpu.about()
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
+
+
+def compiles() -> bool:
+    """Return whether operations on the host are compiled."""
+    return _compiles
 
 
 def products(kind: Any) -> tuple[str, str]:
@@ -131,8 +85,7 @@ def prepare_gpu() -> None:
     """Compile the kernels of the GPU in use, or load them from CuPy's cache; one call is enough."""
     from zero_mpi.ops import gpu
 
-    for name, operation in signatures.defined_in(gpu.MODULES):
-        _DISPATCHED[name].register(gpu.ARRAY, operation)
+    register(gpu.launch.ARRAY)
     gpu.prepare()
 
 
@@ -180,11 +133,9 @@ def use_threads(count: int | None = None) -> int:
 
 def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
-    from zero_mpi.ops import cpu
+    from zero_mpi.ops import cpu  # noqa: F401
 
-    for name, operation in signatures.defined_in(cpu.MODULES):
-        native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
-        _DISPATCHED[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
+    register(np.ndarray)
 
 
 def prepare_low() -> None:
@@ -200,11 +151,11 @@ def _on_first_use(name: str) -> Callable[..., Any]:
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         _load("float32", prepare_cpu, None)
-        return _DISPATCHED[name](*arguments, **named)
+        return OPERATIONS[name](*arguments, **named)
 
     return load_and_call
 
 
 if _compiles:
-    for _name in _DISPATCHED:
-        _DISPATCHED[_name].register(np.ndarray, _on_first_use(_name))
+    for _name in OPERATIONS:
+        OPERATIONS[_name].register(np.ndarray, _on_first_use(_name))

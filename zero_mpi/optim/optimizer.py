@@ -154,6 +154,7 @@ class ShardedOptimizer:
                 self.averages()
             self.steps += 1
             self.module.drop_gathered()
+            self.module.update_buffers()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
             scale /= self.module.loss_scale.factor
             with spans.during(spans.OPTIMIZER, "update"):

@@ -86,7 +86,6 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether each rank has a GPU."""
         return self.device == "cuda"
 
     @property
@@ -96,7 +95,6 @@ class Case:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy with that name."""
         return strategy_named(self.strategy_name)
 
     @property
@@ -167,7 +165,6 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        """Units and schedule."""
         return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).dealt(self.owners)
 
     @cached_property

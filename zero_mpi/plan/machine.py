@@ -99,13 +99,18 @@ def bandwidth(beta: float) -> str:
 
 
 RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, form in a report
-    "flops": ("flops", "floating-point operations a second of a rank's products", billions, "GFLOP/s a rank"),
-    "memory_bandwidth": ("moves", "bytes a second of a rank in everything else", billions, "GB/s a rank"),
-    "host_bandwidth": ("host_link", "bytes a second to a GPU's host, each way", billions, "GB/s to the host"),
-    "alpha_node": ("node.alpha", "least seconds of a message in a node", seconds, "in a node"),
-    "beta_node": ("node.beta", "seconds a byte between ranks of a node", bandwidth, "in a node"),
-    "alpha": ("between.alpha", "least seconds of a message between nodes", seconds, "between nodes"),
-    "beta": ("between.beta", "seconds a byte over a node's link", bandwidth, "between nodes"),
+    "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s a rank"),
+    "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s a rank"),
+    "host_bandwidth": (
+        "host_link",
+        "bandwidth between GPU and host, in bytes/s each way",
+        billions,
+        "GB/s to the host",
+    ),
+    "alpha_node": ("node.alpha", "latency of a message inside a node, in seconds", seconds, "in a node"),
+    "beta_node": ("node.beta", "seconds per byte between ranks of a node", bandwidth, "in a node"),
+    "alpha": ("between.alpha", "latency of a message between nodes, in seconds", seconds, "between nodes"),
+    "beta": ("between.beta", "seconds per byte over a node's link", bandwidth, "between nodes"),
 }
 
 

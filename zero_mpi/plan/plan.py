@@ -21,18 +21,15 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, traffic and time that a case will take.
-
-    `fits` is None where no limit of memory is known, and `save` where no disk is known.
-    """
+    """Memory, traffic and time that a case will take."""
 
     case: Case
     memory: Memory
     traffic: Traffic
     time: StepTime
     tokens_per_second: float
-    fits: Largest | None
-    save: float | None  # seconds of a checkpoint
+    fits: Largest | None  # None: no limit of memory is known
+    save: float | None  # seconds of a checkpoint; None: no disk is known
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers by name: bytes and seconds; for traffic, the bytes that ranks send in a step."""

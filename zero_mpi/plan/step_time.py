@@ -84,11 +84,9 @@ class Player:
 
     @property
     def time(self) -> StepTime:
-        """Time so far."""
         return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
 
     def play(self, events: Iterable[StepEvent]) -> None:
-        """Play one event after the other."""
         for event in events:
             if event.kind == COMPUTE:
                 self.compute(event.flop, event.moved)

@@ -87,6 +87,7 @@ class Accumulator:
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
         """Run work(number of contributors, whether the round is the step's last), and keep its loss."""
         mine, last = self.rounds.mine(self.round), self.round == len(self.rounds) - 1
+        self.module.tallies.micro_batches = self.rounds.micro_batches
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from zero_mpi.comm import Partition
-from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.block_unit import BlockUnit, Stored, block_units
 from zero_mpi.sharding.buffers import buffer_lengths
 from zero_mpi.sharding.precision import FP32, Precision
@@ -60,22 +60,27 @@ class LayoutConfig:
         """Return whether no frozen pattern matches the parameter's name."""
         return is_trainable(name, self.frozen)
 
-    def kind_of(self, name: str) -> str:
-        """Return which units the parameter may lie in: TRAINED, WHOLE or FROZEN."""
-        if not self.is_trainable(name):
+    def kind_of(self, name: str, param: Param) -> str:
+        """Return which units the parameter may lie in: TRAINED, WHOLE or FROZEN, as buffers are."""
+        if param.buffer or not self.is_trainable(name):
             return FROZEN
         return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a parameter's name; "!" before a pattern: whether it does not."""
+    return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
+
+
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
     """Return whether no frozen pattern matches the parameter's name."""
-    return not any(fnmatchcase(name, pattern) for pattern in frozen)
+    return not any(matches(name, pattern) for pattern in frozen)
 
 
 def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -> None:
     """Raise ValueError for a pattern that matches no name: most likely a typo."""
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             few = ", ".join(list(names)[:3])
             raise ValueError(f"{what} pattern {pattern!r} matches no parameter; names are like {few}")
 
@@ -119,7 +124,7 @@ def products_of(shape: tuple[int, ...]) -> int:
 def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     """Return the layout of a model. Units in blocks are always gathered."""
     strategy, params = config.strategy, stage_params(list(stages))
-    kinds = {name: config.kind_of(name) for name in params if name not in config.stored}
+    kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
     loose = {name: params[name] for name in kinds}
     if strategy.buckets:
         units = units_by_bytes(loose, kinds.__getitem__, int(config.bucket_mb * 2**20))

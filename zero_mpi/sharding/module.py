@@ -10,7 +10,7 @@ order of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -37,6 +37,7 @@ from zero_mpi.sharding.passes import Pass
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
+from zero_mpi.sharding.tallies import Tallies, scales_of, tallies_of
 from zero_mpi.telemetry import spans
 
 Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
@@ -47,13 +48,20 @@ class ShardedModule:
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
                       needs offload="state" then
+    auxiliary         name -> scale of an auxiliary loss in the objective, in place of what its layer declares
 
     It computes once all parameters have values. Making one is collective. Raises UsageError on all ranks for
     a precision that the transport cannot reduce, and where ranks differ.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], comm: Comm, config: LayoutConfig, *, offload_masters: bool = False
+        self,
+        stages: Sequence[Stage],
+        comm: Comm,
+        config: LayoutConfig,
+        *,
+        offload_masters: bool = False,
+        auxiliary: Mapping[str, float] | None = None,
     ) -> None:
         def look() -> tuple[tuple[Any, ...], Facts]:
             listed, checked = self.checked(stages, config)
@@ -61,12 +69,16 @@ class ShardedModule:
             masters = masters_on_host(checked.precision) if offload_masters else None
             layout = lay_out(listed, checked)
             facts = layout_facts(listed, checked, layout.units)
+            tallies = Tallies(tallies_of(listed, auxiliary))
             facts |= {"exact": comm.exact, "offload_masters": bool(offload_masters)}
-            return (listed, checked, layout, masters), facts
+            facts["auxiliary"] = scales_of(tallies.kinds)
+            return (listed, checked, layout, masters, tallies), facts
 
         layout: Layout
         self.stages: list[Stage]
-        self.stages, config, layout, masters = agreed(comm, f"this {type(self).__name__}", look)
+        self.tallies: Tallies
+        found = agreed(comm, f"this {type(self).__name__}", look)
+        self.stages, config, layout, masters, self.tallies = found
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
@@ -74,26 +86,28 @@ class ShardedModule:
         # The ranks that shards are dealt out to: of each node if nodes hold replicas.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
+        self.units = self._make_units(layout, masters)
+        self._home = {name: unit for unit in self.units for name in unit.unit.params}
+        self._forward: Pass | None = None  # whose backward is to come
+        self._synced = False
+
+    def _make_units(self, layout: Layout, masters: Callable[[int], Array] | None) -> list[ShardedUnit]:
+        """Return the units in memory that the transport gives, and note its pools. Collective."""
         memory = self.owners.memory(layout.wholes(self.owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
         self.unpacked_pool = BufferPool()
         pools = memory.gathers, memory.buffers, self.unpacked_pool
         context = Context(self.owners, self.strategy, *pools, self.precision, masters)
         dealt = layout.dealt(self.owners.size).units
-        self.units = [
-            ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
-        ]
-        self._home = {name: unit for unit in self.units for name in unit.unit.params}
-        self._forward: Pass | None = None  # whose backward is to come
-        self._synced = False
+        return [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
         return list(stages), config
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether no frozen pattern matches the parameter's name."""
-        return self.config.is_trainable(name)
+        """Return whether a parameter is no buffer, and no frozen pattern matches its name."""
+        return self.config.is_trainable(name) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
@@ -161,12 +175,17 @@ class ShardedModule:
         """Run actions that end in gradients."""
         micro_batch.contributors = self.comm.size if contributors is None else contributors
         run(actions, self.units, micro_batch)
+        self.tallies.add(micro_batch.batch)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
+
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
+        return self.tallies.factors(self.loss_scale.factor)
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
@@ -256,8 +275,20 @@ class ShardedModule:
                 if unit.unit.trainable:
                     unit.parameters.start_update()
 
+    def update_buffers(self) -> None:
+        """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
+        buffers = [name for name, param in self.params.items() if param.buffer]
+        names = [name for name in buffers if self.config.is_trainable(name)]
+        if names:
+            sums, to_host = self.tallies.sums(self.comm), device.in_use().to_host
+            values = {name: np.array(to_host(self._home[name].parameters.copy_of(name))) for name in buffers}
+            for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():
+                layer.update(values, sums)
+            self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
+
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
+        self.tallies.forget()
         for unit in self.units:
             unit.gradient.reset()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -13,9 +13,10 @@ from zero_mpi import device, ops
 from zero_mpi.arguments import UNCOUNTED, came
 from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar, pool_of
+from zero_mpi.nn.batch import BatchContext, Given
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.nn.layer import Stage
-from zero_mpi.nn.packed import Documents, Packed, reading
+from zero_mpi.nn.packed import Documents, Packed
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Views
 from zero_mpi.telemetry import spans
@@ -39,6 +40,9 @@ class SharedStages(Protocol):
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage, by name."""
+
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name."""
@@ -93,7 +97,8 @@ class Pass:
         self.module, self.keeps, to_device = module, keeps, device.in_use().from_host
         self.contributors = module.comm.size
         self.is_idle = x is None
-        self.documents = Documents(x.begins) if isinstance(x, Packed) else None
+        documents = Documents(x.begins) if isinstance(x, Packed) else None
+        self.batch = BatchContext(documents, module.factors() if keeps else {})
         self.x: Any = None if x is None else to_device(as_input(x))
         self.objective: Objective | None = None
         if targets is not None:
@@ -105,12 +110,17 @@ class Pass:
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
 
+    def _given(self, stage: int, reads: bool = True) -> Given:
+        """Return what a stage's layer is given beside its input; no weights where none are gathered."""
+        self.batch.stage = stage
+        return Given(self.module.weights_of(stage) if reads else {}, self.batch)
+
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
-        with reading(self.documents), spans.computing("forward", self.module.stages[stage].scope):
+        layer, weights = self.module.stages[stage].layer, self._given(stage)
+        with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
         if self.keeps:
             self.saved[stage] = saved
@@ -120,9 +130,9 @@ class Pass:
         if self.is_idle:
             return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
-        weights, gradients = self.module.weights_of(stage), self.module.gradients_of(stage)
+        weights, gradients = self._given(stage), self.module.gradients_of(stage)
         assert self.objective is not None, "a loss has targets"
-        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+        with spans.computing("loss", self.module.stages[stage].scope):
             scale = self.objective.scale * factor
             loss, dy = loss_and_backward(layer, weights, *self.objective.of(self.x), scale, gradients)
             self.dy = self.objective.spread(dy, self.x)
@@ -132,9 +142,9 @@ class Pass:
         """Compute the loss of each part alone; rows that no part has are never made into logits."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self.module.weights_of(stage)
+        layer, weights = self.module.stages[stage].layer, self._given(stage)
         assert self.objective is not None, "a loss has targets"
-        with reading(self.documents), spans.computing("loss", self.module.stages[stage].scope):
+        with spans.computing("loss", self.module.stages[stage].scope):
             x, targets = self.objective.of(self.x)
             self.losses = [
                 loss_alone(layer, weights, x[part], targets[part], self.objective.scale)
@@ -146,9 +156,9 @@ class Pass:
         if self.is_idle:
             return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
-        weights = self.module.weights_of(stage) if layer.backward_reads_params else {}
+        weights = self._given(stage, layer.backward_reads_params)
         gradients = self.module.gradients_of(stage)
-        with reading(self.documents), spans.computing("backward", self.module.stages[stage].scope):
+        with spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 
     def progress(self) -> None:

@@ -50,7 +50,6 @@ class Events:
             log.logger.addHandler(self._listener)
 
     def at(self, step: int) -> None:
-        """Note the number of steps done."""
         self._step = step
 
     def note(self, event: str, **more: Any) -> None:

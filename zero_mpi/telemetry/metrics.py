@@ -65,7 +65,6 @@ class Records:
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write the record of one step."""
         if not self._active:
             return
         plain = finite_or_none(record)

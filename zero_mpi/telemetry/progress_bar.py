@@ -54,7 +54,6 @@ class Display:
             log.info("%s", f"step {self._of(number)}  {losses}")
 
     def close(self) -> None:
-        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

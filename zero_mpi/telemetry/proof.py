@@ -58,16 +58,13 @@ class Line(NamedTuple):
 
 
 class JobStart(NamedTuple):
-    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one.
-
-    own: whether that checkpoint is in this run folder.
-    """
+    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one."""
 
     step: int
     run: Mapping[str, Any]
     origin: str | None = None
     state: str | None = None
-    own: bool = False
+    own: bool = False  # whether that checkpoint is in this run folder
 
 
 def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,19 +124,14 @@ def digest_after(before: str, body: bytes) -> str:
 
 @dataclass
 class Kept:
-    """Part of a chain that stays at a resume.
-
-    at     the last step
-    tip    step and id of the last checkpoint
-    late   the checkpoints whose lines come after a dropped line
-    """
+    """Part of a chain that stays at a resume."""
 
     head: str = FIRST
     end: int = 0
-    at: int = -1
-    tip: tuple[int, Any] = (-1, None)
+    at: int = -1  # the last step
+    tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, behind a dropped line
 
 
 def kept_until(path: Path, step: int) -> Kept:
@@ -202,6 +194,5 @@ class Proof:
         self.head = self.head if kind == SAVED else digest
 
     def close(self) -> None:
-        """Close the file."""
         with naming(self._file.name):
             self._file.close()

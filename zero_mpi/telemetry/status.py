@@ -66,7 +66,6 @@ class Status:
         return as_object(self._before)
 
     def at(self, step: int) -> None:
-        """Note the number of steps done."""
         self._step = step
 
     def _renew(self) -> None:

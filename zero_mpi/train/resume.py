@@ -136,12 +136,11 @@ def check_resume(point: ResumePoint, description: Description) -> None:
         )
 
 
-def tokenizer_as_begun(tokenizer: Tokenizer | None, point: ResumePoint | None) -> Tokenizer | None:
+def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
     """Return the tokenizer with which the run began: 0.1.0 ignored rules of Hugging Face folders."""
-    if tokenizer is None or point is None or RULES not in (keys := tokenizer.metadata()):
+    if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
-    begun = read_json(point.files.state, "training.settings").get("data.tokenizer")
     return plain if begun == fingerprint(plain) else tokenizer
 
 

@@ -17,8 +17,8 @@ from zero_mpi.train.same_bits import settings
 
 MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
-    "data": "text, token files, or conversations as .jsonl",
-    "tokenizer": "byte, from-init (the model's own, the default), or a file",
+    "data": "text, token files or conversations (.jsonl)",
+    "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
     "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
@@ -34,7 +34,7 @@ Examples:
   zero-mpi evaluate OLD.gguf --lora ADAPTER.gguf --data TEXT
   mpirun -n 2 zero-mpi evaluate MODEL.gguf --choices FILE.jsonl
 
-A line of FILE.jsonl, where 0 is the first answer:
+A line of FILE.jsonl (answers are counted from 0):
 
   {"question": "Two and two are", "answers": [" four", " five"], "right": 0}"""
 
@@ -77,40 +77,39 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
-        description="How well a model predicts a text: loss, perplexity, bits a byte; and which answers to "
-        "questions it prefers. The figures are the same at any number of ranks.",
+        description="Measure how well a model predicts a text (loss, perplexity, bits per byte) or answers "
+        "questions. Results are the same at any number of ranks.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
-    parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    parser.add_argument("--against", metavar="PATH", help="second model, to evaluate and compare")
     parser.add_argument(
         "--choices",
         "--task",
         metavar="FILE",
-        help="questions with several answers, or a published task "
-        "(HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
+        help="multiple-choice questions or a published task (HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
     )
     parser.add_argument(
-        "--shots", type=int, metavar="N", help="solved questions of FILE before each (default: 0)"
+        "--shots", type=int, metavar="N", help="solved questions shown before each question (default: 0)"
     )
     parser.add_argument(
         "--delimiter",
         metavar="TEXT",
-        help=r"text between question and answer of CORE's files, as '\nAnswer: ' (default: a space)",
+        help=r"text between question and answer in CORE files, e.g. '\nAnswer: ' (default: a space)",
     )
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
     parser.add_argument(
-        "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
+        "--context", type=int, help=f"tokens per window (default: the model's, at most {MOST_CONTEXT})"
     )
     parser.add_argument(
-        "--stride", type=int, help="tokens from a window to the next, of which only new ones count "
+        "--stride", type=int, help="tokens between starts of windows; each token counts once "
         "(default: --context)"
     )  # fmt: skip
-    parser.add_argument("--windows", type=int, help="so many at most, spread over the text (default: all)")
+    parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
     return parser
 
 

@@ -10,20 +10,14 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import (
-    checkpoint_lines,
-    compare,
-    compare_checkpoints,
-    compare_records,
-    is_run,
-    record_line,
-)
+from zero_mpi.commands.inspect.compare import compare, compare_checkpoints, compare_records, is_run
 from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.errors import UsageError
@@ -39,8 +33,8 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi inspect",
-        description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
-        "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+        description="Show and check a model or checkpoint. With OTHER, compare the two bit by bit. Exit "
+        "status 0: valid, or equal; 1: damaged, or different; 2: cannot be read.",
         epilog="Examples:\n\n"
         "  zero-mpi inspect runs/default/latest\n"
         "  zero-mpi inspect runs/a/latest runs/b/latest\n"
@@ -48,13 +42,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "path",
-        help="GGUF file (the first of a split one), checkpoint or Hugging Face folder; with OTHER also the "
-        "folder of a run",
+        help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
+        "run folder",
     )
-    parser.add_argument("other", nargs="?", help="path of the same kind to compare with")
-    parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
-    parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("other", nargs="?", help="path of the same kind, to compare with")
+    parser.add_argument("--keys", action="store_true", help="show all keys, with full arrays and texts")
+    parser.add_argument("--tensors", action="store_true", help="show all tensors, or all that differ")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -247,6 +241,31 @@ def difference_lines(found: Report) -> Iterator[str]:
     yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
 
 
+def record_line(records: Report) -> str:
+    """Return a line about the first record that differs."""
+    if records["step"] is None:
+        return f"all {plural(records['common'], 'common record')} are the same"
+    values = " and ".join(map(told, records["values"]))
+    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
+
+
+def checkpoint_lines(found: Report) -> Iterator[str]:
+    """Yield lines about the first checkpoint whose tensors differ."""
+    if found["step"] is None:
+        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
+        return
+    if "problem" in found:
+        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
+        return
+    count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
+    yield f"the first that differs is of step {found['step']}: {count}"
+    first = found["difference"]
+    if first is not None:
+        values = first.get("values")
+        pair = f": {' and '.join(map(told, values))}" if values else ""
+        yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
+
+
 # ------------------------------------------------------------------------------------------------- values
 
 
@@ -269,6 +288,4 @@ def told(value: Any, most: int = LONGEST) -> str:
     return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
 
 
-def main() -> None:
-    """Run the command."""
-    run("inspect", command, sys.argv[1:], alone=True)
+main = partial(run, "inspect", command, alone=True)

@@ -26,10 +26,11 @@ from zero_mpi.checkpoint.sound import (
     check_files,
     digest_of_files,
     from_lines,
+    keys_of,
 )
 from zero_mpi.checkpoint.state import COUNTS, read_json
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, keys_of, open_subject, read_tensor
+from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, open_subject, read_tensor
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show

@@ -138,7 +138,6 @@ class Run:
 
     @property
     def started(self) -> Entry:
-        """Latest start of a job."""
         return next((event for event in reversed(self.events) if event["event"] == "started"), Entry())
 
 

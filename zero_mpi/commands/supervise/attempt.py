@@ -36,7 +36,6 @@ class StopRequest:
         self._interrupted = 0.0
 
     def listen(self) -> None:
-        """Handle the signals from now on."""
         for number in SIGNALS:
             stopping.handle(number, self._note)
 

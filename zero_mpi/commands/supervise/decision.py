@@ -32,19 +32,13 @@ MOST_REASON = 400  # most letters of a reason
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a start.
+    """End of a start."""
 
-    status    exit status of the launcher, as a shell reports it
-    said      status.json of the run; empty if this start has written none
-    ended_for why the supervisor ended it; empty where it ended by itself
-    step      the last that was recorded; progressed: whether it got further
-    """
-
-    status: int
-    said: Mapping[str, Any]
-    ended_for: str = ""
-    step: int = 0
-    progressed: bool = False
+    status: int  # exit status of the launcher, as a shell reports it
+    said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
+    ended_for: str = ""  # why the supervisor ended it; empty where it ended by itself
+    step: int = 0  # the last that was recorded
+    progressed: bool = False  # whether there is a new checkpoint
 
     @property
     def reason(self) -> str:
@@ -110,7 +104,6 @@ class RunFacts:
         return {} if self.out is None else status.read_status(self.out / status.NAME)
 
     def step(self) -> int:
-        """Return the last step that was recorded."""
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:

@@ -34,17 +34,12 @@ BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
 
 @dataclass(frozen=True)
 class HostPool:
-    """Hosts in their order.
-
-    probe     words of a command, with HERE for a host's name
-    timeout   seconds that it may take
-    spare     how many of the last hosts are kept back
-    """
+    """Hosts in their order."""
 
     hosts: tuple[HostEntry, ...]
-    probe: tuple[str, ...]
-    timeout: float = 15.0
-    spare: int = 0
+    probe: tuple[str, ...]  # words of a command, with HERE for a host's name
+    timeout: float = 15.0  # seconds that it may take
+    spare: int = 0  # how many of the last hosts are kept back
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
         """Return the hosts of a start: the first that are not silent."""
@@ -135,7 +130,6 @@ class Template:
 
     @property
     def takes_hosts(self) -> bool:
-        """Return whether the command has a placeholder."""
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
     def fill(self, hosts: Sequence[HostEntry], folder: Path) -> tuple[str, ...]:

@@ -204,11 +204,9 @@ class Encoding:
     options: Namespace
 
     def reading(self) -> Reading:
-        """Return an empty reading."""
         return Reading(self.options.field, self.options.skip_bad, self.text_filter())
 
     def text_filter(self) -> TextFilter:
-        """Return an empty filter."""
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
 
 

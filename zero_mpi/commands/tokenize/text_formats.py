@@ -29,16 +29,13 @@ DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the
 
 @dataclass(frozen=True)
 class InputFile:
-    """File to read: its name among the inputs, its path, and the name of its format.
-
-    size, changed_at    bytes, and nanoseconds of its last change, when it was looked at
-    """
+    """File to read: its name among the inputs, its path, and the name of its format."""
 
     name: str
     path: Path
     format: str
-    size: int
-    changed_at: int
+    size: int  # bytes when it was looked at
+    changed_at: int  # nanoseconds of its last change then
 
 
 def check_unchanged(file: InputFile) -> None:
@@ -104,19 +101,14 @@ class Reading:
 
 
 class TextFormat(NamedTuple):
-    """Format of text.
-
-    suffixes    suffixes of its files, without that of a packing
-    weights     bytes of text, or nearly: of the file or each row group; None: the file is left out
-    texts       the names and bytes of the texts of a file between two places
-    divisible   whether places are bytes; if not, they are numbers of weights
-    """
+    """Format of text."""
 
     name: str
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of its files, without that of a packing
+    # Bytes of text, or nearly: of the file or each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]
-    divisible: bool = False
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # of a file between two places
+    divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
 
 
 def _length(file: InputFile, reading: Reading) -> list[int]:

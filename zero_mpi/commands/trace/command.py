@@ -7,10 +7,10 @@ computes, and such a transfer is hidden. Transfers under way while nobody waits 
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
@@ -47,21 +47,14 @@ MEANING = (
 
 @dataclass
 class Share:
-    """Time of a rank in its steps, in microseconds.
-
-    steps     the length of each
-    columns   time by column; they add up to the steps' time
-    hidden    time in which transfers were under way and cost nothing
-    exposed   time in waits, by the transfer that was waited for
-    sent      bytes given to other ranks
-    """
+    """Time of a rank in its steps, in microseconds."""
 
     rank: int
-    steps: dict[int, float] = field(default_factory=dict)
-    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))
-    hidden: float = 0.0
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    sent: int = 0
+    steps: dict[int, float] = field(default_factory=dict)  # the length of each
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
+    hidden: float = 0.0  # transfers were under way and cost nothing
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer
+    sent: int = 0  # bytes given to other ranks
 
     @property
     def step(self) -> float:
@@ -127,11 +120,10 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi trace",
-        description="Where the time of each rank went, from a time line of zero_mpi.train --trace FILE. "
-        "To look at it, drop the file on ui.perfetto.dev, which keeps it on your machine, or open it in "
-        "chrome://tracing.",
+        description="Summarize where the time of each rank went, from a timeline of zero_mpi.train --trace. "
+        "To view the timeline, open the file at ui.perfetto.dev (it is not uploaded) or in chrome://tracing.",
     )
-    parser.add_argument("file", metavar="FILE", help="a time line of --trace, .json or .json.gz")
+    parser.add_argument("file", metavar="FILE", help="timeline written by --trace, .json or .json.gz")
     return parser
 
 
@@ -175,6 +167,4 @@ def row(share: Share, columns: Sequence[str]) -> str:
     return f"{share.rank:>4} {step / 1e3:>10.3f}{cells} {hidden / 1e3:>10.3f} {sent:>9.2f}"
 
 
-def main() -> None:
-    """Run the command."""
-    run("trace", command, sys.argv[1:], alone=True)
+main = partial(run, "trace", command, alone=True)

@@ -86,18 +86,12 @@ def of_root(world: World, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps that can be computed again.
+    """Steps that can be computed again."""
 
-    start   step of the checkpoint that it begins at; 0: the first weights
-    last    its last step
-    ends    whether there is a checkpoint of that step
-    run     the run's job that defines the computation, as an index into `History.runs`
-    """
-
-    start: int
+    start: int  # step of the checkpoint that it begins at; 0: the first weights
     last: int
-    ends: bool
-    run: int
+    ends: bool  # whether there is a checkpoint of the last step
+    run: int  # the run's job that defines the computation, as an index into `History.runs`
 
     @property
     def text(self) -> str:
@@ -106,24 +100,15 @@ class Segment:
 
 @dataclass
 class History:
-    """Events of a run, noted in their order, and the segments that follow from them.
+    """Events of a run, noted in their order, and the segments that follow from them."""
 
-    folders   the checkpoints that are there, by step
-    runs      what each job recorded that its bits depend on; empty if it recorded nothing
-    segments  segments that can be computed again
-    saved     steps of the known checkpoints, from records of saves and resumes
-    at        the last step
-    head      digest of the chain's last line; empty where there is no chain
-    notes     facts worth knowing
-    """
-
-    folders: Mapping[int, Path]
-    runs: list[Record] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    at: int = -1
-    head: str = ""
-    notes: list[str] = field(default_factory=list)
+    folders: Mapping[int, Path]  # the checkpoints that are there, by step
+    runs: list[Record] = field(default_factory=list)  # what the bits of each job depend on, if it says so
+    segments: list[Segment] = field(default_factory=list)  # that can be computed again
+    saved: list[int] = field(default_factory=list)  # steps of checkpoints, by records of saves and resumes
+    at: int = -1  # the last step
+    head: str = ""  # digest of the chain's last line; empty where there is no chain
+    notes: list[str] = field(default_factory=list)  # facts worth knowing
     _since: int = 0
     _is_there: bool = False
     _tip: tuple[int, Any] = (-1, None)

@@ -75,7 +75,6 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each piece."""
         threads = min(environment.within_quota(environment.cores()), len(pieces))
         if threads == 1:
             return [self.segment(piece) for piece in pieces]

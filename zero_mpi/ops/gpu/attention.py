@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     BF16,
     F16,
     F32,
@@ -33,6 +35,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
 )
 from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
@@ -111,6 +114,7 @@ def about() -> str:
     return f"attention by cuDNN {found.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
 
 
+@implements(reference.causal_attention, ARRAY)
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
@@ -129,10 +133,10 @@ def causal_attention(
     return y, (None, sums, begins)
 
 
+@implements(reference.causal_attention_backward, ARRAY)
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Compute `reference.causal_attention_backward`."""
     y, sums, begins = kept
     batch, length, heads, _ = q.shape
     check_kept((y, dy.size), (sums, batch * heads * length), (begins, batch * length))

@@ -7,7 +7,9 @@ and nobody has to wait for the number.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     F64,
     THREADS,
     at,
@@ -20,6 +22,7 @@ from zero_mpi.ops.gpu.launch import (
     packed,
     take,
 )
+from zero_mpi.ops.registry import implements
 
 CONSUME_LOGITS = each_type("loss.cu", "consume_logits", "PPPLPLLLF")
 ADD_LOSSES = kernel("loss.cu", "add_losses", "PPLDL")
@@ -60,6 +63,7 @@ def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
     ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
 
 
+@implements(reference.cross_entropy, ARRAY)
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Array, Array]:
     """Compute `reference.cross_entropy`; the loss is an array without dimensions."""
     dlogits, total = take(logits.shape, logits.dtype), take((), F64)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -39,19 +40,21 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi samples",
-        description="Show conversations as training reads them: the text that the chat template makes, "
-        "which of its tokens the loss counts, and how many there are.",
+        description="Show conversations as training sees them: the text from the chat template, the tokens "
+        "that count in the loss, and totals.",
         epilog="Example:\n\n  zero-mpi samples MODEL.gguf --data chat.jsonl",
     )
     parser.add_argument(
         "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
     )
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="files of conversations, or folders of them"
+        "--data", nargs="+", required=True, metavar="PATH", help="files or folders of conversations"
     )
     add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
-    parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument(
+        "--count", type=int, default=3, help="number of conversations to show; totals are of all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -132,6 +135,4 @@ def marked(text: str, begin: str, end: str) -> str:
     return f"{begin}{inner}{end}"
 
 
-def main() -> None:
-    """Run the command."""
-    run("samples", command, sys.argv[1:], alone=True)
+main = partial(run, "samples", command, alone=True)
