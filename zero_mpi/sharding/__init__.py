@@ -3,8 +3,8 @@
 `layout` cuts a model into units, `schedule` makes the lists of actions, and `actions.run` follows them.
 `sharded_unit` is a unit at run time: its parameters (`parameters`) and its gradients (`gradients`), each with
 one class for every way to keep them. `module` joins all of it, `passes` takes a micro-batch through the
-stages, `optimizer` updates slices, `grad_accum` deals micro-batches out to ranks, `evaluation` without
-gradients.
+stages, `grad_accum` deals micro-batches out to ranks, `evaluation` without gradients. Scripts use these by
+`zero_mpi.compat`, which checks arguments.
 
 Units. A unit is the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer, or under
 `no-shard` a bucket of bytes filled in reverse order. What is frozen in a scope is a unit of its own, so that
