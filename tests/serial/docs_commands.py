@@ -160,7 +160,14 @@ MAKING: dict[str, How] = {
     "--tokenizer tokenizer.json": ByTest("tests/serial/test_tokenize.py::test_documents_of_each_format"),
 }
 
+PREFERRING = "tests/serial/test_preference_runs.py::"
 EVALUATING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --lora 8 --loss dpo --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_ranks_and_a_resume_change_no_bit_and_it_is_verified"
+    ),
+    "zero-mpi samples MODEL.gguf --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_samples_shows_both_sides_of_a_pair"
+    ),
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --lora 8 "
     "--out runs/chat": ByTest(
         "tests/serial/test_defaults.py::test_conversations_beside_a_model_decide_what_no_flag_says"
@@ -224,6 +231,15 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 8 zero-mpi evaluate model-q4.gguf --against model.gguf --data TEXT --kl": ByTest(
+        "tests/serial/test_evaluate.py::test_divergence_is_that_of_the_logits_on_any_ranks"
+    ),
+    "mpirun -n 8 zero-mpi evaluate model.gguf --data TEXT --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_evaluate.py::test_an_importance_matrix_has_the_squares_of_all_inputs"
+    ),
+    "zero-mpi export model.gguf model-q2.gguf --type q2_k_s --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
+    ),
     "mpirun -n 8 zero-mpi export runs/default/latest model.gguf --type q4_k_m": ByTest(
         "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
     ),
@@ -413,6 +429,9 @@ OWN: dict[str, How] = {
     "mpirun -n 3 python examples/mlp_ddp.py": EXAMPLE,
     "mpirun -n 3 python examples/sharded_linear.py": EXAMPLE,
     "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),
+    "mpirun -n 2 python examples/preferences.py": ByTest(
+        "tests/serial/test_finetune.py::test_the_example_of_preferences_shows_what_was_gained"
+    ),
 }
 
 COMMANDS = STARTING | TRAINING | EVALUATING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN

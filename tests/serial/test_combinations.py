@@ -29,6 +29,7 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--bits portable --precision bf16": ("--precision bf16", "--precision fp32"),
     "--bits portable --reduction fast": ("--reduction fast", "--reduction exact"),
     "--bits portable --device cuda": ("GPU", "--device cpu"),
+    "--loss dpo": ("--data FILE.jsonl", "--data p.jsonl"),
     "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
     "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
@@ -43,6 +44,12 @@ IDLE_CASES = {  # flags without effect: what is said beside them, and what gives
     "--writers-per-node 2": ("--checkpoint-io gather", "--checkpoint-io parallel"),
     "--prompt x --sample 0": ("--sample 0", "--sample 9"),
     "--micro-batch 8 --batch-size 4": ("--batch-size 4", "--batch-size 8"),
+    "--preference-beta 0.2": ("--loss cross-entropy", "--loss kto --data p.jsonl"),
+    "--label-smoothing 0.1 --loss ipo --data p.jsonl": ("--loss ipo", "--loss dpo"),
+    "--simpo-gamma 0.1 --loss dpo --data p.jsonl": ("--loss dpo", "--loss simpo"),
+    "--desirable-weight 2": ("", "--loss kto --data p.jsonl"),
+    "--undesirable-weight 2": ("", "--loss kto --data p.jsonl"),
+    "--loss-on all --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
 }
 IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives them none to have
     "--prompt x": "",

@@ -130,6 +130,19 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     assert all(20 <= len(answer) <= 300 for answer in answers)
 
 
+def test_the_example_of_preferences_shows_what_was_gained(tmp_path):
+    small = ["--steps", "1", "--warmup", "1", "--context", "96", "--batch-size", "2", "--eval-windows", "2"]
+    command = [EXAMPLE.parent / "preferences.py", *small]
+    status, printed, errors = run_job(2, command, timeout=300, env=COMPILED, cwd=tmp_path)
+    assert (status, errors) == (0, ""), f"{printed}\n{errors}"
+    (line,) = (tmp_path / "runs" / "preferences" / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["loss"] == pytest.approx(math.log(2), rel=1e-9)
+    for name in ("accuracies", "margins"):
+        before, after = record[f"val_rewards/{name}_before"], record[f"val_rewards/{name}"]
+        assert f"{name} of held-out pairs: {before:.3f} before, {after:.3f} after\n" in printed
+
+
 @pytest.mark.parametrize(
     ("number", "when"),
     [(signal.SIGINT, "conversations/train.jsonl"), (signal.SIGTERM, "docstrings/metrics.jsonl")],

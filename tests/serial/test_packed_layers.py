@@ -12,10 +12,10 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
 from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
 from zero_mpi.nn.packed import Documents
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
-from zero_mpi.sharding.passes import ROW_STEPS, rows_that_count
 from zero_mpi.sharding.precision import BF16, FP32
 
 CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, writing
 from zero_mpi.files.foreign import show
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -54,3 +56,21 @@ def one_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Floats:
     with np.errstate(all="ignore"):
         means: Floats = np.where(counts > 0, sums / counts, np.float32(1))
     return means
+
+
+def write_importance(
+    path: Path, sums: Mapping[str, Floats], tokens: int, texts: list[str], chunks: int, context: int
+) -> None:
+    """Write the sums (1, in) of each matrix over `tokens` tokens, of `chunks` windows of `context` tokens."""
+    tensors: dict[str, Floats] = {}
+    for name, values in sums.items():
+        tensors |= {name + SUMS: values, name + COUNTS: np.full((1, 1), tokens, np.float32)}
+    keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
+    keys["imatrix.chunk_size"] = np.uint32(context)
+    place = path.with_name(f".{path.name}.partial")
+    table = [(name, array.shape) for name, array in tensors.items()]
+    with writing():
+        with GGUFStream(place, "imatrix", keys, table) as stream:
+            for name, array in tensors.items():
+                stream.write(name, array)
+        place.replace(path)

@@ -1,4 +1,4 @@
-"""`zero-mpi samples MODEL --data chat.jsonl`: conversations as a model is given them in training.
+"""`zero-mpi samples MODEL --data chat.jsonl`: conversations and pairs as a model is given them in training.
 
 Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
 """
@@ -23,7 +23,7 @@ from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.control_tokens import AUTO, bos_of
-from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.formats import are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
 from zero_mpi.data.conversations.row_sources import HEAD, beginning
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
@@ -63,7 +63,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     within("count", options.count, 0)
     files = collect_files(options.data)
-    if not are_conversations(files):
+    pairs = [holds_pairs(path, labels=True) for _, path in files]
+    if not all(pairs) and not are_conversations(files):
         for name, path in files:
             if kind := kind_of(beginning(path, bool)[:HEAD], name):
                 about = f"found {kind.name}: {kind.remedy}"
@@ -73,9 +74,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
     inputs = template_inputs(options, tokenizer)
     reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
-    for found in reader.read(files, bad):
+    read = reader.read(files, bad)
+    if all(pairs):
+        both = reader.read_pairs(files, bad, labels=True)
+        read = (side for pair in both for side in pair if side is not None)
+    for found in read:
         totals.add(found.name, found.facts)
-        if len(samples) < options.count:
+        if len(samples) < options.count * (1 + all(pairs)):
             parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
             samples.append({"name": found.name, **found.facts, "parts": parts})
     notes = [*totals.cautions(), *(bad.notes() if bad else ())]

@@ -11,6 +11,7 @@ from zero_mpi.comm.agree import agreed
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
+from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.grad_accum import Accumulator, Criterion, Rounds
 
 
@@ -92,7 +93,7 @@ class GradAccum(Accumulator):
         self.module.zero_gradients()
         self.begin()
 
-    def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
+    def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
@@ -102,7 +103,7 @@ class GradAccum(Accumulator):
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        if criterion is not None and not callable(criterion):
+        if criterion is not None and not callable(criterion) and not isinstance(criterion, HeadLoss):
             raise ValueError(
                 f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
             )

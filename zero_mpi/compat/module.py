@@ -16,6 +16,7 @@ from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.loss import loss_with
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding import module as engine
 from zero_mpi.sharding.actions import GATHERING, Actions, without
@@ -146,9 +147,9 @@ class ShardedModule(engine.ShardedModule):
             )
         return super().backward(dy, contributors=contributors, last=last)
 
-    def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
+    def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
         """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
-        losses = self.part_losses(x, targets, (...,), scale)
+        losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
     def add_gradients(

@@ -84,6 +84,11 @@ CONTRADICTIONS = (
         lambda c: c.bits == PORTABLE and c.device == "cuda",
         "cannot be had on a GPU: give --device cpu",
     ),
+    Contradiction(
+        "loss",
+        lambda c: c.loss != "cross-entropy" and not c.data,
+        "of no pairs: give --data FILE.jsonl as well",
+    ),
     Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 holds nothing out"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),
 )
@@ -110,9 +115,23 @@ class Idle(NamedTuple):
     why: str
 
 
+CONSTANTS = {"label_smoothing": "dpo", "simpo_gamma": "simpo"}
+CONSTANTS |= {"desirable_weight": "kto", "undesirable_weight": "kto"}
+
+
+def of_losses() -> Iterator[Idle]:
+    """Yield a row for each constant that only some losses have."""
+    why = "--loss {loss} has no such constant"
+    yield Idle("preference_beta", lambda s: s.config.preference is None, why)
+    for name, loss in CONSTANTS.items():
+        yield Idle(name, lambda s, loss=loss: s.config.loss != loss, why)  # type: ignore[misc]
+    yield Idle("loss_on", lambda s: s.config.preference is not None, "answers count with --loss {loss}")
+
+
 NO_TEXT = "--data are token files, without a tokenizer"
 IDS = "--data are token files, whose ids are taken as they are"
 IDLE = (
+    *of_losses(),
     Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant never falls to it"),
     Idle("bucket_mb", lambda s: s.config.strategy != "no-shard", "only --strategy no-shard has buckets"),
     Idle(

@@ -21,11 +21,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
+from zero_mpi.nn.preference import PREFERENCES, Preference
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a language model
 ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
 LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
+CROSS_ENTROPY = "cross-entropy"
 LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
@@ -186,6 +188,17 @@ class Config:
         fixed=True)
     grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
 
+    loss: str = flag(CROSS_ENTROPY, str, "loss",
+        "loss function; all but cross-entropy learn from --data with chosen and rejected answers",
+        choices=(CROSS_ENTROPY, *PREFERENCES), fixed=True)
+    preference_beta: float = flag(
+        0.1, float, "loss", "strength of the preference; of ipo its tau", fixed=True)
+    label_smoothing: float = flag(
+        0.0, float, "loss", "share of wrong labels that dpo assumes, below 0.5", fixed=True)
+    simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
+    desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
+    undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
+
     strategy: str = flag("full-shard", str, "sharding",
         "sharding strategy; hybrid-shard: full-shard inside each node",
         choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"))
@@ -269,6 +282,14 @@ class Config:
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
+
+    @property
+    def preference(self) -> Preference | None:
+        """Preference loss, if it is one."""
+        if self.loss == CROSS_ENTROPY:
+            return None
+        names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+        return Preference(self.loss, self.preference_beta, *(getattr(self, name) for name in names))
 
     def stages_ahead(self, on_gpu: bool) -> int:
         """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""

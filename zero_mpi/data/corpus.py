@@ -104,24 +104,24 @@ def load_corpus(
     val_paths: Sequence[str] = (),
     batches: Batches | None = None,
     inputs: TemplateInputs = NO_INPUTS,
+    preferences: str = "",
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
     `paths`: `PATH=SHARE` for each makes each a source (`sources.sources_of`). `val_paths`: data to hold out
     instead. `any_bytes`: named files are read unchanged, text or not. `skip_bad`: bad rows of
     conversations are left out, with a note. `control_tokens`: how to read the spelling of one in text,
-    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore both. `bos`:
-    the id that begins each window of text and each conversation. `loss_on`: the tokens of conversations that
-    count, "answers" or "all". `packs`: windows hold whole documents, so these may be shorter than `context`;
-    conversations are always read so. Token files, and large text once it is encoded, stay on disk.
-    `batches`: the encoder. `inputs`: inputs that flags give to chat templates. Raises UsageError for what
-    the user can mend: paths, fraction, files, sizes.
+    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer. `bos`: the id that begins
+    each window of text and each conversation. `loss_on`: "answers" or "all". `packs`: windows hold whole
+    documents, which may be shorter than `context`. Token files and large encoded text stay on disk.
+    `inputs`: of templates. `preferences`: the loss that needs pairs. Raises UsageError for invalid values.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad)
+    flags = text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad, preferences
+    reader = DocumentReader(*flags)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:
@@ -151,7 +151,7 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
 
 def _count(documents: _Documents) -> int:
     """Return the number of documents, counting those inside token files that tell where documents end."""
-    return sum(1 if document.ends is None else len(document.ends) for document in documents)
+    return sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in documents)
 
 
 def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
@@ -194,7 +194,8 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
     """
     if fraction == 0:
         return documents, []
-    if len(documents) == 1 or all(each.ends is not None and len(each.ends) > 1 for each in documents):
+    is_one = len(documents) == 1 and (documents[0].counted is None or documents[0].ends is None)
+    if is_one or all(each.is_divisible for each in documents):
         cut = [each.cut(each.tokens.size - math.ceil(fraction * each.tokens.size)) for each in documents]
         return [first for first, _ in cut], [last for _, last in cut]
     held = _draw([document.tokens.size for document in documents], fraction, seed)

@@ -33,7 +33,13 @@ class Document(NamedTuple):
     digest: bytes  # sha256 of the bytes that it was made of, and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
     # (D,) where the documents of a token file end, none of which is empty; None: it is one, or does not tell.
+    # Of a pair, which has `counted`: where both sides end.
     ends: NDArray[np.int64] | None = None
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether some of its documents may be held out without the others."""
+        return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
         """Return the documents before a place and those from it on. One that crosses it is cut at the place,

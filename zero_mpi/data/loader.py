@@ -150,6 +150,12 @@ class StepLoader:
         """Return the number of targets of a step (from 0) that count: the divisor of a mean loss."""
         return self.windows.counted(self.order.windows(step * self.batch_size + np.arange(self.batch_size)))
 
+    def batches(self, step: int) -> list[Ids]:
+        """Return the windows of each micro-batch of a step (from 0)."""
+        first = step * self.batch_size
+        windows = self.order.windows(np.arange(first, first + self.batch_size))
+        return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
+
     def epochs(self, steps: int) -> list[float]:
         """Return how many times so many steps go through the windows of each source."""
         return self.order.epochs(steps * self.batch_size)
@@ -174,14 +180,18 @@ class EvalLoader:
         total = len(windows)
         taken = total if limit is None else min(limit, total)
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
-        self._windows = windows
+        self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
         self.counted = windows.counted(self.chosen)  # targets: the divisor of a mean loss
 
     def micro(self, i: int) -> Batch:
         """Return micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
-        return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+        return self.windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+
+    def batches(self) -> list[Ids]:
+        """Return the windows of each micro-batch."""
+        return np.split(self.chosen, np.arange(self.micro_batch, self.chosen.size, self.micro_batch))
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,6 @@ class TokenFormat(NamedTuple):
     layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for an unsound file
 
 
-def _is_arrow(name: str, path: Path) -> bool:
-    return path.suffix == ".arrow" and not holds_conversations(path)
-
-
 FORMATS = (
     TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
     TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
@@ -158,7 +154,9 @@ FORMATS = (
         megatron_layout,
     ),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat("Arrow", _is_arrow, arrow_layout),
+    TokenFormat(
+        "Arrow", lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout
+    ),
 )
 
 

@@ -34,7 +34,12 @@ class LowRank:
         return self._params
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice) -> Any:
-        """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows."""
+        """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows.
+
+        Without b among the weights the product is left out.
+        """
+        if self._b not in p:
+            return y
         return ops.linear(self._narrow(p, x), p[self._b][part], None, y)
 
     def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice) -> Any:

@@ -189,7 +189,7 @@ def read_machine(path: Path) -> MachineFile:
     """Read a file that describes a machine; raises UsageError that names the file and the key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
-    refuse_unknown(place, "", found, (*TABLES, "network"))
+    refuse_unknown(place, found, (*TABLES, "network"))
     tables = {
         name: checked(f"{place}: [{name}]", found.get(name), keys)
         for name, keys in TABLES.items()
@@ -233,19 +233,19 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
         yield Level(table["name"], table.get("nodes"), link)
 
 
-def refuse_unknown(place: str, where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(place: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise UsageError for an unknown key."""
     for key in table:
         if key not in known:
             meant = nearest(key, known) or f"; expected {', '.join(known)}"
-            raise UsageError(f"{place}:{where} {show(key)} is not a key{meant}")
+            raise UsageError(f"{place}: {show(key)} is not a key{meant}")
 
 
 def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
     """Return the values of a table in the order of `keys`, its only keys; raises UsageError."""
     if not isinstance(table, dict):
         raise UsageError(f"{place}: expected a table with {', '.join(keys)}, found {came(table)}")
-    refuse_unknown(place, "", table, tuple(keys))
+    refuse_unknown(place, table, tuple(keys))
     return {key: value_of(f"{place}: {key}", table.get(key), kind) for key, kind in keys.items()}
 
 

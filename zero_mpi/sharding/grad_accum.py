@@ -16,7 +16,7 @@ from zero_mpi import device
 from zero_mpi.arguments import whole
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import log, spans
 
@@ -76,7 +76,7 @@ class Accumulator:
         """Begin a step of rounds."""
         self.round, self.losses = 0, no_losses(self.rounds.micro_batches)
 
-    def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
+    def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
 
         A rank without one in this round passes None and gets None. `criterion` maps the output to (loss,
@@ -100,14 +100,12 @@ class Accumulator:
         return loss
 
     def _forward_backward(
-        self, x: Any, criterion: Criterion | None, contributors: int, last: bool
+        self, x: Any, criterion: Criterion | HeadLoss | None, contributors: int, last: bool
     ) -> Scalar | None:
-        """Run both directions in one go where the criterion tells the targets. The collectives are the same
+        """Run both directions in one go where the last stage computes the loss. The collectives are the same
         either way, so a rank without a micro-batch need not know."""
-        if isinstance(criterion, CrossEntropy):
-            return self.module.forward_backward(
-                x, criterion.targets, criterion.scale, contributors=contributors, last=last
-            )
+        if isinstance(criterion, HeadLoss):
+            return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
         output, loss, dy = self.module.forward(x, training=True), None, None
         if criterion is not None and x is not None:
             with spans.during(spans.COMPUTE, "loss"):

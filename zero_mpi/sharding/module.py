@@ -25,6 +25,7 @@ from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally
@@ -138,26 +139,33 @@ class ShardedModule:
         return micro_batch.dy
 
     def forward_backward(
-        self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
+        self,
+        x: Any,
+        targets: Any,
+        scale: float = 1.0,
+        *,
+        contributors: int | None = None,
+        last: bool = True,
     ) -> Scalar | None:
-        """Run forward, cross-entropy of the output as logits, and backward of a micro-batch. Return the loss.
+        """Run forward, loss and backward of a micro-batch. Return the loss: a `HeadLoss` in place of targets,
+        or `scale` times the cross-entropy of the output as logits.
 
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
         without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
         """
         self._begin()
-        micro_batch = Pass(self, x, targets=targets, scale=scale)
+        micro_batch = Pass(self, x, loss_of=loss_with(targets, scale))
         self._descend(self._schedule_of(last).training, micro_batch, contributors, last)
         return micro_batch.loss
 
-    def part_losses(self, x: Any, targets: Any, parts: Sequence[Any], scale: float = 1.0) -> list[Scalar]:
-        """Return the loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
+    def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
+        """Return the losses of a micro-batch's parts. None of it is kept for a backward.
 
-        A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
-        rank without a micro-batch passes None for x and targets, and gets no losses.
+        A rank without a micro-batch passes None twice, and gets no losses. Unless `adapted`, the products of
+        adapters are left out.
         """
         self._begin()
-        micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale, parts=parts)
+        micro_batch = Pass(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
         run(self.schedule.evaluation, self.units, micro_batch)
         return micro_batch.losses
 

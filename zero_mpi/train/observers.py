@@ -151,10 +151,11 @@ class SkippedSteps(Observer):
 
 
 class HeldOutLoss(NamedTuple):
-    """Loss of an evaluation in nats per token, and of each source where there are several."""
+    """Loss of an evaluation in nats per token, of each source where there are several, further figures."""
 
     mean: float
     by_source: dict[str, float]
+    figures: dict[str, float] = {}  # noqa: RUF012  (never changed)
 
 
 class Evaluation(Observer):
@@ -178,12 +179,13 @@ class Evaluation(Observer):
         if self._first and number == 1:
             found = self._timed()
             if found is not None:
-                self.before = found.mean
-                log.info("before the first step: validation loss %.4f nats a token", self.before)
+                self.before, self.figures = found.mean, found.figures
+                log.info("before the first step: validation loss %.4f", self.before)
 
     def ends(self, step: StepMade) -> None:
         if step.number == 1 and self.before is not None:
             step.record["val_loss_before"] = self.before
+            step.record.update({f"val_{name}_before": value for name, value in self.figures.items()})
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
         found = self._timed()
@@ -192,6 +194,7 @@ class Evaluation(Observer):
         self.loss = step.record["val_loss"] = found.mean
         if found.by_source:
             step.record["val_losses"] = found.by_source
+        step.record.update({f"val_{name}": value for name, value in found.figures.items()})
 
     def _timed(self) -> HeldOutLoss | None:
         begun = time.perf_counter()

@@ -254,8 +254,10 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     if config.lora is not None:
         config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
     if config.init is not None and all(stream.counted is not None for stream in streams):
-        longest = max(int(np.diff(stream.ends, prepend=0).max(initial=2)) - 1 for stream in streams)
-        context = min(longest, model.context_length, MOST_CONTEXT)
+        step = 1 if config.preference is None else 2  # both sides of a pair are in a window
+        ends = [stream.ends[step - 1 :: step] for stream in streams]
+        longest = max(int(np.diff(each, prepend=0).max(initial=2)) - step for each in ends)
+        context = min(longest, model.context_length, step * MOST_CONTEXT)
         config = unless_said(config, context=context, epochs=EPOCHS)
         config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
     loader, held_out = make_loaders(config, corpus)
@@ -293,6 +295,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
         batches=batches,
+        preferences="" if config.preference is None else config.loss,
     )
 
 
@@ -315,8 +318,11 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source; raises UsageError for one of several that has none."""
-    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
+    """Return the windows of a source; raises UsageError for one of several that has none, or has pairs."""
+    if part.name and config.preference is not None:
+        raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
+    paired = config.preference is not None
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
     return found

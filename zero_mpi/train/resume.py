@@ -21,7 +21,7 @@ from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
 from zero_mpi.config.inputs import SIZES, fingerprint, kinds_of_data
 from zero_mpi.config.optimizer import ADAMW
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
 from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, PLAIN, bos_of
@@ -40,7 +40,14 @@ from zero_mpi.train.same_bits import changes
 CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
 JUMP = 1.2  # ratio to the planned rate
 # Values of settings that older checkpoints lack.
-SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER, "optimizer": ADAMW}
+SINCE: dict[str, Any] = {
+    "control_tokens": PLAIN,
+    "packing": NONE,
+    "bits": NATIVE,
+    "bos": NEVER,
+    "optimizer": ADAMW,
+}
+SINCE |= {name: field.default for name, field in FIELDS.items() if field.metadata["group"] == "loss"}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,10 @@ import time
 from dataclasses import replace
 
 from zero_mpi.checkpoint.state import TrainingProgress
-from zero_mpi.data import Batch, EvalLoader
-from zero_mpi.device.types import Array
-from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.sharding.evaluation import evaluate
 from zero_mpi.sharding.grad_accum import Accumulator, Rounds
 from zero_mpi.telemetry import spans
 from zero_mpi.train.lr_schedule import schedule_of
+from zero_mpi.train.objective import StepLoss
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.setup import Session
 
@@ -33,6 +30,7 @@ class Steps:
         comm, micro_batches = session.module.comm, session.loader.micro_batches
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
+        self.losses, self.sums = StepLoss(), list[float]()  # of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -49,6 +47,7 @@ class Steps:
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
         record["tokens"] = self.progress.tokens
+        record |= self.losses.figures(self.sums)
         made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
         for observer in self.observers:
             observer.ends(made)
@@ -56,20 +55,19 @@ class Steps:
 
     def rounds(self, number: int) -> None:
         """Run forward and backward of all micro-batches of a step, each on the rank that it is dealt to."""
-        loader = self.session.loader
-        scale = 1.0 / loader.counted(number)
+        self.losses = self.session.objective.step(number)
         for mine in self.accumulator:
             if mine is None:
                 self.accumulator.accumulate(None)
             else:
                 with self.pace:
                     with spans.during(spans.DATA, "read"):
-                        batch = loader.micro(number, mine)
-                    self.accumulator.accumulate(*with_loss(batch, scale))
+                        x, loss = self.losses.micro(mine)
+                    self.accumulator.accumulate(x, loss)
 
     def totals(self) -> tuple[float, bool]:
         """Return the loss of all ranks, and whether one of them wants to stop. Collective."""
-        loss, stop = self.accumulator.totals(self.wants_to_stop())
+        loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
 
     def wants_to_stop(self) -> bool:
@@ -96,21 +94,11 @@ class Steps:
         held_out = self.session.held_out
         if not held_out:
             return None
-        losses = {
-            name: self.loss_of(loader) for name, loader in held_out.loaders.items() if loader.micro_batches
+        found = {
+            name: self.session.objective.held_out(loader)
+            for name, loader in held_out.loaders.items()
+            if loader.micro_batches
         }
-        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
-
-    def loss_of(self, held_out: EvalLoader) -> float:
-        """Return the mean loss of held-out windows. Collective."""
-        return evaluate(
-            self.session.module,
-            held_out.micro_batches,
-            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.counted),
-        )
-
-
-def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """Return the input of the model, and the criterion that compares its output with the targets."""
-    x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
-    return x, CrossEntropy(batch.targets, scale)
+        losses = {name: loss for name, (loss, _) in found.items()}
+        figures = next(iter(found.values()))[1]
+        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {}, figures)

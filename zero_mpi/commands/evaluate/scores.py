@@ -162,6 +162,12 @@ def lines(figures: Figures) -> Iterator[str]:
                 f"{name:{width}} {number(text['loss'], 6):>14} {number(text['standard_error'], 6):>10} "
                 f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
             )
+    if "divergence" in figures:
+        found = figures["divergence"]
+        yield (
+            f"KL divergence from {names[1]}: {found['kl']:.6f} nats a token; RMS change of the next token's "
+            f"probability: {100 * found['rms_change']:.3f} %; same top token: {100 * found['same_top']:.2f} %"
+        )
     if "choices" in figures:
         yield from ("", about_choices(figures["choices"]), "")
         if "right" in rows[0]["choices"]:

@@ -53,6 +53,8 @@ class Task:
     stride    tokens from a window to the next, None: as many as a window has
     windows   maximum number of windows, None: all
     json      a file for all figures
+    kl        whether the probabilities of both models are compared
+    imatrix   a file for the importance matrix of the model
     """
 
     config: Config
@@ -65,6 +67,8 @@ class Task:
     stride: int | None = None
     windows: int | None = None
     json: Path | None = None
+    kl: bool = False
+    imatrix: Path | None = None
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
@@ -109,8 +113,19 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
-    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
+    add_files(parser)
     return parser
+
+
+def add_files(parser: Parser) -> None:
+    """Add the flags about quantization and files to write."""
+    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
+    parser.add_argument(
+        "--kl", action="store_true", help="KL divergence and equal likeliest tokens of both models, on --data"
+    )
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="write the importance matrix of the model on --data, for export"
+    )
 
 
 def read_task(arguments: Sequence[str]) -> Task:
@@ -118,12 +133,15 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json") if name in own}
+    own |= {name: Path(own[name]) for name in ("choices", "json", "imatrix") if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
-    for name in OF_WINDOWS:
+    if "kl" in own and ("against" not in own or not config.data):
+        raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
+    for name in (*OF_WINDOWS, "imatrix"):
         if name in own and not config.data:
             raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+    for name in OF_WINDOWS:
         within(name, own.get(name, 1), 1)
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:

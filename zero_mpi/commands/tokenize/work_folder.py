@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.folders import sync_folder
 from zero_mpi.checkpoint.gguf.header import pack_file
-from zero_mpi.data.encoded_cache import code
+from zero_mpi.data.encoded_cache import code, sealed
 from zero_mpi.data.sources import UNFINISHED
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_index
@@ -35,7 +35,7 @@ from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
-CODE, DIGEST = "zero_mpi's source", "digest"  # key of the plan; key in a plan or record: digest of the rest
+CODE = "zero_mpi's source"  # key of the plan
 MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest: one of millions of files is large
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
@@ -176,12 +176,6 @@ def read_record(out: Path, name: str) -> Table | None:
         there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
         return record if there and sealed(record) == record else None
     return None
-
-
-def sealed(table: Table) -> Table:
-    """Return a table with its digest, which shows any later change."""
-    text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
-    return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:

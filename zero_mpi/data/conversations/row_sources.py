@@ -20,6 +20,7 @@ from zero_mpi.files.text_streams import MOST, TextStream, packing_of
 LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
+COLUMNS |= {"chosen", "rejected", "label"}
 BESIDE = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes in which a row must begin that shows the kind of a file
 ROWS = 64  # rows of a table that are read together
