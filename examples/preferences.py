@@ -6,7 +6,8 @@ The pairs are questions such as "What does str.split do?": the chosen answer is 
 documentation, the rejected one that of another name, or the right one broken off in its middle. A tenth of
 the pairs is held out, and their accuracy and margin are printed before and after: how often the model
 prefers the chosen answer more than the model at the start does, and by how much. Trained are adapters, by
-DPO; more flags of training may follow. All of it takes two minutes on two cores."""
+DPO; more flags of training may follow. All of it takes two minutes on two cores.
+"""
 
 import json
 import shlex

@@ -66,7 +66,7 @@ def test_steps_are_timed_for_each_variant():
     status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags, *variants], timeout=60)
     assert (status, errors) == (0, "")
     head, columns, *rows = printed.splitlines()
-    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s a rank$", head)
+    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s per rank$", head)
     assert columns.split()[-3:] == ["of", "all", "activations"]
     cells = [row.split() for row in rows]
     assert [(row[1], row[0], row[3]) for row in cells] == [

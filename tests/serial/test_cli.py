@@ -73,11 +73,12 @@ def test_help_of_train_shows_the_first_flags_on_two_screens(monkeypatch):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize(("name", "instead"), [("report", ""), ("plan", ", and say --ranks N")])
+@pytest.mark.parametrize(("name", "instead"), [("report", "report"), ("plan", "--ranks N")])
 def test_a_command_for_one_process_refuses_more_of_them_and_has_its_help(name, instead):
     status, printed, errors = run_job(2, ["-m", "zero_mpi", name, "x"])
     assert (status, printed) == (2, "")
-    assert f"error: {name} runs in one process: leave mpirun out{instead}\n" in errors
+    (line,) = (line for line in errors.splitlines() if "error: " in line)
+    assert all(word in line for word in (name, "mpirun", instead))
     status, printed, _ = run_job(2, ["-m", "zero_mpi", name, "--help"])
     assert (status, printed.count("usage: ")) == (0, 1)
 
@@ -158,7 +159,7 @@ def test_the_package_runs_as_the_console_script_does():
         (["--xyzzy"], "unknown flag --xyzzy; see --help"),
         (["-x"], "unknown flag -x; see --help"),
         (["--steps", "x", "--lerning-rate"], "unknown flag --lerning-rate; did you mean --learning-rate?"),
-        (["extra"], "unexpected 'extra': it belongs to no flag; see --help"),
+        (["extra"], "unexpected 'extra': it does not belong to a flag; see --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

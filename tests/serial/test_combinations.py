@@ -20,11 +20,16 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--ema 0.9 --offload moments": ("--offload moments", "--offload none"),
     "--optimizer muon --lora 2 --init m.gguf": ("--lora", "--optimizer adamw"),
     "--optimizer muon --offload moments --device cuda": ("--offload moments", "--offload none"),
+    "--qat q4_0 --lora 2 --init m.gguf": ("--lora", None),
+    "--qat q4_0 --freeze blk.0.*": ("--freeze", None),
+    "--qat q4_0 --optimizer muon": ("--optimizer muon", "--optimizer adamw"),
+    "--qat q4_0 --ema 0.9": ("--ema", None),
+    "--qat q4_0 --device cuda": ("--device cuda", "--device cpu"),
     "--epochs 2 --steps 5": ("--steps 5", None),
     "--trace-steps 2:5": ("--trace FILE", "--trace t.json"),
     "--min-lr 0.1 --lr 0.01": ("--lr 0.01", "--lr 0.2"),
     "--decay-steps 5": ("--schedule wsd", "--schedule wsd"),
-    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": ("--steps 8 has after --warmup 4", "--steps 9"),
+    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": ("--steps 8 .*--warmup 4", "--steps 9"),
     "--bits native": ("ZERO_MPI_BITS", "--bits portable"),
     "--bits portable --precision bf16": ("--precision bf16", "--precision fp32"),
     "--bits portable --reduction fast": ("--reduction fast", "--reduction exact"),
@@ -84,7 +89,8 @@ def test_what_does_nothing_is_said_in_a_line(flags):
 @pytest.mark.parametrize("flags", IDLE_WITH_TOKENS)
 def test_what_is_for_text_does_nothing_for_tokens(flags):
     (line,) = said(flags, is_text=False)
-    assert line.startswith(f"{flags} has no effect: --data ")
+    assert line.startswith(f"{flags} has no effect: ")
+    assert "--data" in line
     assert said(flags) == said(IDLE_WITH_TOKENS[flags], is_text=False) == []
 
 
@@ -156,4 +162,4 @@ def test_variables_of_more_threads_than_cores(monkeypatch):
     assert list(remarks(Config(), is_text=True)) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "1000")
     (line,) = remarks(Config(), is_text=True)
-    assert line.startswith("OMP_NUM_THREADS=1000: this rank may run on 4 cores")
+    assert re.match("OMP_NUM_THREADS=1000: .*4 cores", line)

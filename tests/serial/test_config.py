@@ -116,7 +116,7 @@ def test_values_out_of_range_are_refused_by_name(flags):
 def test_every_setting_goes_through_the_file_and_back(tmp_path):
     others = {name: other_value(name) for name in FIELDS if name != "epochs"}
     beside = {"offload": "none", "reduction": "exact", "precision": "fp32"}  # ema and bits
-    beside["optimizer"] = "adamw"  # lora
+    beside |= {"optimizer": "adamw", "qat": None}  # lora
     config = Config(**others | beside)
     assert from_file(tmp_path, write_toml(config)) == config
 
@@ -129,6 +129,7 @@ TEXTS = (["a b", 'quo"te', "back\\slash", "ünï", "tab\there"], [], ["new\nline
     [
         {},
         {"optimizer": "muon"},
+        {"qat": "q4_k"},
         {"keep": 0, "sample": 0, "grad_clip": 0.0, "val_fraction": 0.0, "tied": False, "warmup": 0},
         *({"data": text, "freeze": text} for text in TEXTS),
     ],

@@ -105,7 +105,7 @@ def test_bytes_that_are_no_text_stay_bytes_beside_a_token():
 def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case, tmp_path):
     tokenizer, text, spelt = case
     (note,) = corpus(tmp_path, tokenizer, text).notes
-    assert note.startswith("control tokens spelt in the text: 4 (")
+    assert "tokens in the text: 4 (" in note
     assert all(f"{token} {count}" in note for token, count in spelt.items())
     assert "--control-tokens parse" in note
     assert "--control-tokens plain" in note
@@ -123,7 +123,9 @@ def test_a_note_of_many_documents_is_one_and_names_three():
     for _ in range(2):
         reader.encode([b"a", b"b"])
     (note,) = reader.notes()
-    assert "spelt in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, "what controls a terminal is escaped"
+    assert "tokens in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, (
+        "what controls a terminal is escaped"
+    )
 
 
 class FakeTokenizer(ByteTokenizer):

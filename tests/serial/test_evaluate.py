@@ -332,11 +332,11 @@ BAD = {
     "no text": (["new.gguf", "--data", "none"], "--data none does not exist"),
     "no questions": (["new.gguf", "--choices", "none"], "--choices none: no such file"),
     "nothing": (["new.gguf"], "nothing to evaluate on: give --data PATH, --choices FILE or both"),
-    "short": (["new.gguf", "--data", "short"], "context 32 needs at least 33 tokens, the data holds 11"),
-    "context": ([*TEXT_OF, "--context", "33"], "--context 33: the model new.gguf has 32"),
+    "short": (["new.gguf", "--data", "short"], "context 32 needs at least 33 tokens, .* 11"),
+    "context": ([*TEXT_OF, "--context", "33"], "--context 33: the model new.gguf .* 32"),
     "stride": ([*TEXT_OF, "--stride", "33"], "--stride 33: expected at most the context, 32"),
     "no stride": ([*TEXT_OF, "--stride", "0"], "--stride 0: expected at least 1"),
-    "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "of no text: give --data"),
+    "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "--windows 2.*--data"),
     "other vocabulary": (
         [*TEXT_OF, "--against", "ids.gguf"],
         "--against ids.gguf: 61 tokens, expected 260 as in new.gguf",
@@ -347,14 +347,13 @@ BAD = {
     ),
     "tokens of another model": (
         ["swapped.gguf", "--data", "tokenized"],
-        "swapped.gguf has another tokenizer than made the token files: expected token 65 to be 'A', as in "
-        "tokenized/tokenizer.gguf, found 'B'",
+        "its token 65 is 'B', but tokenized/tokenizer.gguf has 'A'",
     ),
     "far ids": (["new.gguf", "--data", "far.npy"], "id 300 at position 2 is outside the vocabulary"),
-    "no tokenizer": (["ids.gguf", "--data", "text"], "where text can only be read with"),
+    "no tokenizer": (["ids.gguf", "--data", "text"], "byte-level BPE"),
     "another tokenizer": (
         ["ids.gguf", "--data", "text", "--tokenizer", "byte"],
-        "--tokenizer byte has 260 tokens, the model of ids.gguf 61",
+        "--tokenizer byte has 260 tokens, .*ids.gguf has 61",
     ),
     "no folder": ([*TEXT_OF, "--json", "none/x.json"], "--json none/x.json: cannot be written"),
     "long answer": (

@@ -116,7 +116,7 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     out, told = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
     (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = record["val_loss_before"], record["val_loss"]
-    assert told.startswith(f"{before:.3f} nats a token before, {after:.3f} after\n")
+    assert told.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
     assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in told
     assert told.count("\n  before  ") == told.count("\n  after   ") == told.count("\nWhat does ") == 3
     assert len(GGUFFile.open(out / "latest" / "adapter.gguf").tensors) == 2 * 7 * 30

@@ -187,7 +187,7 @@ def test_dropout_that_a_folder_asks_for_is_told_at_the_start(models, text, tmp_p
     folder = as_folder(models["gpt2"], tmp_path / "hf")
     flags = ["--init", str(folder), "--data", *text, *RUN, "--steps", "0"]
     printed = train(2, tmp_path / "out", *flags)
-    assert printed.count("asks for dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
+    assert printed.count("dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
 
 
 AS_BEFORE = """

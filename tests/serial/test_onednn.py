@@ -273,8 +273,8 @@ NOWHERE = {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        (NOWHERE, "/nowhere/libdnnl.so is no oneDNN 3"),
-        ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is no oneDNN 3"),
+        (NOWHERE, "/nowhere/libdnnl.so is not oneDNN 3"),
+        ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is not oneDNN 3"),
         pytest.param({"DNNL_MAX_CPU_ISA": "AVX2"}, "no bfloat16 units", marks=needs_library),
         ({"ZERO_MPI_OPS": "reference"}, "ZERO_MPI_OPS=reference"),
         ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT"),
@@ -293,7 +293,7 @@ def test_without_a_library_that_can_results_are_right_and_it_is_known_why(enviro
 @pytest.mark.parametrize(
     ("precision", "environ", "expected"),
     [
-        ("bf16", NOWHERE, "--precision bf16 .*is no oneDNN 3"),
+        ("bf16", NOWHERE, "--precision bf16 .*is not oneDNN 3"),
         ("fp16", {}, "--precision fp16 "),
         pytest.param("bf16", {}, None, marks=needs_library),
         ("fp32", NOWHERE, None),

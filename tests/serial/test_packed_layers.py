@@ -189,7 +189,7 @@ def test_without_a_scale_the_mean_is_over_what_counts():
     loss, _ = cross_entropy(logits, targets)
     assert loss == pytest.approx(cross_entropy(logits[[0, 2]], targets[[0, 2]])[0], rel=1e-14)
     assert cross_entropy(logits, np.full(4, UNCOUNTED))[0] == 0
-    with pytest.raises(ValueError, match="from 0 to 4, one of that many logits, or -1"):
+    with pytest.raises(ValueError, match=r"from 0 to 4, .*-1"):
         cross_entropy(logits, np.array([1, -2, 2, 0]))
 
 

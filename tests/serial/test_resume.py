@@ -158,7 +158,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, fla
             assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
         finally:
             end(process)
-    assert "run the same command to go on" in (tmp_path / "log").read_text()
+    assert "stopped after step " in (tmp_path / "log").read_text()
     go_on_to_the_end(2, out, flags, endless)
 
 
@@ -229,7 +229,7 @@ def test_another_training_is_refused_by_the_first_difference(more, named, stoppe
 
 def test_another_corpus_is_refused(stopped, flags, tmp_path):
     line = refused(2, stopped, *SMALL, *CONSTANT, "--data", *write_text(tmp_path, seed=1))
-    assert "the text of --data" in line
+    assert "--data" in line
 
 
 def test_the_same_corpus_elsewhere_is_the_same(stopped, flags, unbroken, tmp_path):

@@ -41,7 +41,7 @@ Sum
 
 
 3 conversations: 124 tokens, 13 of them counted (10.5 %); the longest has 56
-conversations without an answer left out: 1
+skipped conversations without an answer: 1
 """
 
 

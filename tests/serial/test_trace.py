@@ -179,7 +179,7 @@ def test_what_is_no_time_line_is_refused(tmp_path, data):
     with pytest.raises(UsageError) as raised:
         read(tmp_path / "trace.json")
     assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a whole time line of --trace: ")
+    assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a complete timeline of --trace: ")
 
 
 def test_transfers_share_a_lane_only_one_after_the_other():
@@ -224,17 +224,13 @@ def test_what_is_under_way_at_the_end_says_so():
     "text", ["10", "10:", ":13", "13:10", "5:5", "0:3", "a:b", "1:2:3", "-1:3", "2 : 4", ""]
 )
 def test_bad_steps_are_refused(text):
-    with pytest.raises(
-        UsageError, match=r"^--trace-steps .*: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and"
-    ):
+    with pytest.raises(UsageError, match=r"^--trace-steps .*FIRST:STOP"):
         parse([f"--trace-steps={text}"])
 
 
 def test_steps_after_the_last_one_are_refused():
     assert parse(["--trace-steps", "5:9", "--steps", "5", "--trace", "t.json"]).trace_steps == "5:9"
-    with pytest.raises(
-        UsageError, match="--trace-steps 6:9: expected a step of the run, which ends with --steps 5"
-    ):
+    with pytest.raises(UsageError, match=r"--trace-steps 6:9: .*--steps 5"):
         parse(["--trace-steps", "6:9", "--steps", "5"])
 
 
@@ -245,7 +241,7 @@ def run_of(tracer, first, last):
     tracer.end(last)
 
 
-NOTHING = "no time line: the run ended after step {}, and --trace-steps 3:6 has no step of this run"
+NOTHING = "no timeline: the run ended after step {}, and --trace-steps 3:6 has no step of this run"
 
 
 def steps_in(path):
@@ -257,7 +253,7 @@ def steps_in(path):
     [
         ((3, 5), 0, 6, [3, 4], []),
         ((3, 5), 0, 4, [3, 4], []),
-        ((3, 6), 0, 4, [3, 4], ["the run ended before step 5, the last one to trace"]),
+        ((3, 6), 0, 4, [3, 4], ["the run ended before step 5, the last step to trace"]),
         ((3, 6), 3, 9, [4, 5], []),
         ((3, 6), 0, 2, None, [NOTHING.format(2)]),
         ((3, 6), 7, 9, None, [NOTHING.format(9)]),
@@ -272,23 +268,21 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found
     assert spans.active is None
     assert (steps_in(path) if found else path.exists()) == (found or False)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == said
-    whole = f"time line of steps {found[0]} to {found[-1]}: {path}" if found else ""
+    whole = f"timeline of steps {found[0]} to {found[-1]}: {path}" if found else ""
     assert not found or any(record.message.startswith(whole) for record in caplog.records)
 
 
 def test_a_full_disk_costs_the_time_line_and_not_the_run(tmp_path, caplog, monkeypatch):
     tracer = Tracer(SerialComm(), str(tmp_path / "trace.json"), (1, 2), 0)
-    monkeypatch.setattr(Timeline, "write", lambda self: "the time line X cannot be written: No space left")
+    monkeypatch.setattr(Timeline, "write", lambda self: "the timeline X cannot be written: No space left")
     run_of(tracer, 1, 2)
     assert [record.message for record in caplog.records] == [
-        "the time line X cannot be written: No space left"
+        "the timeline X cannot be written: No space left"
     ]
 
 
 def test_a_bad_place_is_refused_before_the_run(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"--trace .*: cannot write there: it is a folder, expected the name of a"
-    ):
+    with pytest.raises(UsageError, match=r"--trace .*: cannot write there: it is a folder"):
         Tracer(SerialComm(), str(tmp_path), None, 0)
     with pytest.raises(UsageError, match=r"--trace .*/no/trace.json: cannot write there: No such file"):
         Tracer(SerialComm(), str(tmp_path / "no" / "trace.json"), None, 0)
@@ -319,7 +313,7 @@ def traced(tmp_path_factory):
 def test_the_command_writes_a_time_line_and_the_same_bits(traced):
     folder, printed = traced
     assert_same_run(folder / "traced", folder / "plain")
-    assert f"time line of steps 2 to 4: {folder / 'trace.json.gz'} (" in printed
+    assert f"timeline of steps 2 to 4: {folder / 'trace.json.gz'} (" in printed
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     check_events(events)
     found = lasting(events)
@@ -350,4 +344,4 @@ def test_the_table_of_a_real_run(traced):
     assert (status, errors) == (0, "")
     assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)
     assert len(re.findall(r"(?m)^ +[01] +[0-9.]+ +[0-9.]+ +[0-9]+%", printed)) == 2
-    assert "waited for longest" in printed
+    assert "longest waits" in printed

@@ -93,12 +93,10 @@ def assert_refused(done: tuple[int, str, str], out: Path, pid: object) -> None:
     assert status == 2, errors
     assert re.fullmatch(LOOKING, printed), printed  # where no lock tells that a holder lives
     (line,) = errors.splitlines()
-    assert line.startswith(
-        f"zero_mpi train: error: --out {out}: another job is at work in this folder: process "
-    )
+    assert line.startswith(f"zero_mpi train: error: --out {out}: ")
     assert f"process {pid} on " in line
     assert re.search(r", since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; ", line)
-    assert f"if it is dead, remove {out}/.lock and start again" in line
+    assert f"{out}/.lock" in line
 
 
 def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):

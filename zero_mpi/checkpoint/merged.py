@@ -41,7 +41,7 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
     alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
-            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; give --lora {found.rank} "
+            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
             f"--lora-alpha {alpha!s}"
         )
     wanted = {name: param.shape for name, param in model.params().items() if is_adapter(name)}
@@ -49,8 +49,8 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
         shape = file.tensors[name].shape if name in file.tensors else None
         if shape != wanted.get(name):
             raise UsageError(
-                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it is of other "
-                "--lora-targets or another model"
+                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it was trained "
+                "with other --lora-targets or on another model"
             )
     return file
 
@@ -119,8 +119,8 @@ class MergedWeights:
         if spec is None or shapes != [(rank, spec.shape[-1]), (spec.shape[0], rank)]:
             found = "none" if spec is None else spec.shape
             raise UsageError(
-                f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, and "
-                f"{self._base.path} has {found}: give the model that it was trained on"
+                f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, but "
+                f"{self._base.path} has {found}: use the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
 
@@ -132,7 +132,7 @@ class MergedWeights:
                 added = self._product(name, start, stop)
                 values += added
             if not np.isfinite(added).all():
-                raise UsageError(f"{self._adapter.path}: what it adds to {name} is not finite")
+                raise UsageError(f"{self._adapter.path}: its update of {name} is not finite")
         return values
 
     def _product(self, name: str, start: int, stop: int) -> Floats:

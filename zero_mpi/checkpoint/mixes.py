@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
@@ -40,7 +39,7 @@ KEPT = (
 )
 
 # Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION where only some have
-# it. Conditions: `Place.meets`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
+# it. Conditions: `conditions`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
 TABLE = """
 q2_k    10 Q2_K    v=Q4_K:shared,Q3_K down=Q3_K o=Q3_K
 q2_k_s  21 Q2_K    v=Q4_K:shared down=Q4_K:eighth
@@ -68,13 +67,13 @@ tq1_0   36 TQ1_0   embedding=Q4_K
 tq2_0   37 TQ2_0   embedding=Q4_K
 mxfp4_moe 38 MXFP4 head=Q8_0
 """
+QAT = "training.qat"  # key of a checkpoint: the type that its parameters are rounded to
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
 PARTS = (  # part of a tensor's name -> part of the table; the first that fits
     ("attn_qkv.weight", "v"), ("attn_kv_b.weight", "v"), ("attn_v.weight", "v"), ("attn_k.weight", "k"),
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-LOWEST = ("iq1", "iq2")  # mixes with rules of their own for models of eight experts
 EIGHT_O = (
     "q2_k",
     "q3_k_s",
@@ -94,56 +93,41 @@ FALLBACK = {
 }
 
 
-@dataclass(frozen=True)
-class Mix:
-    """A line of the table. rules: part -> (type, condition) pairs, of which the first that is met counts."""
+class Mix(NamedTuple):
+    """Line of the table. rules: part -> (type, condition) pairs, of which the first that is met counts."""
 
-    name: str
     number: int
     base: Kind
-    rules: Mapping[str, tuple[tuple[Kind, str], ...]]
-
-    @classmethod
-    def parsed(cls, line: str) -> Mix:
-        """Return the mix of a line."""
-        name, number, base, *parts = line.split()
-        rules = {}
-        for part, _, choices in (each.partition("=") for each in parts):
-            pairs = (choice.partition(":") for choice in choices.split(","))
-            rules[part] = tuple((Kind[kind], condition) for kind, _, condition in pairs)
-        return cls(name, int(number), Kind[base], rules)
+    rules: Mapping[str, list[tuple[Kind, str]]]
 
 
-MIXES = {mix.name: mix for mix in map(Mix.parsed, TABLE.strip().splitlines())}
+def parsed(number: str, base: str, *parts: str) -> Mix:
+    """Return the mix of a line's words."""
+    rules = {}
+    for part, _, choices in (each.partition("=") for each in parts):
+        pairs = (choice.partition(":") for choice in choices.split(","))
+        rules[part] = [(Kind[kind], condition) for kind, _, condition in pairs]
+    return Mix(int(number), Kind[base], rules)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A tensor's place in a model: block `i` of `n`, query heads for each head of k and v, experts."""
+MIXES = {name: parsed(*words) for name, *words in map(str.split, TABLE.strip().splitlines())}
+TRAINED_FOR = [  # types that training may round to in each step
+    *(name for name in FILE_TYPES if name.startswith("q")),
+    *(name for name in MIXES if name.startswith(("q", "iq4", "mxfp4")) and name != "q2_k_s"),
+    *ALIASES,
+]
 
-    i: int
-    n: int
-    sharing: int
-    experts: int
-    weighted: bool
 
-    def meets(self, condition: str) -> bool:
-        """Return whether a condition of the table is met; the empty one always is."""
-        i, n = self.i, self.n
-        more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-        return {
-            "": True,
-            "shared": self.sharing >= 4,
-            "shared4": self.sharing >= 4 or self.experts >= 4,
-            "first2": i < 2,
-            "first4": i < 4,
-            "sixteenth": i < n // 16,
-            "eighth": i < n // 8,
-            "middle": n // 8 <= i < 7 * n // 8,
-            "plain": i < n // 8 and not self.weighted,
-            "more": more,
-            "more8": more and self.experts == 8,
-        }[condition]
+def conditions(i: int, n: int, sharing: int, experts: int, weighted: bool) -> set[str]:
+    """Return the conditions of the table that block `i` of `n` meets.
+
+    sharing: query heads for each head of k and v; weighted: there is an importance matrix
+    """
+    more, eighth = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2, i < n // 8
+    met = {"shared": sharing >= 4, "shared4": sharing >= 4 or experts >= 4, "first2": i < 2, "first4": i < 4}
+    met |= {"sixteenth": i < n // 16, "eighth": eighth, "middle": not eighth and i < 7 * n // 8}
+    met |= {"": True, "plain": eighth and not weighted, "more": more, "more8": more and experts == 8}
+    return {name for name, holds in met.items() if holds}
 
 
 def known_type(name: str) -> str:
@@ -180,7 +164,7 @@ def types_of(
     mix = None if pure else MIXES.get(wanted)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
     base = MIXES[wanted].base if wanted in MIXES else Kind[wanted.upper()]
-    found = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, mix, weighted)
+    found = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, wanted, weighted)
     for name in ENDS if (base in COARSE and not pure) or (fine_ends and base not in PLAIN) else ():
         if name in found:
             found[name] = Kind.Q8_0
@@ -199,10 +183,10 @@ def fitting(kind: Kind, width: int) -> Kind:
 
 
 def mixed(
-    metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], mix: Mix, weighted: bool
+    metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
     """Return the type that a mix gives each matrix, whatever its rows."""
-    keys, arch = GGUFKeys(metadata), str(metadata.get("general.architecture"))
+    keys, arch, mix = GGUFKeys(metadata), str(metadata.get("general.architecture")), MIXES[wanted]
 
     def size(name: str, default: int) -> int:
         return keys.whole(f"{arch}.{name}", 0, MOST_SIZE) or default
@@ -212,21 +196,23 @@ def mixed(
     parts = {name: part_of(name, matrices) for name in matrices}
     values = sorted(block_of(name) for name, part in parts.items() if part == "v")
     found = {}
-    for name, shape in matrices.items():
-        part, block = parts[name], block_of(name)
+    for name, part in parts.items():
+        block, rules, lowest = block_of(name), mix.rules.get(part, []), wanted.startswith(("iq1", "iq2"))
         place = (values.index(block), len(values)) if part == "v" else (block, blocks)
-        at = Place(*place, sharing, experts, weighted)
-        kind = next((kind for kind, condition in mix.rules.get(part, ()) if at.meets(condition)), mix.base)
+        met = conditions(*place, sharing, experts, weighted)
+        kind = next((kind for kind, condition in rules if condition in met), mix.base)
         if part == "head":
-            kind = mix.rules.get(part, ((Kind.Q6_K, ""),))[0][0]
-            kind = kind if shape[-1] % GGML_QUANT_SIZES[mix.base][0] == 0 else Kind.Q8_0
+            fits = matrices[name][-1] % GGML_QUANT_SIZES[mix.base][0] == 0
+            kind = Kind.Q8_0 if not fits else rules[0][0] if rules else Kind.Q6_K
         elif mix.base == Kind.MXFP4:
-            kind = Kind.MXFP4 if len(shape) > 2 and shape[0] > 1 else Kind.Q8_0
-        elif experts == 8:
-            kind = of_eight(mix, part, kind)
-        elif part == "v" and arch == "llama" and blocks == 80 and sharing > 1:
-            is_70b = not mix.name.startswith(LOWEST) and kind in (Kind.Q3_K, Kind.Q4_K)
-            kind = Kind.Q5_K if is_70b else kind
+            kind = Kind.MXFP4 if len(matrices[name]) > 2 and matrices[name][0] > 1 else Kind.Q8_0
+        elif experts == 8 and part in ("v", "k") and not (lowest and part == "v"):
+            kind = Kind.Q4_K if lowest else Kind.Q8_0
+        elif experts == 8 and part == "o":
+            finer = lowest or (wanted.startswith(EIGHT_O) and wanted != "q2_k_s")
+            kind = Kind.Q5_K if finer else mix.base
+        elif part == "v" and (arch, blocks) == ("llama", 80) and sharing > 1 and not lowest:
+            kind = Kind.Q5_K if kind in (Kind.Q3_K, Kind.Q4_K) else kind
         found[name] = kind
     return found
 
@@ -244,16 +230,6 @@ def block_of(name: str) -> int:
     """Return the number of the block that a tensor belongs to, 0 if it belongs to none."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else 0
-
-
-def of_eight(mix: Mix, part: str, kind: Kind) -> Kind:
-    """Return the type of a matrix in a model of eight experts, where attention is small."""
-    lowest = mix.name.startswith(LOWEST)
-    if part in ("v", "k"):
-        return kind if lowest and part == "v" else Kind.Q4_K if lowest else Kind.Q8_0
-    if part == "o":
-        return Kind.Q5_K if lowest or (mix.name.startswith(EIGHT_O) and mix.name != "q2_k_s") else mix.base
-    return kind
 
 
 def needs_weights(name: str, kind: Kind, wanted: str) -> bool:

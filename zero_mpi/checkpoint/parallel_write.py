@@ -381,7 +381,7 @@ def write_together(
             output.stamp(keys)
     agree(comm, outputs)  # all have written: the rank that syncs for its host syncs all of the host's data
     for output in outputs:
-        tick(f"bringing {output.content.path.name} to disk")
+        tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
     agree(comm, outputs)
 
@@ -428,7 +428,7 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
 
 
 def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
-    """Return tensors' digests made of those of pieces, which are in order of ranks and of elements."""
+    """Return tensors' digests made of those of pieces, which are in rank order and of elements."""
     parts = defaultdict[str, list[bytes]](list)
     for name, pieces in (entry for rank in found for entry in rank):
         parts[name].append(pieces)

@@ -44,7 +44,7 @@ LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest held-out loss so far."""
+    """The lowest validation loss so far."""
 
     loss: float = math.inf  # nats per token; infinite before the first evaluation
     step: int = 0  # number of steps done when it was measured; 0: not measured yet
@@ -202,7 +202,7 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     state, average, module = files.state, files.average, optimizer.module
     if (average is None) != (optimizer.average is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
-        raise UsageError(f"{state.path.parent}: found {found}: give ema as it was")
+        raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
     expected = dict(state_tensors(optimizer))
     trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
     wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
@@ -214,7 +214,7 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
             raise UsageError(f"{file.path}: {name} is {found}, expected shape {shape}")
     surplus = [name for name in state.tensors if name not in expected]
     if surplus:
-        raise UsageError(f"{state.path}: {surplus[0]} is surplus: this run trains no such tensor")
+        raise UsageError(f"{state.path}: unexpected tensor {surplus[0]}: this run does not train it")
 
 
 Read = Callable[[str, int, int], Array]
@@ -265,7 +265,7 @@ def read_count(state: GGUFFile, key: str) -> int:
     """Return a count of the state; raise UsageError if it is missing."""
     value = keys_of(state).whole(key)
     if value is None:
-        raise UsageError(f"{state.path}: the key {key} is missing or no count")
+        raise UsageError(f"{state.path}: the key {key} is missing or not a count")
     return value
 
 

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start(name: str) -> None:
-    """Run a command with the arguments in sys.argv behind its name."""
+    """Run a command with the arguments after its name in sys.argv."""
     stopping.start(name, module_of(name))
 
 

@@ -1,4 +1,4 @@
-"""`zero-mpi samples MODEL --data chat.jsonl`: conversations and pairs as a model is given them in training.
+"""`zero-mpi samples MODEL --data chat.jsonl`: conversations and pairs as training sees them.
 
 Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
 """

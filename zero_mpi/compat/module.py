@@ -104,7 +104,7 @@ class ShardedModule(engine.ShardedModule):
         frozen = list_of_patterns("frozen", config.frozen, params)
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
-            raise ValueError("ShardedModule: whole: by_rows cuts parameters between rows; give one of both")
+            raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
         by_rows = bool(config.by_rows)
         numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb, "by_rows": by_rows}
         config = replace(config, frozen=frozen, whole=undivided, **numbers)
@@ -181,7 +181,7 @@ class ShardedModule(engine.ShardedModule):
         """
         if not self.strategy.shards_parameters:
             raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps parameters whole, nothing to gather"
+                f"prefetch: strategy {self.strategy.name} keeps full parameters: nothing to gather"
             )
         if self.has_pending_prefetch:
             raise ValueError("prefetch: already started; run forward before the next prefetch")
@@ -281,9 +281,7 @@ class ShardedModule(engine.ShardedModule):
         """
         self.drop_gathered()
         self.unfilled.clear()
-        for unit in self.units:
-            unit.parameters.publish()
-        self.owners.signal_written()
+        self.publish()
 
     def parameters(self) -> list[Array]:
         """Return this rank's shard of each unit, flat, padding included: writing to them changes the model.

@@ -75,14 +75,14 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 unit.unit.whole
                 and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
             ):
-                raise ValueError(f"rules: all parameters of the unit {unit.name} want one kind of rule")
+                raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
                 if isinstance(self.rule_of(name), MatrixRule) and (
                     not unit.unit.whole or len(param.shape) < 2
                 ):
                     raise ValueError(
-                        f"rules: {self.rule_of(name).type} takes whole matrices, {name} is none: make the "
-                        "module with whole=[patterns of the matrices], and give others another rule"
+                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
+                        "the module with whole=[patterns of the matrices], and use another rule for others"
                     )
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
@@ -125,9 +125,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all of them can be updated."""
         if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
-            raise ValueError(
-                f"step_on_params: {self.type} takes whole matrices of the module alone: use step"
-            )
+            raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
         if shapes != {key: g.shape for key, g in grads.items()}:
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")

@@ -20,10 +20,10 @@ LEAST = {
     "eval_every": 0, "patience": 1, "eval_windows": 1, "log_every": 1, "decay_steps": 0,
     "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0,
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,
-    "writers_per_node": 1, "label_smoothing": 0, "simpo_gamma": 0,
+    "writers_per_node": 1, "label_smoothing": 0, "simpo_gamma": 0, "balance_loss": 0, "z_loss": 0,
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # whole number: fits 64 bits, with room for additions
+LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
 Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5}
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
+from zero_mpi.checkpoint.mixes import is_matrix, known_type, types_of
+from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
+from zero_mpi.nn.balance import BALANCE, Z
 from zero_mpi.optim.muon import Muon
+from zero_mpi.optim.rounded import Rounded
 from zero_mpi.optim.rule import AdamW, Rule
 from zero_mpi.sharding.unit import Unit
 
+BALANCE_LOSS = 0.001  # router_aux_loss_coef of transformers
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 
 
@@ -24,7 +30,12 @@ def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def rules_of(
-    optimizer: str, model: ModelConfig, betas: tuple[float, float], eps: float, products: Any = np.float32
+    optimizer: str,
+    model: ModelConfig,
+    betas: tuple[float, float],
+    eps: float,
+    products: Any = np.float32,
+    qat: str | None = None,
 ) -> dict[str, Rule]:
     """Return name pattern -> rule; `products`: the dtype that Muon multiplies in."""
     rules: dict[str, Rule] = {"*": AdamW(betas, eps)}
@@ -32,9 +43,32 @@ def rules_of(
     if whole:
         fused = {name: linear.fused for name, linear in projections(model.layers()).items() if linear.fused}
         rules |= dict.fromkeys(whole, Muon(parts=fused, kind=products))
-    return rules
+    kinds = {} if qat is None else rounding_of(model, qat)
+    return rules | {name: Rounded(rules["*"], kind.name) for name, kind in kinds.items()}
 
 
-def state_count(unit: Unit) -> int:
+def auxiliary_scales(
+    model: ModelConfig, balance_loss: float | None, z_loss: float | None, adapts: bool
+) -> dict[str, float]:
+    """Return the scales of the losses of routers; raise UsageError for those of a model without experts."""
+    routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
+    for flag, value in (("--balance-loss", balance_loss), ("--z-loss", z_loss)):
+        if value is not None and not routed:
+            raise UsageError(f"{flag} {value:g}: the model has no experts; leave the flag out")
+    default = 0.0 if adapts else BALANCE_LOSS
+    found = {BALANCE: default if balance_loss is None else balance_loss, Z: z_loss or 0.0}
+    return found if routed else {}
+
+
+def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
+    """Return the type that each matrix has in an export; embedding and head have 8 bits at least."""
+    shapes = {name: param.shape for name, param in model.params().items()}
+    keys = {"general.architecture": model.arch} | model.metadata()
+    kinds = types_of(keys, shapes, known_type(qat), fine_ends=True)
+    return {name: kind for name, kind in kinds.items() if kind != Kind.F32}
+
+
+def state_count(unit: Unit, qat: str | None = None) -> int:
     """Return the number of float32 arrays that are kept for a unit's elements."""
-    return len((Muon if unit.whole else AdamW).states)
+    masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
+    return len((Muon if unit.whole else AdamW).states) + masters

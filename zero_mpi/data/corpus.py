@@ -160,7 +160,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
     least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
     total = sum(document.tokens.size for document in documents)
     if total < least:
-        need = f"context {context} needs at least {least} tokens, the data{of} holds {total}"
+        need = f"context {context} needs at least {least} tokens, the data{of} has {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")
     train, val = _hold_out(documents, fraction, seed)
     if fraction and (refusal := _too_small(train, val, least)):
@@ -176,7 +176,7 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
     documents, notes = reader.documents("--val-data", paths)
     held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
-        raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
+        raise UsageError(f"--val-data has {held} tokens, but a window needs {least}: add more")
     said = [type(note)(f"--val-data: {note}") for note in notes]
     source = DataSource("", list(paths))
     return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
@@ -225,11 +225,11 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
     """Return why this split is useless, for the user; empty if both sides have a window of `least` tokens."""
     left, held = (sum(document.tokens.size for document in side) for side in (train, val))
     if left < least:
-        return f"no held-out set: it would leave {left} tokens to train on, a window takes {least}"
+        return f"no validation set: it would leave {left} tokens for training, but a window needs {least}"
     if held < least:
         return (
-            f"no held-out set: it would have {held} tokens, a window takes {least}; "
-            "use a larger --val-fraction or a smaller --context"
+            f"no validation set: it would have {held} tokens, but a window needs {least}; use a larger "
+            "--val-fraction or a smaller --context"
         )
     return ""
 

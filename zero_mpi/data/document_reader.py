@@ -30,7 +30,7 @@ from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 
 Text = tuple[str, bytes]
-"""The name of a text, and its bytes."""
+"""Name and bytes of a text."""
 
 _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, few compared with the ids
 
@@ -49,7 +49,7 @@ def separator(tokenizer: Tokenizer) -> int | None:
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a line if nothing closes a document."""
     if separator(tokenizer) is None:
-        yield "the tokenizer has neither eos nor bos: nothing stands between documents"
+        yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 
 
 def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -94,7 +94,7 @@ class DocumentReader(NamedTuple):
         read, notes = self._read(paths)
         documents = [document for document in read if document.tokens.size]
         if not documents:
-            nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
+            nothing = f"{flag} contains neither text nor tokens: {named(paths, LONGEST)}"
             raise UsageError("; ".join([nothing, *(note for note in notes if not isinstance(note, Remark))]))
         return documents, notes
 
@@ -109,10 +109,10 @@ class DocumentReader(NamedTuple):
         if tokens:
             return self._tokens(tokens), []
         if self.text is None:
-            raise UsageError("text cannot be read without a tokenizer: give --data as token files")
+            raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab < self.text.tokenizer.vocab_size:
             size = self.text.tokenizer.vocab_size
-            raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
+            raise UsageError(f"the tokenizer has {size} tokens, but the model's vocabulary {self.vocab}")
         encode, settings = self._encode(files, paths, self.text), self._settings(paths, self.text)
         return through(files, settings, self.vocab, encode, self.batches)
 
@@ -137,8 +137,8 @@ class DocumentReader(NamedTuple):
         silent = [each.name for each in documents if each.ends is None]
         if self.packs and silent:
             raise UsageError(
-                "--packing documents: --data are token files, which do not tell where documents end "
-                f"({shown(silent[0])}): use text, or files of Megatron or Arrow"
+                f"--packing documents: {shown(silent[0])} does not mark the ends of documents: use text, or "
+                "token files of Megatron or Arrow"
             )
         return documents
 

@@ -28,7 +28,7 @@ class Remark(str):
 class Document(NamedTuple):
     """Ids in their order, and their origin."""
 
-    name: str  # of the file or line, for people and for the digest of the corpus
+    name: str  # of the file or line, for messages and for the digest of the corpus
     tokens: Tokens  # (n,) uint16 or uint32, held or in a file; those of text include the separator
     digest: bytes  # sha256 of the bytes that it was made of, and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all

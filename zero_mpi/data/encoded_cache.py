@@ -1,4 +1,4 @@
-"""Cache of encoded texts: ids in a folder that is named by what they were made of.
+"""Cache of encoded texts: ids in a folder named by a digest of their inputs.
 
 Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids that lie in a
 file are also not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name
@@ -28,6 +28,7 @@ from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
 from zero_mpi.files.parse import parse_json
 
@@ -39,26 +40,46 @@ DIGEST = "digest"  # key in a sealed table: digest of the rest
 NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
-"""Documents, and notes on them for the user."""
+"""Documents, and notes for the user."""
 Beat = Callable[[], object]  # called again and again during long work
 Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
-"""Encodes the documents, and puts what is to be said of them into the list when all are done."""
+"""Encodes the documents, then appends notes for the user to the list."""
 
 
 class Batches:
-    """Encoder of chunks of text, a batch at a time. cached: whether ids from an earlier encoding may be used.
+    """Encoder of chunks of text, a batch at a time, each into so many rows of whole numbers below 2**32.
 
     beat     called before each batch
+    cached   whether ids from an earlier encoding may be used
+    folder   where the rows of each batch are kept for the next start after an interrupted one; None: nowhere
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
         self.beat, self.cached = beat, cached
+        self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
+        """Return encode(pieces), or the rows kept of it under a name of its own, after a sha256."""
         self.beat()
-        return encode(pieces)
+        if self.folder is None:
+            return encode(pieces)
+        total, content = hashlib.sha256(encode.__name__.encode()), b""
+        for piece in pieces:
+            data = piece.encode() if isinstance(piece, str) else piece.tobytes()
+            total.update(len(data).to_bytes(8) + data)
+        path = self.folder / total.hexdigest()
+        with suppress(OSError):
+            content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            rows = encode(pieces)
+            numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
+            content = hashlib.sha256(numbers).digest() + numbers
+            with suppress(OSError):  # rows that cannot be kept are encoded again
+                write_whole(path, content)
+        found = np.frombuffer(content, "<u4", offset=32)
+        return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
 
 
 def through(
@@ -74,9 +95,9 @@ def through(
     entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
     kept = None if entry is None else found(entry, vocab, batches.beat)
     if entry is not None and kept is None:
-        shutil.rmtree(entry, ignore_errors=True)  # removes an unsound entry
+        shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
         with suppress(OSError):  # no room, or not ours
-            make(entry, encode, batches.beat)
+            make(entry, encode, batches)
             if entry_of(files, settings, batches.beat) != entry:
                 shutil.rmtree(entry, ignore_errors=True)
                 raise UsageError("--data changed while it was read: start again")
@@ -139,16 +160,26 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def make(entry: Path, encode: Encode, beat: Beat) -> None:
-    """Write an entry, under another name until it is complete; OSError if that fails."""
+def make(entry: Path, encode: Encode, batches: Batches) -> None:
+    """Write an entry, under another name until it is complete; OSError if that fails.
+
+    If the job is ended meanwhile, batches that were encoded stay for the next one.
+    """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     drop_unused(entry.parent)
     scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
+    batches.folder = kept = entry.with_suffix(".batches")
     try:
-        write(scratch, encode, beat)
+        kept.mkdir(exist_ok=True)
+        write(scratch, encode, batches.beat)
         with suppress(OSError):  # another job was faster: its entry is the same
             scratch.rename(entry)
+        shutil.rmtree(kept, ignore_errors=True)
+    except Exception:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise
     finally:
+        batches.folder = None
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -183,7 +214,7 @@ def sealed(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """Return the documents of an entry, whose ids stay in its files, and the notes; None if it is unsound.
+    """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
     Only files that still have the digests from when they were written here are read.
     """

@@ -21,7 +21,7 @@ from zero_mpi.files.foreign import shown
 BLOCK = 1 << 20
 HEAD = 8192  # bytes that tell text from binary, as in git and grep
 LINES = (".jsonl", ".ndjson")
-TOKENIZE = "zero-mpi tokenize makes token files of it"
+TOKENIZE = "convert it to token files with zero-mpi tokenize"
 
 
 class Kind(NamedTuple):
@@ -41,25 +41,25 @@ class Beginning(NamedTuple):
     inside: bytes = b""
 
 
-TABLES = "conversations in it take a column such as messages, and pip install 'zero-mpi[arrow]'"
-MODEL = "a model is named by --init"
+TABLES = "conversations need a column such as messages, and pip install 'zero-mpi[arrow]'"
+MODEL = "use --init for a model"
 ZIP = b"PK\x03\x04"
 BEGINNINGS = (
-    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
+    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}"),
     Beginning(b"ARROW1\0", "an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}"),
     Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"extract its texts first; {TABLES}"),
-    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (named .gz)"),
-    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (named .zst)"),
+    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)"),
+    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)"),
     Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
     Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
     Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
     Beginning(b"ustar", "a tar archive", "unpack it first: tar -xf FILE", 257),
     Beginning(ZIP, "NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", inside=b".npy"),
-    Beginning(ZIP, "a PyTorch file", "--init takes models, as GGUF or safetensors", inside=b"data.pkl"),
+    Beginning(ZIP, "a PyTorch file", "use --init for a model (GGUF or safetensors)", inside=b"data.pkl"),
     Beginning(ZIP, "a zip archive", "unpack it first: unzip FILE"),
     Beginning(b"GGUF", "a GGUF model", MODEL),
-    Beginning(b"\x93NUMPY", "a NumPy array", "token files are named .npy"),
-    Beginning(b"%PDF-", "a PDF document", "make text of it first: pdftotext FILE"),
+    Beginning(b"\x93NUMPY", "a NumPy array", "rename a token file to .npy"),
+    Beginning(b"%PDF-", "a PDF document", "convert it to text first: pdftotext FILE"),
     Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
     *(  # longer marks first: UTF-32 begins like UTF-16
         Beginning(
@@ -73,13 +73,13 @@ BEGINNINGS = (
     ),
 )
 LINES_REMEDY = (
-    f"{TOKENIZE} (named .jsonl); or write out the field that is the text, say: jq -r .text FILE > NEW.txt; "
-    "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
-    "in each line"
+    f"{TOKENIZE} (as .jsonl), or extract the text field, e.g. jq -r .text FILE > NEW.txt; a .jsonl of "
+    "conversations has messages, prompt and completion, instruction and output, or conversations in each "
+    "line"
 )
 # The beginning of an array of objects, or of an object that holds conversations.
 ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
-ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
+ROWS_REMEDY = "write it as JSON Lines, one object per line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
     "binary data",
     "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
@@ -160,8 +160,8 @@ class TextFilter:
             return False
         if not self._any_bytes:
             raise UsageError(
-                f"{self._flag} {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} "
-                "(--tokenizer byte would take its bytes as they are)"
+                f"{self._flag} {shown(path)} looks like {kind.name}, not text: {kind.remedy} (or train on "
+                "its raw bytes with --tokenizer byte)"
             )
         self.taken.append(about)
         return True
@@ -174,13 +174,13 @@ class TextFilter:
     def notes(self) -> Iterator[str]:
         """Yield a line for each sort of thing that was found."""
         if self.out:
-            yield f"files that are no text left out: {some(self.out)}"
+            yield f"skipped files that are not text: {some(self.out)}"
         if self.taken:
-            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self.taken)}"
+            yield f"files that are not text, read as raw bytes (--tokenizer byte): {some(self.taken)}"
         if self.odd:
             yield (
-                f"text that is not UTF-8, taken byte by byte: {some(self.odd)}; iconv -f ENCODING -t UTF-8 "
-                "converts it"
+                f"text that is not UTF-8, read as raw bytes: {some(self.odd)}; convert it with iconv -f "
+                "ENCODING -t UTF-8"
             )
 
 

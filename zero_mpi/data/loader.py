@@ -99,7 +99,7 @@ class Windows:
         return ""
 
     def notes(self) -> list[str]:
-        """Return []: nothing of note is left out."""
+        """Return []: there is nothing to report."""
         return []
 
     def batch(self, indices: ArrayLike) -> Batch:
@@ -138,7 +138,7 @@ class StepLoader:
         order: SampleOrder | None = None,
     ) -> None:
         if not len(windows):
-            raise UsageError(f"the data holds no {windows.kind}")
+            raise UsageError(f"the data contains no {windows.kind}")
         self.batch_size = _at_least_one("--batch-size", batch_size)
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         self.micro_batches = -(-batch_size // micro_batch)

@@ -2,9 +2,9 @@
 
 A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. A document
 that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first: each goes
-where the least room stays, and into a new window if it fits nowhere (Johnson, "Fast algorithms for bin
-packing", 1974; for documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result
-depends on documents and context alone; windows are then dealt out like any others.
+into the fullest window that it fits, or into a new one (Johnson, "Fast algorithms for bin packing", 1974; for
+documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends on documents
+and context alone; windows are then dealt out like any others.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PackedWindows:
     and of each part of one; a conversation has its own.
     """
 
-    kind, unit = "document with a token to learn: give other --data", "conversations"
+    kind, unit = "document with a token to train on: use other --data", "conversations"
 
     def __init__(self, stream: Stream, context: int, packs: bool = True, bos: int | None = None) -> None:
         self.context, self._stream = context, stream
@@ -187,10 +187,10 @@ class PackedWindows:
         if self.pieces.cut:
             found.append(
                 f"{self.pieces.cut:,} of {self._stream.ends.size:,} {self.unit} are longer than --context "
-                f"{self.context}: their ends are left out; use a larger --context to keep them"
+                f"{self.context} and are cut; use a larger --context to keep their ends"
             )
         if self.pieces.empty:
-            found.append(f"{self.pieces.empty:,} {kind} are left out: no token of them is to be learned")
+            found.append(f"{self.pieces.empty:,} {kind} are skipped: they have no token to train on")
         return found
 
 
@@ -214,7 +214,7 @@ class PairWindows(PackedWindows):
     Both sides of a pair that is longer than a window are cut to the same number of positions.
     """
 
-    kind, unit = "pair with an answer to learn: give other --data", "answers of pairs"
+    kind, unit = "pair with an answer to train on: use other --data", "answers of pairs"
 
     def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
         assert stream.counted is not None, "answers of pairs are counted"

@@ -52,7 +52,9 @@ def look_at(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> tuple[
 
 
 def look_through(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> bytes:
-    """Return the digest of the full file, read in one pass: pages of a map would count as our memory."""
+    """Return the digest of the file, read in one pass, because mapped pages would count as this process's
+    memory.
+    """
     total, at, seen = hashlib.sha256(), 0, 0
     file.seek(0)
     for start, count in layout.runs:

@@ -142,7 +142,7 @@ class TokenFormat(NamedTuple):
 
     name: str
     known: Callable[[str, Path], bool]  # by the file's name, as `collect_files` gives it, and its path
-    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for an unsound file
+    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
 FORMATS = (

@@ -32,7 +32,7 @@ from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
-HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "leave mpirun out"
+HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "start it without mpirun"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
@@ -148,7 +148,7 @@ class World:
         return self.comm.broadcast_object(agree.together(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
-        """Return action() of every rank, in order of ranks; raise like `together`."""
+        """Return action() of every rank, in rank order; raise like `together`."""
         return agree.results(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
@@ -177,8 +177,8 @@ def find_world() -> World:
         if environment.under_launcher():
             why = str(error).partition("\n")[0]
             raise UsageError(
-                f"started by an MPI launcher, but no MPI library can be loaded ({why}); install one: "
-                "pip install 'zero-mpi[mpich]'"
+                f"started by an MPI launcher, but no MPI library can be loaded ({why}): install one: pip "
+                "install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
     finally:
@@ -266,7 +266,7 @@ def meet(world: World, patience: float) -> bool:
 def leave_together(world: World, status: int, problem: str) -> None:
     """Wait for the other ranks to end too.
 
-    A rank that ends alone with a bad status ends the job, or the others would wait for it for ever; one that
+    A rank that ends alone with a bad status ends the job, or the others would wait for it forever; one that
     ends well waits without limit, since another may still be writing.
     """
     with world.meter.waiting(END):

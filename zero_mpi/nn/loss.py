@@ -48,8 +48,8 @@ def check_targets(targets: Any, logits: Any = None) -> None:
         array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
         if not is_cupy(targets) and not UNCOUNTED <= targets.min() <= targets.max() < logits.shape[-1]:
             raise ValueError(
-                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, one of that many logits, "
-                f"or -1 where none counts; got {targets.min()} to {targets.max()}"
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, an index of the logits, "
+                f"or -1 to ignore a position; got {targets.min()} to {targets.max()}"
             )
 
 

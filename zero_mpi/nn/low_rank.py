@@ -45,7 +45,7 @@ class LowRank:
     def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice) -> Any:
         """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
-        x a^T is computed again: it costs R / O of the products of the layer.
+        x a^T is recomputed, at R / O of the layer's matmul cost.
         """
         if self._b in g:
             ops.linear_backward_w(dy, self._narrow(p, x), g[self._b][part])

@@ -22,7 +22,7 @@ from zero_mpi.ops.registry import OPERATIONS, register
 globals().update(OPERATIONS)
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
-    "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
+    "ZERO_MPI_OPS=reference disables compiled operations": os.environ.get("ZERO_MPI_OPS") == "reference",
     "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
@@ -53,7 +53,7 @@ def products(kind: Any) -> tuple[str, str]:
     if device.in_use() is not device.HOST:
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
-        return "", "no processor's own are used for it"
+        return "", "kernels of a specific CPU are disabled"
     library, reason = None, next((why for why, is_so in _INSTEAD.items() if is_so), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn
@@ -69,7 +69,7 @@ def slower(kind: Any) -> str:
 
         return gpu.attention.slower(kind)
     reason = products(kind)[1]
-    return reason and f"slower than fp32 here, for products are float32's: {reason}"
+    return reason and f"slower than fp32 here, because matmuls run in float32: {reason}"
 
 
 def compiled_for() -> str:
@@ -112,7 +112,7 @@ def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | No
     if kind in _prepared:
         return
     if say is not None and not code_cache.is_complete(kind):
-        say(f"compiling the operations for this processor, once: they are kept in {code_cache.folder()}")
+        say(f"compiling kernels for this CPU (once, cached in {code_cache.folder()})")
     load()
     code_cache.mark_complete(kind)
     _prepared.add(kind)

@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(user: str) -> Any:
-    """Return the loaded library; UsageError, which begins with `user`, where there is none."""
+    """Return the loaded library; UsageError, which begins with `user`, if there is none."""
     path = os.environ.get(VARIABLE)
     remedy = f"pip install 'zero-mpi[ggml]', or set {VARIABLE} to the path of a libggml-base.so"
     if not path:
@@ -54,7 +54,7 @@ def library(user: str) -> Any:
 def reader(kind: str) -> Any:
     """Return the library's function that reads blocks of a type; None without a library."""
     try:
-        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower()}", None)
+        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower().replace('_k', '_K')}", None)
     except UsageError:
         return None
     if found is not None:
@@ -63,7 +63,7 @@ def reader(kind: str) -> Any:
 
 
 def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
-    """Fill out (n,) with the elements of full blocks; return False where no library does it.
+    """Fill out (n,) with the elements of full blocks; return False if no library does it.
 
     Each float32 has the bits of the package gguf; elements of a lower type are rounded from it.
     """
@@ -80,11 +80,6 @@ def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
     return True
 
 
-def needs_importance(kind: GGMLQuantizationType) -> bool:
-    """Return whether a type cannot be made without an importance matrix."""
-    return bool(library(kind.name).ggml_quantize_requires_imatrix(int(kind)))
-
-
 def quantize(
     rows: NDArray[np.float32], kind: GGMLQuantizationType, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
@@ -97,11 +92,10 @@ def quantize(
     expected = width // block * nbytes
     if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would end the process
         raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
-    if importance is None and needs_importance(kind):
+    if importance is None and ggml.ggml_quantize_requires_imatrix(int(kind)):
         raise ValueError(f"{kind.name}: expected an importance matrix")
-    if importance is not None:
-        importance = np.ascontiguousarray(importance, np.float32)
-        assert importance.shape == (width,), "an importance of each column"
+    importance = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    assert importance is None or importance.shape == (width,), "an importance of each column"
     rows, out = np.ascontiguousarray(rows, np.float32), np.empty((count, expected), np.uint8)
     weights = None if importance is None else importance.ctypes.data
     ggml.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, weights)

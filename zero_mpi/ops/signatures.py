@@ -124,7 +124,7 @@ def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], 
     """Return arguments that fit an operation, by name; None for optional ones unless `full`.
 
     sizes: lengths of axes (`shape_of`). draw(shape, kind, number, below) makes the array of the argument with
-    a number; whole numbers in it must be less than `below`.
+    a number; integers in it must be less than `below`.
     """
     entries = {entry.name: entry for entry in operation.signature.entries}
     axes = {axis for entry in entries.values() for axis in entry.axes if axis.isalpha()}

@@ -122,7 +122,7 @@ class ShardedOptimizer:
         """Return the rule of a parameter; raises ValueError where there is none."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
-            raise ValueError(f"rules: none is for {name}: give one for the pattern *")
+            raise ValueError(f"rules: none matches {name}: add one for the pattern *")
         self._chosen[name] = rule
         return rule
 
@@ -136,6 +136,16 @@ class ShardedOptimizer:
         if not self.steps:
             self.average.begin(self.units)
         return self.average.values
+
+    def begin(self) -> None:
+        """Let rules prepare the parameters of a new run, once these have values. Collective."""
+        if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
+            return
+        self.module.drop_gathered()
+        for unit in self.units:
+            for part, _, rule in self._parts(unit, 1.0):
+                rule.begin(part)
+        self.module.publish()
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -219,6 +229,11 @@ class ShardedOptimizer:
         return AllOf(handles)
 
     def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
+        for part, rate, rule in self._parts(unit, lr):
+            rule.update(part, rate, scale, self.steps)
+
+    def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
+        """Yield the parts of a unit that one rule updates, with its rate."""
         parameters, gradients, _ = unit.updated
         rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
         decay = self.weight_decay * rates.decays
@@ -230,8 +245,7 @@ class ShardedOptimizer:
                 kept = (
                     {} if isinstance(rule, MatrixRule) else {name: states[name][own] for name in rule.states}
                 )
-                taken = Part(p[own], gradients[here], kept, decay[runs], rounded)
-                rule.update(taken, lr * factor, scale, self.steps)
+                yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
         """Yield a unit's parameters and states where they are updated: all, or offloaded ones by pieces."""

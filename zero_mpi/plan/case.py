@@ -23,7 +23,7 @@ from zero_mpi.sharding.unit import Unit
 
 SAME = (  # fields with the same name in a case and among the flags of a run
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "optimizer", "ema", "checkpoint_io", "writers_per_node",
+    "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node",
 )  # fmt: skip
 OF_LAYOUT = (  # fields that a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
@@ -66,6 +66,7 @@ class Case:
     device: str = "cpu"
     offload: str = NONE
     optimizer: str = ADAMW
+    qat: str | None = None
     ema: float | None = None
     checkpoint_io: str = "gather"
     writers_per_node: int | None = None
@@ -106,7 +107,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Return whether reductions add in the order of ranks: with `fast` too where no library adds."""
+        """Return whether reductions add in rank order: with `fast` too where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -208,7 +209,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
     if config.offload != "none" and not on_gpu:
-        raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
+        raise UsageError(f"--offload {config.offload}: expected --device cuda")
     if config.offload == STATE and config.precision == "fp32":
         raise UsageError(f"--offload {STATE}: expected --precision bf16 or fp16; with fp32 use moments")
     return Case(

@@ -3,8 +3,8 @@
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
 order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
 takes its results alone, as its signature says. Results have the dtype of their
-inputs, statistics are float32. (On the host bfloat16 counts as computed in bfloat16; where float32
-copies are used, for float16 or without a matmul library, the copies are not counted.)
+inputs, statistics are float32. (Float32 copies on the host, for float16 or without a bfloat16 matmul library,
+are not counted.)
 """
 
 from __future__ import annotations

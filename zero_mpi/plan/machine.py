@@ -95,12 +95,12 @@ def billions(rate: float) -> str:
 
 def bandwidth(beta: float) -> str:
     """Return a bandwidth as text, from seconds per byte."""
-    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time a byte"
+    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time per byte"
 
 
 RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, form in a report
-    "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s a rank"),
-    "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s a rank"),
+    "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s per rank"),
+    "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s per rank"),
     "host_bandwidth": (
         "host_link",
         "bandwidth between GPU and host, in bytes/s each way",
@@ -128,18 +128,18 @@ def read_doctor(path: Path) -> dict[str, float]:
     numbers = {name: number_at(place, found, keys) for name, keys in DOCTOR.items()}
     known = {name: value for name, value in numbers.items() if value is not None}
     if not known:
-        raise UsageError(f"--doctor {place}: no rate in it; expected keys such as links.node.alpha_seconds")
+        raise UsageError(f"--doctor {place}: no speed in it; expected keys such as links.node.alpha_seconds")
     return known
 
 
 def number_at(place: str, found: Any, keys: str) -> float | None:
-    """Return the number at a path of keys, None where there is none; raises UsageError for other values."""
+    """Return the number at a path of keys, None if there is none; raises UsageError for other values."""
     for key in keys.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < LARGEST:
-        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number from 0 up")
+        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number of at least 0")
     return float(found)
 
 
@@ -220,7 +220,9 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
         keys = {key: kind for key, kind in LEVEL.items() if key != "nodes" or not last}
         where = f"{place}: [[network]] {number + 1}"
         if last and isinstance(table, dict) and "nodes" in table:
-            raise UsageError(f"{where}: nodes: expected none, for the last level joins all; leave it out")
+            raise UsageError(
+                f"{where}: nodes: expected none, because the last level joins all nodes; leave it out"
+            )
         tables.append(checked(where, table, keys))
     for number, (inner, outer) in enumerate(pairwise(tables[:-1]), 2):
         if outer["nodes"] <= inner["nodes"]:

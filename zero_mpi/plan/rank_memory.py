@@ -119,7 +119,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     """Return the bytes that are kept of a unit between rounds and steps; of shared memory, the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     updated, averages = case.updated(unit, own), case.ema is not None
-    states = state_count(unit) * (own if unit.whole else updated)
+    states = state_count(unit, case.qat) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
@@ -139,7 +139,11 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
 def saved_bytes(case: Case, unit: Unit, own: int) -> int:
     """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
     trained, averages = unit.trainable, case.ema is not None
-    return BYTES * own * ((1 + averages) * (trained or case.model.lora is None) + state_count(unit) * trained)
+    return (
+        BYTES
+        * own
+        * ((1 + averages) * (trained or case.model.lora is None) + state_count(unit, case.qat) * trained)
+    )
 
 
 def keeps_slices(case: Case) -> bool:
@@ -193,7 +197,7 @@ class Resident:
     mpi: int = called("MPI's own segments")
     text: int = called("tokens of the text")  # copies on all ranks
     arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample in the end")  # full model on rank 0
+    sample: int = called("sample at the end")  # full model on rank 0
 
     @property
     def total(self) -> int:

@@ -105,7 +105,7 @@ class Player:
         self.computed += seconds
 
     def start(self, kind: str, unit: int) -> None:
-        """Begin a transfer behind the transfers that are under way."""
+        """Begin a transfer behind the transfers that are in progress."""
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)

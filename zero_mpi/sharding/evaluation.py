@@ -26,7 +26,7 @@ class PartedBatch:
     x, targets   (b, T) ids
     parts        indices of targets, such as (row, slice(3, 9)); targets in no part do not count
     first        the place of the first part's loss among those of all micro-batches
-    scale        factor of the loss; 0: the number of targets that are not the likeliest ids
+    scale        factor of the loss; 0: the number of targets that are not the most likely ids
     """
 
     x: Any

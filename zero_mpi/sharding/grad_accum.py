@@ -27,7 +27,7 @@ class Rounds:
     """Distribution of M micro-batches among the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
-        self.micro_batches = whole("micro-batches a step, over all ranks", micro_batches, least=1)
+        self.micro_batches = whole("micro-batches per step, over all ranks", micro_batches, least=1)
         self.rank, self.ranks = rank, ranks
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Accumulator:
         if idle > 0 and rounds.rank == 0:
             log.warning(
                 "%d of %d ranks have nothing to compute: a step has %d micro-batch(es); start fewer ranks, "
-                "or cut the step into more micro-batches",
+                "or use more micro-batches",
                 idle,
                 rounds.ranks,
                 rounds.micro_batches,

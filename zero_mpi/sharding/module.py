@@ -283,6 +283,12 @@ class ShardedModule:
                 if unit.unit.trainable:
                     unit.parameters.start_update()
 
+    def publish(self) -> None:
+        """Bring what was written into master shards to all ranks, in low precision rounded. Collective."""
+        for unit in self.units:
+            unit.parameters.publish()
+        self.owners.signal_written()
+
     def update_buffers(self) -> None:
         """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
         buffers = [name for name, param in self.params.items() if param.buffer]

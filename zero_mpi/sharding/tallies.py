@@ -68,7 +68,7 @@ class Tallies:
         return {name: float(found[name]) for name in scales_of(self.kinds) if name in found}
 
     def _row(self, sums: Mapping[str, Any]) -> Array:
-        """Return 1 and the numbers of a micro-batch, one after the other; zeros where there is none."""
+        """Return 1 and the numbers of a micro-batch, one after the other; zeros if there is none."""
         row = [np.array([float(bool(sums))])]
         host = {name: device.in_use().to_host(value) for name, value in sums.items()}
         for name, kind in self.kinds.items():

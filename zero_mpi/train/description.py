@@ -9,6 +9,7 @@ from typing import Any
 
 from zero_mpi.checkpoint import folders, merged
 from zero_mpi.checkpoint.merged import weights_digest
+from zero_mpi.checkpoint.mixes import QAT, known_type
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource
@@ -42,6 +43,8 @@ def describe(
     if tokenizer is not None and config.chat_template is not None:
         metadata = {key: value for key, value in metadata.items() if not key.startswith(TEMPLATE)}
         metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
+    if config.qat is not None:
+        metadata[QAT] = known_type(config.qat)
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
     if tokenizer is not None and config.control_tokens is not None:  # token files spell nothing

@@ -45,15 +45,17 @@ class Divergence:
             self._bad = 0
         if self._bad >= MOST:
             raise JobError(
-                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}, and such "
-                f"steps change nothing: the run has diverged; {REMEDY}"
+                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}. Such steps "
+                f"are skipped, and the run has diverged; {REMEDY}"
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return whether the weights may be sound; if not, say so, since they must not replace good ones."""
+        """Return whether the weights may be valid; if not, log it, because they must not replace good
+        ones.
+        """
         if math.isfinite(self._loss):
             return True
-        log.warning("no checkpoint of step %d is made, for its loss is not finite", step)
+        log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
@@ -61,7 +63,7 @@ class Divergence:
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
-            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learnt; {REMEDY}")
+            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learned; {REMEDY}")
 
 
 def not_finite(step: int) -> str:
@@ -145,7 +147,7 @@ class SkippedSteps(Observer):
         self._before = step.record["skipped"] = now
         if before == 0 < now and not self._scale.dynamic:
             log.warning(
-                "the gradient of step %d is not finite: steps with such a gradient change nothing",
+                "the gradient of step %d is not finite: the step is skipped",
                 step.number,
             )
 
@@ -159,10 +161,10 @@ class HeldOutLoss(NamedTuple):
 
 
 class Evaluation(Observer):
-    """Records the held-out loss every `every` steps and after the last step. Collective.
+    """Records the validation loss every `every` steps and after the last step. Collective.
 
     every      steps; 0: only after the last step
-    evaluate   function that returns the loss; None where nothing is held out
+    evaluate   function that returns the loss; None if nothing is held out
     first      evaluate before the first step too, into that step's record: where training starts from a
                pretrained model, this is the loss to improve on
     """

@@ -229,7 +229,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         config, loader, held_out = fitted(spec, corpus)
         problem = problem or no_room(config)
         if config.patience is not None and not held_out:
-            raise UsageError(f"--patience {config.patience}: there are too few data to hold some out")
+            raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)

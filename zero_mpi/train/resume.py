@@ -37,7 +37,7 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.same_bits import changes
 
-CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
+CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
 JUMP = 1.2  # ratio to the planned rate
 # Values of settings that older checkpoints lack.
 SINCE: dict[str, Any] = {
@@ -62,7 +62,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
     """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
 
     `notes` receives what was passed over. Rank 0 looks at the folders. The bytes of a checkpoint are divided
-    among the ranks, so each one that is tried needs an agreement of its own.
+    among the ranks, so all ranks must agree on each one that is tried.
     """
     faults: list[str] = []
     for folder in world.from_root(lambda: look(config, out)):
@@ -71,11 +71,11 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
         except UsageError as error:
             faults.append(str(error))
             continue
-        notes += [Caution(f"passed over a checkpoint that cannot be used: {text}") for text in faults]
+        notes += [Caution(f"skipped an unusable checkpoint: {text}") for text in faults]
         return point
     if faults:
         more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
-        raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
+        raise UsageError(f"{faults[0]}{more}; use --resume DIR with another checkpoint, or --resume never")
     return None
 
 
@@ -90,7 +90,7 @@ def look(config: Config, out: Path) -> list[Path]:
     folder = Path(config.resume)
     if not is_folder(folder):
         raise UsageError(
-            f"--resume {shown(folder)}: there is no checkpoint folder there; expected auto, never or a folder"
+            f"--resume {shown(folder)}: no such folder; expected auto, never or a checkpoint folder"
         )
     return [real(folder)]
 
@@ -111,7 +111,7 @@ def read_indices(folder: Path) -> ResumePoint:
     """Return the checkpoint in a folder; raises UsageError unless its files are sound and belong together."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         link = shown(folder.parent / folders.LATEST)
-        raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
+        raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
     return ResumePoint(folder, open_checkpoint(folder))
 
 
@@ -161,7 +161,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the day for `--template-date`: the day on which the run began; None where no template asks."""
+    """Return the day for `--template-date`: the day on which the run began; None if no template asks."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked
@@ -205,8 +205,9 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
     last = planned(max(0, step - 1))
     if step < config.steps and max(now, planned(step)) > JUMP * min(now, planned(step)):
         yield Caution(
-            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}: the "
-            f"schedule is not the one of the checkpoint; --schedule constant --lr {last:.3g} keeps it"
+            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}, "
+            "because the schedule differs from the checkpoint's; to keep the rate, use --schedule constant "
+            f"--lr {last:.3g}"
         )
 
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import weights_digest
+from zero_mpi.checkpoint.mixes import MIXES, known_type
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import rules_of
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream
@@ -31,6 +32,7 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.ops import ggml
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.host_masters import STATE
@@ -93,14 +95,14 @@ def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
     nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files.values())
     path = next(span.path for spans in in_files.values() for span in spans.spans)
     return (
-        f"rank {rank} on {told[rank][0]} does not see {shown(path)}, which rank 0 on {told[0][0]} reads: "
-        f"each rank holds {nbytes / 2**20:,.0f} MiB of ids; a place that all hosts see would spare them (for "
-        "text ZERO_MPI_CACHE)"
+        f"rank {rank} on {told[rank][0]} cannot see {shown(path)}, which rank 0 on {told[0][0]} reads. So "
+        f"each rank keeps {nbytes / 2**20:,.0f} MiB of token ids; to save memory, use a folder that all "
+        "hosts share (for text: ZERO_MPI_CACHE)"
     )
 
 
 def looked_at(in_files: dict[Place, TokenSpans]) -> str:
-    """Return a text that is equal on ranks that see the same ids, and empty where they cannot be read."""
+    """Return a fingerprint of the ids' files as this rank sees them; empty if they cannot be read."""
     try:
         return " ".join(in_files[place].sampled_digest().hex() for place in sorted(in_files))
     except JobError:
@@ -121,9 +123,9 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """Run that is ready to go on from `progress`.
+    """Run that is ready to continue from `progress`.
 
-    transport   what carries messages between ranks, for people; empty for a single rank
+    transport   what carries messages between ranks, for messages; empty for a single rank
     nodes       number of nodes that the transport tells apart, 0 where it does not
     resumed     folder of the checkpoint, if the run resumes from one
     weights     files of the initial weights, by setting
@@ -207,13 +209,16 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
     elif init is None or spec.model.lora is not None:
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+    optimizer.begin()
     return TrainingProgress()
 
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """Return the sharded module of the flags; raises UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
-    return ShardedModule(stages, comm, layout_config(config, model), offload_masters=masters)
+    scales = auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
+    layout = layout_config(config, model)
+    return ShardedModule(stages, comm, layout, offload_masters=masters, auxiliary=scales)
 
 
 def fill(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> TrainingProgress:
@@ -261,10 +266,12 @@ def make_objective(config: Config, module: ShardedModule, loader: StepLoader, he
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
     """Return the optimizer of the flags; raises UsageError if its states cannot be offloaded."""
     betas = (config.beta1, config.beta2)
+    if known_type(config.qat or "") in MIXES:
+        ggml.library(f"--qat {config.qat}")
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products),
+        rules_of(config.optimizer, model, betas, config.eps, products, config.qat),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 from zero_mpi.checkpoint.state import TrainingProgress
+from zero_mpi.nn.balance import load_figures
 from zero_mpi.sharding.grad_accum import Accumulator, Rounds
 from zero_mpi.telemetry import spans
 from zero_mpi.train.lr_schedule import schedule_of
@@ -42,12 +43,11 @@ class Steps:
         begun = time.perf_counter()
         self.rounds(number)
         loss, stop = self.totals()
-        lr = self.rate(number)
+        tallied, lr = self.tallied(), self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
-        record["tokens"] = self.progress.tokens
-        record |= self.losses.figures(self.sums)
+        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **tallied}
         made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
         for observer in self.observers:
             observer.ends(made)
@@ -70,6 +70,11 @@ class Steps:
         loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
 
+    def tallied(self) -> dict[str, float]:
+        """Return the auxiliary losses of the step, and the load of experts. Collective."""
+        module = self.session.module
+        return module.tallies.losses(module.comm) | load_figures(module.tallies.sums(module.comm))
+
     def wants_to_stop(self) -> bool:
         """Return whether this rank has a reason to stop after the current step."""
         return False
@@ -90,7 +95,7 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the held-out loss in nats per token; None where nothing is held out. Collective."""
+        """Return the validation loss in nats per token; None if nothing is held out. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None

@@ -21,7 +21,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# Below this only the likeliest token is ever drawn: two different float32 logits differ by at least 1e-45.
+# Below this only the most likely token is ever drawn: two different float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -34,7 +34,7 @@ def choose(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
-    """Return an id drawn by `weights_of` the logits; temperature 0: the likeliest id."""
+    """Return an id drawn by `weights_of` the logits; temperature 0: the most likely id."""
     if temperature < COLDEST:
         return int(np.argmax(logits))
     weights = weights_of(logits, temperature, top_k, top_p, min_p)
@@ -44,7 +44,7 @@ def choose(
 def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
     """Return exp(logits / temperature) of the kept ids, up to a factor, and 0 for the rest; (V,) float64.
 
-    logits (V,), finite. `top_k`: keep the k likeliest ids, 0 all; `top_p`: of them the fewest whose
+    logits (V,), finite. `top_k`: keep the k most likely ids, 0 all; `top_p`: of them the fewest whose
     probabilities reach this sum; `min_p`: of them those with at least this share of the largest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
@@ -66,7 +66,7 @@ def likeliest(logits: Array, top_k: int) -> Any:
 
 
 def nucleus(ids: Any, below: Array, top_p: float) -> Any:
-    """Return the fewest of `ids`, likeliest first, whose shares among them reach `top_p`; at least one.
+    """Return the fewest of `ids`, most likely first, whose shares among them reach `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
@@ -120,7 +120,7 @@ class TextModel:
         x = np.asarray(ids, np.int64)[None]
         end = self.cache.position + x.shape[1]
         if end > self.config.context_length:
-            raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
+            raise ValueError(f"{end} positions exceed the context of {self.config.context_length}")
         with np.errstate(all="ignore"):  # overflow is reported below
             for stage in self.stages:
                 x = infer(stage.layer, self.weights, x, self.cache)

@@ -108,7 +108,7 @@ class Trainer(Steps):
             signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
             self.outcome.events.reason = signals.caught
             log.info(
-                "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
+                "stopped after step %d%s; run the same command to continue", self.progress.step, self.ended_by
             )
             return REQUEUE
         self.divergence.check_end(self.progress.step)
@@ -139,7 +139,7 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the held-out loss; the watchdog sees progress meanwhile. Collective."""
+        """Return the validation loss; the watchdog sees progress meanwhile. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 

@@ -57,7 +57,7 @@ class Ranks:
     comm: Comm
     node_comm: Any  # the raw communicator of this rank's node; None without MPI
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, that of rank 0 first
-    names: tuple[str, ...]  # a host name for each node, for people
+    names: tuple[str, ...]  # a host name for each node, for messages
     options: Namespace = field(default_factory=Namespace)
     figures: dict[str, Any] = field(default_factory=dict)  # what checks measured, for the JSON file
 

@@ -52,7 +52,7 @@ class Material:
     """Text and questions that the models are given to read.
 
     windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
-    answers   of the questions, if there are any, and once more where the likeliest ids are asked for
+    answers   of the questions, if there are any, and once more where the most likely ids are asked for
     choices   the questions
     """
 
@@ -100,15 +100,15 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
     corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
     if len(corpus.parts) > 1:
-        raise UsageError("--data: expected paths without shares: evaluate one source after the other")
+        raise UsageError("--data: expected paths without shares: evaluate one source at a time")
     if corpus.train.counted is not None and task.stride is not None:
-        raise UsageError(
-            f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
-        )
+        raise UsageError(f"--stride {task.stride}: conversations have no stride: leave it out")
     if corpus.train.counted is not None and task.imatrix is not None:
-        raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: give it a text")
+        raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
-        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+        raise UsageError(
+            f"--context {opened.config.context}: no answer begins within the context: use a larger one"
+        )
     return corpus
 
 

@@ -140,12 +140,12 @@ def read_task(arguments: Sequence[str]) -> Task:
         raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
     for name in (*OF_WINDOWS, "imatrix"):
         if name in own and not config.data:
-            raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a text: add --data PATH")
     for name in OF_WINDOWS:
         within(name, own.get(name, 1), 1)
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:
-            raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
+            raise UsageError(f"--{name} {show(own[name])}: needs questions: add --task FILE")
     if "delimiter" in own:
         own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
     return Task(config, **own)

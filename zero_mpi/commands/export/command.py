@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.checkpoint.folders import replace_folder, sync_folder
+from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
+from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
 from zero_mpi.checkpoint.importance import read_importance
@@ -30,6 +32,7 @@ from zero_mpi.checkpoint.mixes import (
     ALIASES,
     FILE_TYPES,
     MIXES,
+    QAT,
     file_type,
     known_type,
     needs_weights,
@@ -59,7 +62,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
+OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", QAT)
 SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -102,7 +105,7 @@ def make_parser() -> Parser:
 
 @dataclass
 class Export:
-    """An export under way.
+    """An export in progress.
 
     place    where the result is written before it gets its name
     kinds    type of each tensor
@@ -211,7 +214,7 @@ def prepare(options: Namespace, tells: bool) -> Export:
     found.files = planned(found.encoder, keys, target, most)
     taken = next((path for path in found.results if os.path.lexists(path) and path != target), None)
     if taken is not None and not options.force:
-        raise UsageError(f"{taken}: is there already: take another name, or --force to replace it")
+        raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
     return found
 
 
@@ -230,25 +233,25 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
     """Raise UsageError unless the target may be written: --force replaces a model, and nothing else."""
     above = target.absolute().parent
     if not is_folder(above):
-        raise UsageError(f"{target}: expected a folder to put it in, found none: make {above}")
+        raise UsageError(f"{target}: the folder {above} does not exist: create it")
     if not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
     if not as_gguf and (kind not in DTYPES or target.suffix in (".safetensors", ".gguf")):
         what = f"--type {kind}" if kind not in DTYPES else str(target)
-        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: take another name or type")
+        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
         ours = (CONFIG, *COPIED, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in ours]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
             found = f"a folder with {show(foreign)}" if foreign else "a folder"
-            raise UsageError(f"{target}: expected a place for a model, found {found}: take another name")
+            raise UsageError(f"{target}: expected a new name or a model, found {found}: use another name")
         if not os.listdir(target):
             return
     if os.path.lexists(target) and not force:
-        raise UsageError(f"{target}: is there already: take another name, or --force to replace it")
+        raise UsageError(f"{target}: already exists: use another name, or --force to replace it")
     if os.path.lexists(target) and not is_folder(target) and not (as_gguf and is_file(target)):
-        raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
+        raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
 def folder_writer(options: Namespace, most: int) -> Callable[[Path], Kinds]:
@@ -265,7 +268,9 @@ def only_adapter(options: Namespace) -> WeightSource:
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(f"{name} {given}: cannot be had with --base, which writes the adapter as it is")
+            raise UsageError(
+                f"{name} {given}: cannot be combined with --base, which converts only the adapter"
+            )
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)
@@ -277,10 +282,10 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     source = open_merged(path, adapter)
     architecture = GGUFKeys(source.metadata, str(source.path)).architecture
     if architecture is None or architecture == "zero_mpi":
-        found = "none" if architecture is None else "the state of a training: give its model.gguf"
+        found = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
     if is_adapter_file(source):
-        raise UsageError(f"{source.path}: is an adapter: give the model that it was trained on by --base")
+        raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
         config_from_gguf(source.metadata, shapes, path, source.read).check_tensors(shapes, path)
@@ -297,13 +302,23 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     if by_ggml:
         ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None)
+    trained_for = source.metadata.get(QAT) == wanted and matrix is None
+    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
         if name not in importance and needs_weights(name, kind, wanted):
             remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
-    return Encoder(source, kinds, by_ggml, importance)
+    return Encoder(source, kinds, by_ggml, importance, masters_of(source) if trained_for else None)
+
+
+def masters_of(source: WeightSource) -> GGUFFile | None:
+    """Return the state beside a checkpoint's model, if it is the same checkpoint's."""
+    path = source.path.with_name(OPTIMIZER)
+    if not isinstance(source, GGUFFile) or not is_file(path):
+        return None
+    state = GGUFFile.open(path)
+    return state if state.metadata.get(CHECKPOINT_ID) == source.metadata.get(CHECKPOINT_ID) else None
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
@@ -317,7 +332,7 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
     if isinstance(source, HuggingFaceFolder):
         keys |= tokenizer_keys(source)
     if tells and (rules := rules_in_words(keys)):
-        why = "it may read some text as other tokens"
+        why = "it may tokenize some text differently"
         print(
             f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
             file=sys.stderr,
@@ -369,7 +384,7 @@ def summary(export: Export) -> str:
         finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
         text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
     fallen = 0 if wanted in ("f32", "f16", "bf16") else count["f16"]
-    return text + (f"; f16 where rows do not fill blocks of 32: {fallen}" if fallen else "")
+    return text + (f"; f16 where the row length is not a multiple of 32: {fallen}" if fallen else "")
 
 
 def main() -> None:

@@ -28,12 +28,14 @@ class Encoder:
 
     by_ggml      by ggml's quantizers; otherwise by the package gguf, which has those of 8 bits and the oldest
     importance   weights of columns by tensor, (matrices, width)
+    masters      state of a checkpoint whose parameters are rounded already: blocks are made of its masters
     """
 
     source: WeightSource
     kinds: dict[str, GGMLQuantizationType]
     by_ggml: bool = False
     importance: dict[str, Floats] = field(default_factory=dict)
+    masters: GGUFFile | None = None
 
     def table(self) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
         """Return name, shape and type of each tensor."""
@@ -59,7 +61,11 @@ class Encoder:
             raw = np.empty((stop - start) // block * nbytes, np.uint8)
             self.source.read_bytes(name, start // block * nbytes, raw)
             return raw.data
-        what, values = f"{self.source.path}: tensor {show(name)}", self.source.read(name, start, stop)
+        what, master = f"{self.source.path}: tensor {show(name)}", f"optimizer.master.{name}"
+        if self.masters is not None and master in self.masters.tensors:
+            values = self.masters.read(master, start, stop)
+        else:
+            values = self.source.read(name, start, stop)
         if kind in PLAIN or not self.by_ggml:
             return next(encoded_pieces(what, [values], kind))
         check_finite(what, values)

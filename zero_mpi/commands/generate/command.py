@@ -75,7 +75,7 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """Conversation so far, as messages of role and content; `system` stands before them."""
+    """Conversation so far, as messages of role and content; `system` comes first."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -87,7 +87,7 @@ class Chat:
             self.messages.append({"role": "system", "content": self.system})
 
     def asked(self, text: str) -> Array:
-        """Return the ids of the conversation with one more question; UsageError where the template fails."""
+        """Return the ids of the conversation with one more question; UsageError if the template fails."""
         self.messages.append({"role": "user", "content": text})
         try:
             rendered = self.template.render(self.messages, generation_prompt=True)
@@ -192,10 +192,10 @@ def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -
 def check(options: argparse.Namespace) -> None:
     """Raise UsageError for the first number that is out of range."""
     if options.prompt is not None and options.prompts is not None:
-        raise UsageError("--prompt and --prompts are two places for prompts: give one of them")
+        raise UsageError("--prompt and --prompts: use one of them")
     for name in ("system", *OF_TEMPLATES):
         if getattr(options, name) is not None and not options.chat:
-            raise UsageError(f"--{name.replace('_', '-')} belongs to a conversation: give --chat as well")
+            raise UsageError(f"--{name.replace('_', '-')} needs a conversation: add --chat")
     for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if not value >= 0:

@@ -1,7 +1,7 @@
 """`zero-mpi inspect PATH [OTHER]`: describes and checks a model or checkpoint, or compares two.
 
 The result is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
-made of nothing else. Exit status 0: sound, or the same; 1: unsound or different; 2: not readable.
+made of nothing else. Exit status 0: sound, or the same; 1: damaged or different; 2: not readable.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterat
     for role, key in pairs if everything else pairs[:MANY]:
         yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
     if not everything and len(pairs) > MANY:
-        yield f"and {len(pairs) - MANY:,} more: --keys shows all"
+        yield f"and {len(pairs) - MANY:,} more (show all with --keys)"
 
 
 def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
@@ -192,15 +192,15 @@ def verdict_lines(found: Report) -> Iterator[str]:
     count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
     yield from map(one_line, found["problems"])
     if not count:
-        yield "checksums: none in the file, which is not one of zero_mpi's"
+        yield "checksums: none in the file (it was not written by zero_mpi)"
     elif not found["problems"]:
-        yield f"checksums: all {count:,} tensors are those that were written"
-    yield f"{'state' if len(found['files']) > 1 else 'tensors'} worked out: {found['state_digest']}"
+        yield f"checksums: all {count:,} tensors match"
+    yield f"{'state' if len(found['files']) > 1 else 'tensors'} computed: {found['state_digest']}"
     yield from some(
         [f"tensor {shown(name)}: {number:,} values are not finite" for name, number in odd.items()]
     )
     if not odd:
-        yield f"values: all finite{f', but {unknown} were not looked into' if unknown else ''}"
+        yield f"values: all finite{f', but {unknown} were not checked' if unknown else ''}"
 
 
 # ------------------------------------------------------------------------------------------- a comparison
@@ -222,12 +222,12 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     if "records" in found:
         yield from section("records", [record_line(found["records"])])
         yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
-    yield from section("verdict", ["the same, bit for bit" if found["same"] else "not the same"])
+    yield from section("verdict", ["identical, bit for bit" if found["same"] else "different"])
 
 
 def difference_lines(found: Report) -> Iterator[str]:
     """Yield how many tensors differ, and how the first one does."""
-    yield f"{found['tensors']:,} in both, {len(found['differing']):,} of them differ"
+    yield f"{found['tensors']:,} in both, {len(found['differing']):,} differ"
     first = found["difference"]
     if first is None:
         return
@@ -276,7 +276,7 @@ def some(lines: Sequence[str], everything: bool = False) -> list[str]:
 
 
 def told(value: Any, most: int = LONGEST) -> str:
-    """Return a value for people, in at most `most` letters."""
+    """Return a value for messages, in at most `most` letters."""
     if value is None:
         return "none"
     if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:

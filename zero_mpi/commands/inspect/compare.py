@@ -111,7 +111,7 @@ def place_of(element: int, spec: TensorSpec) -> list[int]:
 
 
 def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
-    """Return the largest difference so far; NaN once there was one, None for a type of unknown values."""
+    """Return the largest difference so far; NaN after a NaN, None for a type that cannot be decoded."""
     if largest is None or a is None:
         return None
     with np.errstate(all="ignore"):

@@ -126,7 +126,7 @@ def read(arguments: Sequence[str]) -> Question:
     check(config)
     for name in SWEEP:
         if name in own and "sweep" not in own:
-            raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a sweep: add --sweep")
     described = find_file(own)
     ranks, nodes = find_places(own, described)
     model = find_model(config, own.get("base"))
@@ -161,9 +161,7 @@ def find_file(own: dict[str, Any]) -> MachineFile | None:
         return None
     for name in ("doctor", "alpha", "beta"):
         if name in own:
-            raise UsageError(
-                f"{spelled(name)} {shown(own[name])}: --machine says it as well: give one of them"
-            )
+            raise UsageError(f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them")
     return read_machine(Path(own["machine"]))
 
 
@@ -172,7 +170,9 @@ def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
     if ranks % nodes:
-        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+        raise UsageError(
+            f"--nodes {nodes} does not divide --ranks {ranks}: expected the same number of ranks on each node"
+        )
     return ranks, nodes
 
 
@@ -180,7 +180,7 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default."""
     init = inputs.open_init(config)
     if init is not None and base is not None:
-        raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
+        raise UsageError(f"--base {base}: --init already has a type: leave one of them out")
     if init is not None:
         model = inputs.adapted(config, inputs.read_model(init), init, config.device)
         settled(config, model)  # raises where a flag says otherwise
@@ -200,9 +200,9 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
     if base is None:
         return adapted
     if adapted.lora is None:
-        raise UsageError(f"--base {base}: beside no adapter: give --lora RANK as well")
+        raise UsageError(f"--base {base}: needs an adapter: add --lora RANK")
     if config.device == "cuda":
-        raise UsageError(f"--base {base}: on a GPU it is kept as floats: leave it out")
+        raise UsageError(f"--base {base}: a GPU keeps the base as floats: leave it out")
     shapes = {name: param.shape for name, param in model.params().items()}
     keys = {"general.architecture": model.arch} | model.metadata()
     kinds = types_of(keys, shapes, base)
@@ -265,7 +265,7 @@ def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
         for plan, node in zip(made, asked, strict=True)
     ]
     numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": tables}
-    title = head("memory of a node's host", made)
+    title = head("host memory per node", made)
     return [*report(made, question.machine, question.known), "", title, *ask_lines(asked)], numbers
 
 
@@ -281,4 +281,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
     return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
-main = partial(launch, "plan", command, alone=True, instead="leave mpirun out, and say --ranks N")
+main = partial(launch, "plan", command, alone=True, instead="start it without mpirun, with --ranks N")

@@ -1,7 +1,7 @@
 """Command `report`: reads the runs and writes the page.
 
 It is one process without MPI, changes nothing of the runs, and may be used while a job goes on. The page is
-written beside its place and renamed, so a browser never loads half of it.
+written next to its target and renamed, so a browser never loads half of it.
 """
 
 from __future__ import annotations

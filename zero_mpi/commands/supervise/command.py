@@ -68,7 +68,7 @@ def command(arguments: Sequence[str]) -> int:
 def prepare(arguments: Sequence[str]) -> Restarts:
     """Return the loop that the command line asks for. Raises UsageError."""
     cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
-    wanted = f"expected the command behind {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
+    wanted = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
         raise UsageError(wanted)
     options = checked(make_parser().parse_args(arguments[:cut]))
@@ -76,7 +76,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
     if not template.words:
         raise UsageError(wanted)
     if environment.under_launcher():
-        raise UsageError("supervise starts the launcher itself: leave mpirun out before it")
+        raise UsageError("supervise starts the launcher itself: run it without mpirun")
     pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
     facts = RunFacts(Path(options.run) if options.run else template.out())
     return Restarts(template, with_spare(pool, options, template), facts, options)
@@ -102,11 +102,11 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
             )
         return None
     if pool is None:
-        raise UsageError("the command has a placeholder and no hosts are known: give --hostfile FILE")
+        raise UsageError("the command has a placeholder, but the hosts are unknown: add --hostfile FILE")
     if len(pool.hosts) - options.spare < options.min_hosts:
         raise UsageError(
-            f"--spare {options.spare}: of {len(pool.hosts)} hosts at least {options.min_hosts} must be left; "
-            "name more hosts"
+            f"--spare {options.spare}: expected at least --min-hosts {options.min_hosts} of "
+            f"{len(pool.hosts)} hosts to remain; list more hosts"
         )
     return replace(pool, spare=options.spare, timeout=options.probe_timeout)
 

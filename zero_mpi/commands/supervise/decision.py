@@ -36,13 +36,13 @@ class Ending:
 
     status: int  # exit status of the launcher, as a shell reports it
     said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
-    ended_for: str = ""  # why the supervisor ended it; empty where it ended by itself
+    ended_for: str = ""  # why the supervisor ended it; empty if it ended by itself
     step: int = 0  # the last that was recorded
     progressed: bool = False  # whether there is a new checkpoint
 
     @property
     def reason(self) -> str:
-        """Return why it failed, for people."""
+        """Return why it failed, for messages."""
         state, why = self.said.get("state"), self.said.get("reason")
         if state == words.FAILED and isinstance(why, str) and why:
             return one_line(why)[:MOST_REASON]
@@ -107,7 +107,7 @@ class RunFacts:
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:
-        """Return name and time of the newest complete checkpoint; an empty name where there is none."""
+        """Return name and time of the newest complete checkpoint; an empty name if there is none."""
         if self.out is None:
             return "", 0
         try:
@@ -118,7 +118,7 @@ class RunFacts:
 
     @property
     def origin(self) -> str:
-        """Origin of the next start, for people."""
+        """Origin of the next start, for messages."""
         return self.checkpoint()[0] or "the start"
 
     def signs(self) -> Signs:

@@ -117,12 +117,12 @@ class Restarts:
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
         if silent:
-            where += f"; left out, as no answer came: {', '.join(few(silent))}"
+            where += f"; left out (no answer): {', '.join(few(silent))}"
         say(f"zero_mpi supervise: {number} from {self._facts.origin}{where}")
         self._facts.note(
             events.RESTARTED, ending.step, reason=f"{ending.reason}; {number}{where}", silent=silent, **about
         )
 
     def _give_up(self, ending: Ending, why: str) -> None:
-        say(f"zero_mpi supervise: gives up: {why}")
+        say(f"zero_mpi supervise: giving up: {why}")
         self._facts.note(events.GAVE_UP, ending.step, reason=why)

@@ -1,4 +1,4 @@
-"""Reader of a time line's file: the activity of each rank, in microseconds of one clock.
+"""Reader of a timeline's file: the activity of each rank, in microseconds of one clock.
 
 A file of zero_mpi has one event on each line, so it is read line by line in bounded memory.
 """
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Contents of a file: the events of each rank in order of ranks, and what it says beside them."""
+    """Contents of a file: the events of each rank in rank order, and what it says beside them."""
 
     path: Path
     ranks: dict[int, list[Slice]]
@@ -62,14 +62,14 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read the time line in a file, compressed or not. Raises UsageError for other files."""
+    """Read the timeline in a file, compressed or not. Raises UsageError for other files."""
     try:
         return recorded(path)
     except FileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         why = shown(str(error), LONGEST)
-        raise UsageError(f"{shown(path)}: not a whole time line of --trace: {why}") from None
+        raise UsageError(f"{shown(path)}: not a complete timeline of --trace: {why}") from None
 
 
 def recorded(path: Path) -> Recorded:
@@ -78,7 +78,7 @@ def recorded(path: Path) -> Recorded:
     head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
     about = head.get("otherData") if isinstance(head, dict) else None
     if not (isinstance(about, dict) and "zero_mpi" in about and next(lines, b"") == b'"traceEvents":[\n'):
-        raise ValueError("it does not begin as one")
+        raise ValueError("it does not start like one")
     for line in lines:
         if line.startswith(b"]"):
             break
@@ -87,12 +87,14 @@ def recorded(path: Path) -> Recorded:
         raise ValueError("it ends too early")
     found = Recorded(path, dict(sorted(ranks.items())), about)
     if not found.steps:
-        raise ValueError("it has no step that all ranks ended; trace again, fewer steps if those were many")
+        raise ValueError(
+            "no step was completed on all ranks; trace again, with fewer steps if there were many"
+        )
     return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked where it is packed."""
+    """Yield the lines of a file, decompressed if needed."""
     with open_file(path, "a time line") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
@@ -102,7 +104,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
             if left < 0:
                 raise ValueError(f"it unpacks to more than {DENSEST} times its size")
             if not line.endswith(b"\n"):
-                raise ValueError("it has a line without an end")
+                raise ValueError("it has an unfinished line")
             yield line
 
 

@@ -122,7 +122,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
     place = run / replay.NAME
     if not exists(place):
         raise UsageError(
-            f"{shown(run)}: expected a run folder, --out of zero_mpi.train; there is no {replay.NAME} in it"
+            f"{shown(run)}: expected a run folder (--out of training), found no {replay.NAME} in it"
         )
     # Nothing is to be written or resumed: this job has no folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
@@ -168,15 +168,15 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
     history: History = of_root(world, lambda: read_history(request.run, request.expect))
-    say(world, *([f"chain: whole, proof {history.head}"] if history.head else []))
+    say(world, *([f"chain: complete, proof {history.head}"] if history.head else []))
     say(world, *(f"note: {note}" for note in history.notes))
     for step in history.kept:
         watchdog.beat(f"reading the checkpoint of step {step}")
         agreed(world, partial(check_tensors, request.run, step, world))
     agreed(world, lambda: check_config(request.run, request.config, history))
     if history.at != (request.config.steps or history.at):
-        say(world, f"note: {history.at} of {request.config.steps} steps were made")
-    say(world, f"files: sound, the tensors of {plural(len(history.kept), 'checkpoint')} too")
+        say(world, f"note: {history.at} of {request.config.steps} steps were run")
+    say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
     bounds = request.first or 0, history.at if request.last is None else request.last
     asked = between(history.segments, *bounds)
     said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
@@ -199,12 +199,12 @@ def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segme
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
         if chosen:
             between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
-            say(world, f"{between_states}, which are states that are there")
+            say(world, f"{between_states}, where states are saved")
     if request.sample is not None:
         seed = request.seed
         if seed is None:
             seed = of_root(world, lambda: secrets.randbelow(MOST_SEED))
-        say(world, f"sample: {request.sample} of {len(chosen)} stretches, by --seed {seed}")
+        say(world, f"sample: {request.sample} of {len(chosen)} segments, --seed {seed}")
         chosen = drawn(chosen, request.sample, seed)
     return chosen
 
@@ -226,12 +226,12 @@ def answer(
 ) -> tuple[int, str]:
     """Return the exit status, and a line that says what is verified and what nobody can compute."""
     found = {
-        f"have the same bits, computed again on {plural(ranks, 'rank')}": steps_of(chosen),
-        "cannot be, from this folder": missing,
+        f"have the same bits, recomputed on {plural(ranks, 'rank')}": steps_of(chosen),
+        "cannot be recomputed from this folder": missing,
         "have no --reduction exact": inexact,
     }
-    parts = ["its files are those that it has written" if head else "its files agree"]
-    parts += [] if chosen else ["no step was computed again"]
+    parts = ["its files are unchanged" if head else "its files agree"]
+    parts += [] if chosen else ["no step was recomputed"]
     for text, steps in found.items():
         if steps:
             parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")

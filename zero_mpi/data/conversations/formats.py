@@ -93,8 +93,8 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
     if any(found) and not all(found):
         one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
         raise UsageError(
-            f"--data takes conversations or other data, not both: {one} holds conversations, {other} does "
-            "not: name the files of one kind"
+            f"--data takes conversations or other data, not both: {one} has conversations, {other} does not: "
+            "use files of one kind"
         )
     return any(found)
 
@@ -147,7 +147,7 @@ def read_conversations(
     def fail(number: int, error: ValueError) -> None:
         if bad is None:
             where = f"--data {shown(path)}, {kind} {number}"
-            raise FileError(f"{where}: {error}; --skip-bad leaves out such rows") from None
+            raise FileError(f"{where}: {error}; --skip-bad skips such rows") from None
         bad.add(name, number, error)
 
     with prefixed("--data"):
@@ -193,7 +193,9 @@ def is_trained(message: Message) -> bool:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools of a line, given as a list or its JSON text; None for none, ValueError for others."""
+    """Return the tools of a line, given as a list or its JSON text; None if there are none, ValueError for
+    others.
+    """
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")

@@ -47,7 +47,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """Return the word for a unit of a file (line or row), and all units; FileError for an unsound file."""
+    """Return the word for a unit of a file (line or row), and all units; FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))

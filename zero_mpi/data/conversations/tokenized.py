@@ -1,8 +1,8 @@
 """Conversations as tokens, each with a mark: whether the loss counts that token as a target.
 
-The ids are those of the full text. Each token stands for as many bytes as its spelling has, so the sums of
-lengths tell which tokens have letters of an answer. A token with letters of both sides counts, for a model
-that answers has to produce all of it.
+The ids are those of the full text. Each token stands for as many bytes as its spelling has, so sums of
+lengths show which tokens overlap an answer. A token with letters of both sides counts, for a model that
+answers has to produce all of it.
 """
 
 from __future__ import annotations

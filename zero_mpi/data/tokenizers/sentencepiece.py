@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizers as model files describe them: merges by score, and the likeliest tokens.
+"""SentencePiece's tokenizers as model files describe them: merges by score, and the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
 those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,

@@ -137,7 +137,7 @@ def by_rows(x: Array) -> bool:
 
 
 def by_row(x: Array) -> Array:
-    """Return a matrix if its rows are as BLAS needs them, else a copy."""
+    """Return the matrix if BLAS supports its strides, else a copy."""
     return x if by_rows(x) else np.ascontiguousarray(x)
 
 

@@ -82,7 +82,7 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
     """Return cuDNN if it has to compute this. Raise UsageError if it was asked for and cannot be used.
 
-    Our own way computes packed documents: cuDNN would need a graph for each set of their lengths.
+    Own kernels compute packed documents: cuDNN would need one graph for each set of lengths.
     """
     if way() == "own" or begins is not None:
         return None
@@ -101,7 +101,7 @@ def refused(what: str) -> None:
 def slower(kind: Any) -> str:
     """Return why attention in a low type is slower than cuDNN's; empty if it is not, or by choice."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
-    return why_not and f"several times slower here in attention, which own kernels compute: {why_not}"
+    return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
 
 
 def about() -> str:

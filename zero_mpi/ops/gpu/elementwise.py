@@ -131,7 +131,9 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
-    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may be further apart than O."""
+    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may have a larger stride than
+    O.
+    """
     kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
     found, rows, width, step = by_rows(y)
     if found is not y:

@@ -32,7 +32,7 @@ THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
 def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
     """Add scale times the sum of -log softmax(z)[target] over rows into total, one float64.
 
-    z (N, V) of any of the types, whose rows may lie further apart than V; targets (N,) whole numbers. With
+    z (N, V) of any of the types, whose rows may have a larger stride than V; targets (N,) integers. With
     `gradient`, z becomes the gradient of what was added; otherwise it stays. A row whose target is UNCOUNTED
     adds nothing; any other that is not below V makes the loss NaN.
     """

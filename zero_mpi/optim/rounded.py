@@ -1,0 +1,65 @@
+"""Quantization-aware training: after each update parameters are what a quantized file will hold of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from gguf import GGMLQuantizationType, quantize
+
+from zero_mpi import ops
+from zero_mpi.device.types import Array
+from zero_mpi.ops import ggml
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
+from zero_mpi.optim.rule import Part, Rule
+
+MASTER = "master"
+PIECE = 1 << 18  # elements rounded at a time, a multiple of every block
+
+
+@dataclass(frozen=True)
+class Rounded(Rule):
+    """Rule that updates float32 masters by another rule; parameters are the masters rounded to a type.
+
+    Gradients are those at the rounded parameters. Slices end at multiples of 1024 elements or of a row, and
+    rows fill blocks, so no block is cut.
+    """
+
+    rule: Rule
+    kind: str
+
+    @property
+    def type(self) -> str:  # type: ignore[override]
+        return self.rule.type
+
+    @property
+    def states(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.rule.states, MASTER)
+
+    def begin(self, part: Part) -> None:
+        """Let the masters be the first parameters, and round these."""
+        part.states[MASTER][...] = part.parameters
+        self._round(part)
+
+    def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
+        """Update the masters, and round them to the parameters."""
+        taken = replace(part, parameters=part.states[MASTER], low=None)
+        self.rule.update(taken, lr, grad_scale, step)
+        self._round(part)
+
+    def _round(self, part: Part) -> None:
+        round_to(self.kind, part.states[MASTER], part.parameters)
+        if part.low is not None:
+            part.low[...] = part.parameters
+
+
+def round_to(kind: str, values: Array, out: Array) -> None:
+    """Fill out (n,) with float32 `values` as blocks of a type hold them."""
+    if kind in PLAIN:
+        out[...] = values.astype(PLAIN[kind])
+        return
+    block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
+    make = quantize if ggml.reader(kind) is None else ggml.quantize  # these give the same bytes
+    for start in range(0, values.size, PIECE):
+        rows = np.asarray(values[start : start + PIECE]).reshape(-1, block)
+        ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + PIECE])
