@@ -30,8 +30,8 @@ from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import PRECISIONS
 from zero_mpi.train.resolve import set_threads
-from zero_mpi.train.setup import make_module, make_optimizer
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import make_optimizer
+from zero_mpi.train.transport import choose_transport, layout_config
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 
@@ -117,7 +117,8 @@ class Runs:
             chosen = choose_transport(self.world, config, model, self.notes)
             self.comm = chosen.comm
             self.notes += [f"transport: {chosen.text}"] if chosen.text else []
-        module = make_module(config, model, self.comm)
+        stages = model.stages(config.recompute)
+        module = ShardedModule(stages, self.comm, **vars(layout_config(config, model)))
         optimizer = make_optimizer(config, module, model)
         module.initialize(seed=0)
         steps = list(train(module, optimizer, workload, self.options))

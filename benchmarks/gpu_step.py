@@ -23,14 +23,15 @@ from gpu_workloads import ALL
 from step import micro_batch
 from workloads import BATCHES, CLIP
 
-from zero_mpi import GradAccum, SerialComm, device, ops
+from zero_mpi import GradAccum, SerialComm, ShardedModule, device, ops
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.train.setup import make_module, make_optimizer
+from zero_mpi.train.setup import make_optimizer
+from zero_mpi.train.transport import layout_config
 
 WARM_UP = 4
 
@@ -56,7 +57,9 @@ class Stepper:
         config = Config(precision=options.precision, recompute=options.recompute, offload=options.offload)
         model = ARCHITECTURES[workload.arch].from_flags(self.workload.flags)
         self.parameters = sum(param.size for param in model.params().values())
-        self.module = make_module(config, model, SerialComm())
+        layout, masters = vars(layout_config(config, model)), config.offload == "state"
+        stages = model.stages(config.recompute)
+        self.module = ShardedModule(stages, SerialComm(), **layout, offload_masters=masters)
         self.optimizer = make_optimizer(config, self.module, model)
         self.module.initialize(seed=0)
         self.accumulator = GradAccum(self.module, 1)

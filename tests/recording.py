@@ -30,7 +30,6 @@ class RecordingComm(CommWrapper):
     def __init__(self, inner):
         super().__init__(inner)
         self.inner, self.log = inner, []
-        self.replicates_by_node = inner.replicates_by_node
 
     def _start(self, kind, label, sent, handle):
         self.log.append(Event(kind, label, sent))
@@ -63,19 +62,3 @@ class RecordingComm(CommWrapper):
         other = RecordingComm(self.inner.background())
         other.log = self.log
         return other
-
-    def shard_group(self):
-        owners = self.inner.shard_group()
-        return self if owners is self.inner else owners
-
-    def memory(self, wholes, buffers, gathers=()):
-        return self.inner.memory(wholes, buffers, gathers)
-
-    def signal_written(self):
-        self.inner.signal_written()
-
-    def wait_written(self):
-        self.inner.wait_written()
-
-    def barrier_readers(self):
-        self.inner.barrier_readers()

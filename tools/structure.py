@@ -22,7 +22,7 @@ PACKAGE = "zero_mpi"
 ORDER = (
     "errors", "environment", "files", "arguments", "telemetry",
     "device", "data", "cli",
-    "ops", "comm", "nn", "launch", "models", "sharding", "optim",
+    "ops", "comm", "nn", "launch", "models", "sharding", "optim", "compat",
     "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
@@ -56,8 +56,6 @@ DEBT = {
     "zero_mpi/ops/cpu/attention.py:backward": 44,
     "zero_mpi/ops/cpu/blas.py:sgemm": 42,
     "zero_mpi/ops/flat_reference.py:adamw": 46,
-    "zero_mpi/sharding/layout.py:lay_out": 43,
-    "zero_mpi/sharding/schedule.py:make_schedule": 42,
     "tests/fuzz/fuzz_gguf.py:model": 44,
 }
 FOLDERS = (PACKAGE, "tools", "examples", "benchmarks", "tests")

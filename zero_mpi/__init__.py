@@ -22,46 +22,31 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zero_mpi.checkpoint.module_files import load, save
     from zero_mpi.comm import Comm, Partition, SerialComm
-    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
+    from zero_mpi.compat.accumulation import GradAccum
+    from zero_mpi.compat.module import DDP, ShardedLinear, ShardedModule, ShardInfo
+    from zero_mpi.compat.optimizer import ShardedAdamW, ShardedOptimizer, clip_grad_norm
     from zero_mpi.errors import UsageError
     from zero_mpi.launch.connect import connect
     from zero_mpi.nn import cross_entropy
-    from zero_mpi.optim.adamw import AdamW
-    from zero_mpi.optim.clipping import clip_grad_norm
     from zero_mpi.optim.muon import Muon
-    from zero_mpi.optim.optimizer import ShardedAdamW, ShardedOptimizer
-    from zero_mpi.optim.rule import Part, Rule
-    from zero_mpi.sharding import (
-        DDP,
-        FULL_SHARD,
-        HYBRID_SHARD,
-        NO_SHARD,
-        SHARD_GRAD_OP,
-        ShardedLinear,
-        ShardedModule,
-        ShardInfo,
-        Strategy,
-    )
-    from zero_mpi.sharding.grad_accum import GradAccum
+    from zero_mpi.optim.rule import AdamW, Part, Rule
+    from zero_mpi.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Strategy
     from zero_mpi.train.timeline import tracing
 
 MODULES = {
     "checkpoint.module_files": ("load", "save"),
     "comm": ("Comm", "Partition", "SerialComm"),
-    "comm.mpi": ("MPIComm",),
+    "comm.nodes.hybrid": ("MPIComm",),
     "errors": ("UsageError",),
     "launch.connect": ("connect",),
     "nn": ("cross_entropy",),
-    "sharding": (
-        *("DDP", "FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
-        *("ShardInfo", "ShardedLinear", "ShardedModule"),
-    ),
-    "optim.adamw": ("AdamW",),
-    "optim.clipping": ("clip_grad_norm",),
+    "compat.accumulation": ("GradAccum",),
+    "compat.module": ("DDP", "ShardInfo", "ShardedLinear", "ShardedModule"),
+    "compat.optimizer": ("ShardedAdamW", "ShardedOptimizer", "clip_grad_norm"),
     "optim.muon": ("Muon",),
-    "optim.optimizer": ("ShardedAdamW", "ShardedOptimizer"),
-    "optim.rule": ("Part", "Rule"),
-    "sharding.grad_accum": ("GradAccum",),
+    "optim.rule": ("AdamW", "Part", "Rule"),
+    "sharding": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP", "Strategy"),
     "train.timeline": ("tracing",),
 }
 PUBLIC = {name: module for module, names in MODULES.items() for name in names}

@@ -11,14 +11,14 @@ from checkpoints import load_checkpoint, save_checkpoint
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
 from zero_mpi.checkpoint.state import Description, TrainingProgress
+from zero_mpi.compat.module import ALL
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage
 from zero_mpi.optim import offload
-from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.offload import Offload
-from zero_mpi.sharding.module import ALL
+from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding.precision import BF16, FP16, FP32
 
 CONFIG = tiny.MODELS["gpt2 tied"]
@@ -68,8 +68,8 @@ def on_host(array):
 def bits(optimizer):
     found = {}
     for unit in optimizer.module.units:
-        found[f"parameters {unit.name}"] = on_host(unit.parameters.shard)
-        found[f"read {unit.name}"] = on_host(unit.parameters.own)
+        found[f"parameters {unit.name}"] = on_host(unit.parameters.master_shard)
+        found[f"read {unit.name}"] = on_host(unit.parameters.shard)
     for unit, held in optimizer.states.items():
         found |= {f"{name} {unit}": on_host(values) for name, values in held.items()}
     return {name: array.tobytes() for name, array in found.items()}
@@ -140,9 +140,9 @@ def test_parameters_are_of_the_host_as_well(gpu, pieces):
     elements = sum(unit.updated[0].size for unit in optimizer.units)
     assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.ROOMS * 12 * 2048)
     for unit in optimizer.module.units:
-        assert isinstance(unit.parameters.shard, np.ndarray)
+        assert isinstance(unit.parameters.master_shard, np.ndarray)
         np.testing.assert_array_equal(
-            on_host(unit.parameters.own), unit.parameters.shard.astype(unit.parameters.own.dtype)
+            on_host(unit.parameters.shard), unit.parameters.master_shard.astype(unit.parameters.shard.dtype)
         )
     state = optimizer.module.state_dict()
     assert {type(whole) for whole in state.values()} == {np.ndarray}

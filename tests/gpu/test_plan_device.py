@@ -72,9 +72,9 @@ def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name,
     assert seen.recycled == held
     assert memory.gradient_buffers == module.gradient_pool.nbytes
     assert memory.moments == optimizer.memory_bytes()
-    kept = [unit.parameters.own for unit in module.units]
+    kept = [unit.parameters.shard for unit in module.units]
     if module.precision.is_low:
-        assert memory.masters == sum(unit.parameters.shard.nbytes for unit in module.units)
+        assert memory.masters == sum(unit.parameters.master_shard.nbytes for unit in module.units)
     assert memory.parameters == sum(array.nbytes for array in kept)
 
 

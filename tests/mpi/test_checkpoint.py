@@ -168,7 +168,7 @@ def test_only_rank_0_is_sent_anything_and_brings_units_together(exact, ranks_fol
     save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION)
     assert {event.kind for event in comm.log} <= {"gather"}
     assert (pool.nbytes, pool.lent) == (before, 0)
-    slices = [unit.parameters.shard.nbytes for unit in optimizer.module.units]
+    slices = [unit.parameters.master_shard.nbytes for unit in optimizer.module.units]
     assert sum(event.sent for event in comm.log) == (0 if exact.rank == 0 else 3 * sum(slices))
 
 

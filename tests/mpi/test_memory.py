@@ -39,14 +39,14 @@ def test_an_evaluation_leaves_nothing_gathered(exact):
     module = tiny.make(exact, DEEP, FULL_SHARD, prefetch=2)
     module.forward(tiny.micro_batch(0, 0, DEEP)[0], training=False)
     assert module.parameter_pool.lent == 0
-    assert not any(unit.parameters.whole is not None for unit in module.units)
+    assert not any(unit.parameters.full is not None for unit in module.units)
 
 
 def test_parameters_gradients_and_moments_are_one_nth(exact):
     module, optimizer = one_step(exact, DEEP, FULL_SHARD)
     total = sum(unit.unit.length for unit in module.units)
     most = total / exact.size + QUANTUM * len(module.units)  # a unit's slices differ by one quantum at most
-    held = sum(unit.parameters.shard.size for unit in module.units)
+    held = sum(unit.parameters.master_shard.size for unit in module.units)
     assert held <= most
     assert sum(exact.allgather_object(held)) == total
     assert sum(unit.gradient.sum.size for unit in module.units) == held

@@ -8,8 +8,8 @@ from recording import RecordingComm
 from zero_mpi import GradAccum, SerialComm, ShardedOptimizer
 from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.comm import NodesComm
+from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.comm.scratch import EXACT_PIECE, PAGE
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.words import RANK_BYTES
@@ -58,7 +58,7 @@ def case_of(comm, config, strategy, count, **options):
 
 def after_step(comm, case):
     options = {"bucket_mb": case.bucket_mb, "prefetch": case.prefetch, "frozen": case.frozen}
-    options |= {"precision": case.precision, "whole": case.settings["whole"]}
+    options |= {"precision": case.precision, "whole": case.layout_config.whole}
     strategy = strategy_named(case.strategy_name)
     if case.model.stored:
         module = tiny_blocks.make(comm, case.model, tiny_blocks.bytes_of(case.model), strategy, **options)
@@ -167,7 +167,7 @@ def held_bytes(module, optimizer):
     """What this rank's module and optimizer hold, by the plan's names; slices where a node has one copy."""
     strategy, units = module.strategy, module.units
     kept = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
-    owned = [one.whole if isinstance(one, ReplicatedParameters) else one.own for one in kept]
+    owned = [one.full if isinstance(one, ReplicatedParameters) else one.shard for one in kept]
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole

@@ -70,8 +70,8 @@ def test_slices_and_moments_are_float32(exact):
     unit.start_gather()
     unit.wait_gather()
     assert {view.dtype.name for view in unit.weights().values()} == {"bfloat16"}
-    whole = unit.parameters.whole
-    np.testing.assert_array_equal(whole[unit.part], unit.parameters.shard.astype(whole.dtype))
+    whole = unit.parameters.full
+    np.testing.assert_array_equal(whole[unit.part], unit.parameters.master_shard.astype(whole.dtype))
     unit.release()
 
 

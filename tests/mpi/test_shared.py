@@ -23,6 +23,7 @@ from zero_mpi import (
     SHARD_GRAD_OP,
     SerialComm,
     ShardedAdamW,
+    ShardedModule,
     clip_grad_norm,
     cross_entropy,
 )
@@ -38,9 +39,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
-from zero_mpi.sharding.layout import lay_out
-from zero_mpi.train.setup import make_module
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.sharding.layout import LayoutConfig, lay_out
+from zero_mpi.train.transport import choose_transport, layout_config
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()
@@ -181,7 +181,7 @@ def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
     state = tiny.make(SerialComm(), CONFIG, seed=5).state_dict()
     comm = RecordingComm(shared)
     comm.progress = lambda: late(who % shared.size, shared, 0.03)
-    module._comm = comm
+    module.comm = module.owners = comm
     y = module.forward(x, training=False)
     module.load_state_dict(state)
     assert np.array_equal(y, expected)
@@ -224,21 +224,21 @@ def test_gathered_parameters_are_the_same_memory_and_read_only(shared, strategy)
             assert not view.flags.writeable, name
             with pytest.raises(ValueError, match="read-only"):
                 view[...] = 0
-        shard = unit.parameters.shard
-        assert np.shares_memory(unit.parameters.whole, shard) == (shard.size > 0)
+        shard = unit.parameters.master_shard
+        assert np.shares_memory(unit.parameters.full, shard) == (shard.size > 0)
         assert shard.flags.writeable
     assert module.parameter_pool.nbytes == 0
     shared.barrier()
     if shared.rank == 0:
-        module.units[0].parameters.shard[0] = 12.5
+        module.units[0].parameters.master_shard[0] = 12.5
     shared.barrier()
-    assert module.units[0].parameters.whole[0] == 12.5
+    assert module.units[0].parameters.full[0] == 12.5
 
 
 def test_the_summed_gradient_of_replicated_parameters_is_there_once(shared):
     module = tiny.make(shared, CONFIG, NO_SHARD, frozen=["output.*"])
     for unit in module.units:
-        assert unit.parameters.whole.flags.writeable, "parameters are every rank's own"
+        assert unit.parameters.full.flags.writeable, "parameters are every rank's own"
         if unit.unit.trainable:
             assert not unit.gradient.whole.flags.writeable
             assert np.shares_memory(unit.gradient.whole, unit.gradient.sum) == (unit.gradient.sum.size > 0)
@@ -262,7 +262,7 @@ def test_a_node_holds_parameters_once(shared):
     for unit in module.units:
         unit.start_gather()
         unit.wait_gather()
-        assert np.isfinite(unit.parameters.whole.sum())
+        assert np.isfinite(unit.parameters.full.sum())
     shared.barrier()
     grown = sum(shared.allgather_object(shared_pss())) - before
     shared.barrier()
@@ -279,7 +279,7 @@ def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
     modules = [tiny.make(shared, CONFIG) for _ in range(3)]
     shared.memory([], [])
     some = shared.shared_bytes
-    kept = modules[0].units[0].parameters.shard if shared.rank == shared.size - 1 else None
+    kept = modules[0].units[0].parameters.master_shard if shared.rank == shared.size - 1 else None
     before = None if kept is None else kept.copy()
     del modules
     gc.collect()
@@ -303,7 +303,7 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
     assert notes == []
     assert chosen.text == (f"shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory")
     before = comm.shared_bytes
-    module = make_module(config, CONFIG, comm)
+    module = ShardedModule(CONFIG.stages(), comm, **vars(layout_config(config, CONFIG)))
     assert comm.shared_bytes == before
     module.initialize(0)
     accumulator = tiny.GradAccum(module, 2 * comm.size + 1)
@@ -322,7 +322,7 @@ def test_slots_are_as_many_as_a_pool_would_have(mpi, strategy, by_rows, rounds):
     """The simulation asks for no more than twice what free allocation comes to, and never for less."""
     config = tiny.MODELS["gpt2 tied"]
     module = tiny.make(mpi, config, strategy, by_rows=by_rows, bucket_mb=0.01)
-    buffers = lay_out(config.stages(), strategy, by_rows=by_rows, bucket_mb=0.01).buffers
+    buffers = lay_out(config.stages(), LayoutConfig(strategy, bucket_mb=0.01, by_rows=by_rows)).buffers
     count = rounds * mpi.size
     for step in range(2):
         tiny.run_step(module, tiny.GradAccum(module, count), config, step, count)

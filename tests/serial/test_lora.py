@@ -17,8 +17,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.lora import FROZEN, LoRA
-from zero_mpi.sharding.layout import is_trainable
-from zero_mpi.sharding.module_arguments import check_patterns
+from zero_mpi.sharding.layout import check_patterns, is_trainable
 
 pytestmark = needs_mpiexec
 SIZES = [

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from zero_mpi.comm import SerialComm
+from zero_mpi.compat.module import ShardedModule
+from zero_mpi.compat.optimizer import ShardedAdamW, clip_grad_norm
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.ops.elementary import normals_by_numpy, normals_by_turns
-from zero_mpi.optim.clipping import clip_grad_norm
-from zero_mpi.optim.optimizer import ShardedAdamW
-from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, ShardedModule, init_weights
+from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, init_weights
 from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
 from zero_mpi.train.lr_schedule import make_schedule, schedule_of
 
@@ -211,7 +211,7 @@ def test_the_gaps_between_parameters_stay_zero(way):
         for segment in unit.unit.segments(slice(0, unit.unit.length)):
             gaps[segment.where] = False
         held = optimizer.states[unit.name]
-        assert not any(array[gaps].any() for array in (unit.parameters.shard, *held.values()))
+        assert not any(array[gaps].any() for array in (unit.parameters.master_shard, *held.values()))
 
 
 @every_way

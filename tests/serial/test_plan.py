@@ -259,7 +259,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from zero_mpi import GradAccum, ShardedAdamW, ShardedModule, ops
-from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import Llama
 from zero_mpi.nn import CrossEntropy

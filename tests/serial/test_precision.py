@@ -12,10 +12,10 @@ from jobs import run_job
 
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, load, ops, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.compat.accumulation import GradAccum
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
-from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.loss_scale import FIRST_EXPONENT, GROWTH_STEPS, MAX_EXPONENT, LossScale
 from zero_mpi.sharding.precision import BF16, FP16, FP32, FP64, as_kind, floats, precision_named
 

@@ -10,7 +10,7 @@ import pytest
 from zero_mpi.config.settings import Config
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.ops import reference
-from zero_mpi.optim.clipping import clip_factor
+from zero_mpi.optim.optimizer import clip_factor
 from zero_mpi.train.lr_schedule import make_schedule
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipe.md").read_text()

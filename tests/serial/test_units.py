@@ -17,10 +17,9 @@ from zero_mpi.sharding.unit import (
     QUANTUM,
     TRAINED,
     WHOLE,
-    ShardInfo,
     Unit,
-    shard_infos,
     units_by_bytes,
+    units_by_row,
     units_by_scope,
 )
 
@@ -134,36 +133,31 @@ def test_segments_are_in_order_and_inside_the_slice(unit, ranks):
         assert all(s.where.start >= 0 and s.where.stop <= part.stop - part.start for s in segments)
 
 
+def held(unit, part):
+    """Name -> (first element, number of elements) of what a slice holds."""
+    return {s.name: (s.offset, s.where.stop - s.where.start) for s in unit.segments(part)}
+
+
 @settings(deadline=None)
 @given(units(), st.integers(1, 9))
-def test_shard_infos_say_what_the_segments_hold(unit, ranks):
+def test_ranks_hold_every_parameter_in_their_order(unit, ranks):
     ends = dict.fromkeys(unit.params, 0)
     for part in slices(unit, ranks):
-        infos = dict(shard_infos(unit, part))
-        segments = {segment.name: segment for segment in unit.segments(part)}
-        assert list(infos) == list(unit.params)
-        for name, info in infos.items():
-            assert info.full_shape == unit.params[name].shape
-            if name not in segments:
-                assert info == ShardInfo(unit.params[name].shape, 0, 0)
-                continue
-            where = segments[name].where
-            assert (info.offset, info.size) == (segments[name].offset, where.stop - where.start)
-            assert info.offset == ends[name], "ranks hold a parameter in their order"
-            ends[name] += info.size
+        for name, (offset, size) in held(unit, part).items():
+            assert offset == ends[name]
+            ends[name] += size
     assert ends == {name: param.size for name, param in unit.params.items()}
 
 
 def test_slices_of_a_small_unit(unit):
-    infos = dict(shard_infos(unit, slice(1024, 6144)))
-    held = {name: (info.offset, info.size) for name, info in infos.items()}
-    assert held == {"a": (1024, 476), "b": (0, 1024), "c": (0, 1), "d": (0, 385), "e": (0, 1024), "f": (0, 0)}
+    expected = {"a": (1024, 476), "b": (0, 1024), "c": (0, 1), "d": (0, 385), "e": (0, 1024)}
+    assert held(unit, slice(1024, 6144)) == expected
 
 
 def test_a_slice_of_nothing_has_no_segments(unit):
     assert unit.segments(slice(2048, 2048)) == []
     assert unit.segments(slice(1500, 2048)) == [], "a gap alone"
-    assert all(info.size == 0 for _, info in shard_infos(unit, slice(0, 0)))
+    assert held(unit, slice(0, 0)) == {}
 
 
 class Bag(Layer):
@@ -192,7 +186,7 @@ def kinds(trainable):
 
 def cut(by_rows=False, trainable=always):
     stages = model()
-    return units_by_scope(stages, stage_params(stages), kinds(trainable), by_rows)
+    return (units_by_row if by_rows else units_by_scope)(stages, stage_params(stages), kinds(trainable))
 
 
 def contents(made):
@@ -210,7 +204,7 @@ def test_one_unit_a_scope_and_a_tied_head_is_no_other():
 
 def test_a_parameter_tied_over_scopes_stays_where_it_came_first():
     stages = [Stage("first", Bag({"tied": (4, 4)})), Stage("second", Bag({"tied": (4, 4), "own": (4,)}))]
-    made = units_by_scope(stages, stage_params(stages), kinds(always), False)
+    made = units_by_scope(stages, stage_params(stages), kinds(always))
     assert contents(made) == [("first", ["tied"], True), ("second", ["own"], True)]
 
 
@@ -242,9 +236,9 @@ def test_by_rows_a_unit_is_a_parameter_and_a_quantum_a_row():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_by_rows_ranks_own_whole_rows(shape, ranks):
     stages = [Stage("s", Bag({"w": shape}))]
-    (unit,) = units_by_scope(stages, stage_params(stages), kinds(always), True)
+    (unit,) = units_by_row(stages, stage_params(stages), kinds(always))
     row = unit.params["w"].size // 7
-    sizes = [dict(shard_infos(unit, part))["w"].size for part in slices(unit, ranks)]
+    sizes = [held(unit, part).get("w", (0, 0))[1] for part in slices(unit, ranks)]
     assert unit.length == unit.params["w"].size, "rows leave no gaps"
     assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
     assert sum(sizes) == unit.length

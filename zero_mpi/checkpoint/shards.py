@@ -60,8 +60,11 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
-    """Return slices of parameters as they are kept, float32 or float64, views."""
-    return [contribution(comm, prefix, unit, *unit.parameters.kept) for unit in units]
+    """Return slices of parameters as they are updated, float32 or float64, views."""
+    return [
+        contribution(comm, prefix, unit, unit.parameters.master, unit.parameters.master_part)
+        for unit in units
+    ]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -70,7 +73,9 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
         unit.wait_gather()
-    found = [contribution(comm, "", unit, *unit.parameters.kept) for unit in frozen]
+    found = [
+        contribution(comm, "", unit, unit.parameters.master, unit.parameters.master_part) for unit in frozen
+    ]
     units = [(unit, values[unit.name], unit.updated[2]) for unit in optimizer.units]
     return found + [contribution(comm, "", unit, average, part) for unit, average, part in units]
 

@@ -39,9 +39,9 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding.block_parameters import ReadBytes
+from zero_mpi.sharding.module import fill
+from zero_mpi.sharding.parameters import ReadBytes
 from zero_mpi.sharding.precision import FP64
-from zero_mpi.sharding.sharded_state import fill
 
 LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration", "evaluations_since"))
 

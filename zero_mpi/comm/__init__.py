@@ -2,7 +2,7 @@
 
 `base` is the interface (`Comm`, `Handle`), `partition` says which slice of an array each rank owns. `serial`
 is one process; `mpi` works everywhere; the packages `shared`, `nodes` and `gpu` are faster where they fit.
-`checked` and `guarded` wrap a transport and compare what ranks start; `agree` compares what ranks are about
+`guarded` wraps a transport and compares what ranks start; `agree` compares what ranks are about
 to make. `meter` counts bytes and waits.
 
 Exact reductions do not use the sums of the MPI library, whose order changes with the library and the number

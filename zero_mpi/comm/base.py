@@ -7,7 +7,6 @@ travels, for records and error messages.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.clock_sync import Offset
 from zero_mpi.comm.kinds import MPI, Transport
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.partition import Partition, Piece
@@ -25,7 +23,7 @@ from zero_mpi.device.types import Array
 
 
 class Handle:
-    """A collective in progress; `kind` and `label` name it for those who wait."""
+    """A collective under way; `kind` and `label` name it for those who wait."""
 
     kind, label = "collective", ""
 
@@ -59,7 +57,7 @@ class ModuleMemory:
     """Memory that a transport gives a module for its units.
 
     wholes    for each requested partition: one array that all ranks see and each writes its slice of, or
-              None if each rank keeps its slice to itself
+              None where each rank keeps its slice to itself
     buffers   pool for gradients before they are reduced
     gathers   pool for gathered parameters that have no whole
     """
@@ -69,25 +67,13 @@ class ModuleMemory:
     gathers: BufferPool = field(default_factory=BufferPool)
 
 
-class Comm(ABC):
-    """A group of ranks and the collectives on flat arrays among them."""
+class Collectives(ABC):
+    """Collectives on flat arrays and small objects among a group of ranks."""
 
     rank: int
     size: int
-    exact: bool  # reductions add in rank order; otherwise the library chooses the order
-    kind: Transport = MPI  # the kind of this transport; messages by default
-    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+    exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
     sums_in_place = False  # `full` may be `out` before anything was added: one rank's sum is its own
-
-    @property
-    def about(self) -> str:
-        """Description of what the transport uses, for messages."""
-        return self.kind.name
-
-    @cached_property
-    def meter(self) -> Meter:
-        """The meter of this rank's communication costs so far."""
-        return Meter()
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
@@ -126,7 +112,7 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return every rank's `value` in rank order on `root`, else None; any small object; blocking."""
+        """Return every rank's `value` in order of ranks on `root`, else None; any small object; blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -134,31 +120,57 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order; any small object; blocking."""
+        """Return every rank's `value`, in order of ranks; any small object; blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have come here."""
 
+    def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
+        """Push the transfers under way; the runtime calls it between layers."""
+
+    def sum_vector(self, values: Array) -> Array:
+        """Return the sum over ranks of float64 vectors; in each place at most one rank has a non-zero.
+
+        Then every addition is x + 0, which is exact, and the result does not depend on the order.
+        """
+        total = np.array(values, np.float64)  # a copy: the sum is in place
+        self.allreduce(total, label="vector").wait()
+        return total
+
+
+class Topology(ABC):
+    """The nodes of the ranks, and other groups and transports of them. All methods are collective."""
+
+    size: int
+    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+
     @abstractmethod
     def background(self) -> Comm:
-        """Return a transport of the same ranks for another thread, whose waits sleep. Collective."""
+        """Return a transport of the same ranks for another thread, whose waits sleep."""
 
     @abstractmethod
     def split(self, group: int) -> Comm:
-        """Return a transport of the ranks that give the same number, in rank order. Collective."""
+        """Return a transport of the ranks that give the same number, in the order of ranks."""
 
     def nodes(self) -> list[int]:
-        """Return the node of each rank, by number. Collective."""
+        """Return the node of each rank, by number."""
         return [0] * self.size
 
+    @abstractmethod
     def shard_group(self) -> Comm:
-        """Return the ranks of this node as owners of slices that every node has (HYBRID_SHARD). Collective.
+        """Return the ranks of this node as owners of slices that every node has (HYBRID_SHARD).
 
         Its collectives are those of the node, but a reduction sums over the ranks of all nodes, which
         `contributors` counts. On a single node it is the transport itself. Raises UsageError.
         """
-        return self
+
+    def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
+        """Release what the transport holds; nothing may be under way."""
+
+
+class SharedMemory:
+    """Arrays of a module that all ranks see; by itself those of ranks that share nothing."""
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
@@ -170,30 +182,30 @@ class Comm(ABC):
         """
         return ModuleMemory([None] * len(wholes), BufferPool())
 
-    def signal_written(self) -> None:  # noqa: B027  (nothing is shared)
+    def signal_written(self) -> None:
         """Announce that this rank has completely written its slices of shared wholes."""
 
-    def wait_written(self) -> None:  # noqa: B027
+    def wait_written(self) -> None:
         """Return when every rank has published as often as this one: shared wholes may be read."""
 
-    def barrier_readers(self) -> None:  # noqa: B027
+    def barrier_readers(self) -> None:
         """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
 
-    def clock_offset(self) -> Offset:
-        """Return how far `time.perf_counter` here is ahead of rank 0's. Collective."""
-        return Offset(0.0, 0.0, time.perf_counter())
 
-    def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
-        """Push the transfers in progress; the runtime calls it between layers."""
+class Comm(Collectives, Topology, SharedMemory):
+    """A transport: a group of ranks, their collectives, their nodes and the memory that they share."""
 
-    def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
-        """Release what the transport holds; nothing may be in progress. Collective."""
+    kind: Transport = MPI  # the kind of this transport; messages by default
 
-    def sum_vector(self, values: Array) -> Array:
-        """Return the sum over ranks of float64 vectors; in each place at most one rank has a non-zero.
+    @property
+    def about(self) -> str:
+        """A description, for people, of what the transport uses."""
+        return self.kind.name
 
-        Then every addition is x + 0, which is exact, and the result does not depend on the order.
-        """
-        total = np.array(values, np.float64)  # a copy: the sum is in place
-        self.allreduce(total, label="vector").wait()
-        return total
+    @cached_property
+    def meter(self) -> Meter:
+        """The meter of this rank's communication costs so far."""
+        return Meter()
+
+    def shard_group(self) -> Comm:
+        return self

@@ -1,17 +1,21 @@
 """Offsets of other hosts' clocks from that of rank 0, measured by messages to and fro.
 
-The other clock is read between two readings of ours. Of several tries the one with the shortest round trip
-counts, and its error is at most half of that time (F. Cristian, Probabilistic clock synchronization, 1989).
-`now` reads the clock. The communicators are those of the MPI library.
+Rank 0 sends a word to all ranks, and each sends back what its clock shows: a reading between two readings of
+rank 0. Of several tries the one with the shortest round trip counts, and its error is at most half of that
+time (F. Cristian, Probabilistic clock synchronization, 1989).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from zero_mpi.comm.base import Comm
+from zero_mpi.comm.partition import Partition
+
 TRIES = 10
-Clock = Callable[[], float]
 
 
 class Offset(NamedTuple):
@@ -22,38 +26,24 @@ class Offset(NamedTuple):
     at: float
 
 
-def ask(world: Any, other: int, now: Clock) -> Offset:
-    """Return how far the clock of rank `other` is ahead."""
+def clock_offset(comm: Comm) -> Offset:
+    """Return how far `time.perf_counter` of this node is ahead of rank 0's. Collective.
 
-    def once() -> tuple[float, float, float]:
-        begun = now()
-        world.send(None, other)
-        there = world.recv(None, other)
-        way = now() - begun
-        return way, there - (begun + way / 2), there
-
-    way, ahead, there = min(once() for _ in range(TRIES))
-    return Offset(ahead, way / 2, there)
-
-
-def answer(world: Any, now: Clock) -> None:
-    """Answer `ask` on the other rank."""
-    for _ in range(TRIES):
-        world.recv(None, 0)
-        world.send(now(), 0)
-
-
-def offset_of_node(world: Any, node: Any, now: Clock) -> Offset:
-    """Return how far the clock of this rank's node is ahead: ranks of a node have one clock. Collective.
-
-    `node`: the ranks of this node, in the order of `world`.
+    Ranks of a node have one clock: the reading of the first of them counts.
     """
-    first = node.bcast(world.Get_rank())
-    for other in sorted(set(world.allgather(first)) - {0}):
-        if world.Get_rank() == 0:
-            world.send(ask(world, other, now), other)
-        elif world.Get_rank() == other:
-            answer(world, now)
-    mine = world.recv(None, 0) if world.Get_rank() == first and first else Offset(0.0, 0.0, now())
-    found: Offset = node.bcast(mine)
-    return found
+    nodes = comm.nodes()
+    (piece,) = Partition(comm.size, comm.size).cut(comm.size)
+    word, readings = np.zeros(1), np.zeros(comm.size) if comm.rank == 0 else None
+    tries = []
+    for _ in range(TRIES):
+        begun = time.perf_counter()
+        comm.broadcast(word, label="clock").wait()
+        comm.gather(np.array([time.perf_counter()]), readings, piece, label="clock")
+        way = time.perf_counter() - begun
+        tries.append((way, begun, None if readings is None else readings.tolist()))
+    found: Any = comm.broadcast_object(min(tries))
+    way, begun, there = found
+    first = nodes.index(nodes[comm.rank])
+    if first == 0:
+        return Offset(0.0, 0.0, time.perf_counter())
+    return Offset(there[first] - (begun + way / 2), way / 2, there[first])

@@ -18,13 +18,12 @@ import numpy as np
 from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
 from zero_mpi.comm.base import DONE, Comm, Handle
-from zero_mpi.comm.clock_sync import Offset, offset_of_node
 from zero_mpi.comm.message_type import mpi_type
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
 from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.start_mpi import MPI
-from zero_mpi.comm.topology import nodes_of, ranks_of_node
+from zero_mpi.comm.topology import nodes_of
 from zero_mpi.comm.transfer import MessageComm, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -66,7 +65,6 @@ class MPIComm(MessageComm):
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
-        self._owners: Comm | None = None
         self._patient = patient  # sleeps where others would spin
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
@@ -269,22 +267,11 @@ class MPIComm(MessageComm):
     def barrier(self) -> None:
         self._finish(self._control.Ibarrier(), "barrier")
 
-    def clock_offset(self) -> Offset:
-        with self.meter.waiting("clock_offset"), ranks_of_node(self._control) as node:
-            return offset_of_node(self._control, node, time.perf_counter)
-
     def over(self, comm: Any) -> MPIComm:
         return MPIComm(comm, threaded=False)
 
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, most=self._most, patient=True)
-
-    def shard_group(self) -> Comm:
-        from zero_mpi.comm.nodes.hybrid import shard_group_by_messages
-
-        if self._owners is None:
-            self._owners = shard_group_by_messages(self, self._control)
-        return self._owners
 
     def split(self, group: int) -> Comm:
         ranks = self._control.Split(group, self.rank)
@@ -296,8 +283,6 @@ class MPIComm(MessageComm):
         return nodes_of(self._control)
 
     def close(self) -> None:
-        if self._owners not in (None, self):
-            self._owners.close()
         self._progress.close()
         for comm in (self._parameters, self._gradients, self._control):
             comm.Free()

@@ -12,8 +12,6 @@ hardware: for trying out on one machine what is meant for several.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -73,18 +71,11 @@ def node_communicator(world: Any) -> Any:
     return world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
 
 
-@contextmanager
-def ranks_of_node(world: Any) -> Iterator[Any]:
-    """Lend `node_communicator` for the time of a context. Collective."""
-    node = node_communicator(world)
-    yield node
-    node.Free()
-
-
 def nodes_of(world: Any) -> list[int]:
     """Return the node of each rank of `world`, by number. Collective."""
-    with ranks_of_node(world) as node:
-        members = find_topology(world, node).members
+    node = node_communicator(world)
+    members = find_topology(world, node).members
+    node.Free()
     return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
 
 

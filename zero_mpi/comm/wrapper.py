@@ -1,32 +1,59 @@
-"""A transport that leaves to another one all that it does not do in a better way itself."""
+"""The wrapper of a transport that hands on every call; others derive from it what they do in another way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.clock_sync import Offset
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
 
 
+def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
+    """Make a method that reports a collective, then hands it on; `about`: what arguments must have alike."""
+
+    def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
+        self.on_collective(name, "", *about(*given, **named))
+        return getattr(self._inner, name)(*given, **named)
+
+    return method
+
+
 class CommWrapper(Comm):
-    """Wrapper that hands every call on to `inner`; `wrapped` sees the handles of its transfers."""
+    """Wrapper that hands every call on to `inner`.
+
+    `on_collective` sees all that is collective first, `wrapped` the handles of transfers, and `beside` the
+    other transports that `inner` makes.
+    """
 
     def __init__(self, inner: Comm) -> None:
-        self._inner = inner
-        self.rank, self.size, self.exact, self.meter = inner.rank, inner.size, inner.exact, inner.meter
-        self.kind = inner.kind
+        self._inner, self.kind, self.meter = inner, inner.kind, inner.meter
+        self.rank, self.size, self.exact = inner.rank, inner.size, inner.exact
+        self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
+        self._group: tuple[Comm, Comm] | None = None  # the inner transport's shard group, and its wrapper
 
-    @property
-    def about(self) -> str:
-        return self._inner.about
+    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
+        """Note that a collective is about to start; ranks must have `about` alike. Arrays come as they are:
+        their size and type must be alike, and most implementations need not spell them out."""
 
     def wrapped(self, inner: Handle) -> Handle:
         """Return what the caller gets for a handle of the inner transport."""
         return inner
 
+    def beside(self, other: Comm) -> Comm:
+        """Wrap another transport of these ranks, or of some of them, in the same way. Collective."""
+        return other
+
+    @property
+    def about(self) -> str:
+        return self._inner.about
+
+    # -------------------------------------------------------------------------------------- on arrays
+
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
+        where = "its slices in place" if shard is None else "from slices"
+        self.on_collective("allgather", label, full, partition, where)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
     def reduce_scatter(
@@ -39,48 +66,65 @@ class CommWrapper(Comm):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
+        given = f"{self.size if contributors is None else contributors} contributors"
+        how = "added to what is there" if accumulate else "from zero"
+        self.on_collective("reduce_scatter", label, full, partition, given, how)
         handle = self._inner.reduce_scatter(
             full, out, partition, contributors=contributors, accumulate=accumulate, label=label
         )
         return self.wrapped(handle)
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
+        self.on_collective("allreduce", label, array)
         return self.wrapped(self._inner.allreduce(array, label))
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
+        self.on_collective("broadcast", label, array, f"root {root}")
         return self.wrapped(self._inner.broadcast(array, root, label))
 
     def gather(
         self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
     ) -> None:
+        self.on_collective("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
         self._inner.gather(part, room, piece, root, label)
 
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        return self._inner.gather_object(value, root)
+    # ------------------------------------------------------------------------------------ on anything
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._inner.broadcast_object(value, root)
+    gather_object = _forwarded("gather_object", lambda value, root=0: (f"root {root}",))
+    broadcast_object = _forwarded("broadcast_object", lambda value, root=0: (f"root {root}",))
+    allgather_object, barrier, barrier_readers, nodes, close = map(
+        _forwarded, ("allgather_object", "barrier", "barrier_readers", "nodes", "close")
+    )
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        return self._inner.allgather_object(value)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def clock_offset(self) -> Offset:
-        return self._inner.clock_offset()
-
-    def background(self) -> Comm:
-        return self._inner.background()
-
-    def split(self, group: int) -> Comm:
-        return self._inner.split(group)
-
-    def nodes(self) -> list[int]:
-        return self._inner.nodes()
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> ModuleMemory:
+        lengths = f"wholes {[whole.length for whole in wholes]}"
+        self.on_collective("memory", "", lengths, f"buffers {list(buffers)}", f"gathers {list(gathers)}")
+        return self._inner.memory(wholes, buffers, gathers)
 
     def progress(self) -> None:
         self._inner.progress()
 
-    def close(self) -> None:
-        self._inner.close()
+    def signal_written(self) -> None:
+        self._inner.signal_written()
+
+    def wait_written(self) -> None:
+        self._inner.wait_written()
+
+    def background(self) -> Comm:
+        self.on_collective("background")
+        return self.beside(self._inner.background())
+
+    def split(self, group: int) -> Comm:
+        self.on_collective("split")
+        return self.beside(self._inner.split(group))
+
+    def shard_group(self) -> Comm:
+        self.on_collective("shard_group")
+        group = self._inner.shard_group()
+        if group is self._inner:
+            return self
+        if self._group is None or self._group[0] is not group:
+            self._group = group, self.beside(group)
+        return self._group[1]

@@ -40,8 +40,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
-from zero_mpi.sharding.layout import is_trainable
-from zero_mpi.sharding.module_arguments import check_patterns
+from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables that conversations fill

@@ -12,10 +12,9 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
 from zero_mpi.nn.balance import BALANCE, Z
-from zero_mpi.optim.adamw import AdamW
 from zero_mpi.optim.muon import Muon
 from zero_mpi.optim.rounded import Rounded
-from zero_mpi.optim.rule import Rule
+from zero_mpi.optim.rule import AdamW, Rule
 from zero_mpi.sharding.unit import Unit
 
 BALANCE_LOSS = 0.001  # router_aux_loss_coef of transformers

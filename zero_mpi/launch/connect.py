@@ -63,7 +63,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     if world.size == 1:
         settings(timeout, check)
         return SerialComm()
-    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
 
     script = WatchedScript.running = WatchedScript.running or WatchedScript(world)
     comm: Comm = MPIComm()

@@ -2,31 +2,30 @@
 
 States lie where the optimizer works: 1/N of them per rank where moments are sharded. A step whose gradient
 norm is not finite is skipped, on all ranks alike since all see the same norm.
+
+This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts use, checks arguments.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from zero_mpi import device
-from zero_mpi.arguments import FLOATING, array, came, instance, number
+from zero_mpi import device, ops
+from zero_mpi.arguments import instance
 from zero_mpi.comm import AllOf, Handle
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
-from zero_mpi.optim.adamw import AdamW
-from zero_mpi.optim.average import MovingAverage, check_average
-from zero_mpi.optim.clipping import check_max_norm, clip_factor
-from zero_mpi.optim.offload import HostState, make_offload
-from zero_mpi.optim.rates import ParameterRates, check_scales, matched
+from zero_mpi.optim.offload import HostState, Offload, make_offload
+from zero_mpi.optim.rates import ParameterRates, matched
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.telemetry import spans
+
+States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
 
 
 @dataclass(frozen=True)
@@ -37,41 +36,38 @@ class StepResult:
     skipped: bool
 
 
-States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
-Key = str | int  # key of a user's array: its name, or its place in a list
-Arrays = Mapping[str, Array] | Sequence[Array]
+class MovingAverage:
+    """Averages of the parameters of some units, flat, by their names; zeros until `begin`.
+
+    After each update e = keep e + (1 - keep) p, in float32, beginning with the first parameters; an update
+    that is left out leaves it as it is. It lies where the states lie: each rank has it for what it updates.
+    """
+
+    def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
+        zeros = device.in_use().zeros
+        self.keep = keep
+        self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
+
+    def begin(self, units: Iterable[ShardedUnit]) -> None:
+        """Set the averages to the parameters as they are."""
+        for unit in units:
+            device.in_use().copy(self.values[unit.name], unit.updated[0])
+
+    def follow(self, unit: ShardedUnit) -> None:
+        """Update the averages by the parameters of a unit that was updated."""
+        ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
-def check_rules(rules: Any) -> tuple[dict[str, Rule], dict[str, object]]:
-    """Return name pattern -> rule, and what ranks must share; raises ValueError for what is no rule."""
-    found = {"*": rules} if isinstance(rules, Rule) else rules
-    instance("rules", found, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
-    for pattern, rule in found.items():
-        instance("rules", pattern, str, "name patterns")
-        instance(f"rules: {pattern}", rule, Rule, "a Rule such as AdamW()")
-    facts: dict[str, object] = {"rules": {pattern: rule.type for pattern, rule in found.items()}}
-    for pattern, rule in found.items():
-        facts |= {f"{pattern}: {rule.type}: {name}": value for name, value in vars(rule).items()}
-    return dict(found), facts
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that makes the norm of gradients at most `max_norm`."""
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 class ShardedOptimizer:
-    """An optimizer for a ShardedModule.
-
-    rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule; the last match wins
-    lr            learning rate; `step` may be given another one each time
-    weight_decay  a step takes away lr * weight_decay of what decays, apart from the gradient: of matrices,
-                  unless `decay_scale` says otherwise
-    lr_scale      name pattern -> factor of the learning rate of parameters that it matches ("*.lora_b":
-                  16); the last match wins, 0 leaves them as they are
-    decay_scale   the same for the weight decay
-    ema           keep a moving average of what `step` trains too: ema * average + (1 - ema) * parameter after
-                  each update, from the first parameters on; `zero_mpi.save` writes it as a model of its own
+    """An optimizer for a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` has its arguments.
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
-    Making one is collective; raises ValueError for impossible settings, UsageError where ranks differ.
-    `offload`: "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
-    with `offload_masters`; raises UsageError where there is no GPU.
+    Making one is collective; raises UsageError where ranks differ, and for `offload` where there is no GPU.
     """
 
     def __init__(
@@ -88,32 +84,34 @@ class ShardedOptimizer:
     ) -> None:
         what = type(self).__name__
         instance(f"{what}: module", module, ShardedModule, "a ShardedModule")
+        rules = {"*": rules} if isinstance(rules, Rule) else rules
+        scales = {"lr_scale": lr_scale or {}, "decay_scale": decay_scale or {}}
+        settings = {"lr": lr, "weight_decay": weight_decay, "ema": ema, "offload": offload, **scales}
 
-        def checked() -> tuple[tuple[Any, ...], Facts]:
-            check_average(ema, offload)
-            chosen, facts = check_rules(rules)
-            rate, decay = (
-                number(f"{what}: {name}", value, least=0)
-                for name, value in (("lr", lr), ("weight_decay", weight_decay))
-            )
-            trained = [name for name in module.params if module.is_trainable(name)]
-            scales, decays = (
-                check_scales(f"{what}: {name}", given or {}, trained)
-                for name, given in (("lr_scale", lr_scale), ("decay_scale", decay_scale))
-            )
-            facts |= {"lr": rate, "weight_decay": decay, "ema": ema, "offload": offload}
-            facts |= {"lr_scale": [*scales.items()], "decay_scale": [*decays.items()]}
-            return (chosen, rate, decay, make_offload(offload), scales, decays), facts
+        def look() -> tuple[Offload | None, Facts]:
+            self.check(module, rules, settings)
+            facts: dict[str, object] = {"rules": {pattern: rule.type for pattern, rule in rules.items()}}
+            for pattern, rule in rules.items():
+                facts |= {f"{pattern}: {rule.type}: {name}": value for name, value in vars(rule).items()}
+            facts |= settings | {name: [*values.items()] for name, values in scales.items()}
+            return make_offload(offload), facts
 
-        found = agreed(module.comm, f"this {what}", checked)
-        self.module, (self.rules, self.lr, self.weight_decay, self._offload, scales, decays) = module, found
+        self._offload = agreed(module.comm, f"this {what}", look)
+        self.module, self.rules = module, dict(rules)
+        self.lr, self.weight_decay = float(lr), float(weight_decay)
         self._chosen: dict[str, Rule] = {}  # by name: patterns are matched once, and not in every step
         self.steps = self.skipped = 0
-        self._check_matrices()
-        self._rates = ParameterRates(self.units, scales, decays, self.rule_of)
+        self.units = [unit for unit in module.units if unit.unit.trainable]
+        self.check_units()
+        self._rates = ParameterRates(self.units, scales["lr_scale"], scales["decay_scale"], self.rule_of)
         self.states = self._make_states()
         self.average = None if ema is None else MovingAverage(self.units, ema)
-        self._plain: dict[Key, tuple[States, int]] = {}
+
+    def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
+        """Raise for impossible arguments, where a class checks them."""
+
+    def check_units(self) -> None:
+        """Raise ValueError for units that the rules cannot update, where a class checks them."""
 
     @property
     def type(self) -> str:
@@ -121,7 +119,7 @@ class ShardedOptimizer:
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
-        """Return the rule of a parameter; raises ValueError if there is none."""
+        """Return the rule of a parameter; raises ValueError where there is none."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
             raise ValueError(f"rules: none matches {name}: add one for the pattern *")
@@ -131,29 +129,6 @@ class ShardedOptimizer:
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether owners turn a unit's gradients into directions: its rules take whole matrices."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
-
-    def _check_matrices(self) -> None:
-        """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
-        for unit in self.units:
-            if (
-                unit.unit.whole
-                and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
-            ):
-                raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
-            for name, param in unit.unit.params.items():
-                if isinstance(self.rule_of(name), MatrixRule) and (
-                    not unit.unit.whole or len(param.shape) < 2
-                ):
-                    raise ValueError(
-                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
-                        "the module with whole=[patterns of the matrices], and use another rule for other "
-                        "parameters"
-                    )
-
-    @property
-    def units(self) -> list[ShardedUnit]:
-        """The units that are trained."""
-        return [unit for unit in self.module.units if unit.unit.trainable]
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit, where they are kept; before any update, the parameters."""
@@ -170,7 +145,7 @@ class ShardedOptimizer:
         for unit in self.units:
             for part, _, rule in self._parts(unit, 1.0):
                 rule.begin(part)
-        self.module.broadcast_updated_params()
+        self.module.publish()
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients and forget these. Collective.
@@ -178,9 +153,7 @@ class ShardedOptimizer:
         Returns the norm before clipping, and whether the update was left out because that was not finite.
         `lr`: for this step, otherwise the one given at the start; `max_norm`: clip the global norm to it.
         """
-        lr = self.lr if lr is None else number("step: lr", lr, least=0)
-        check_max_norm("step", max_norm)
-        self.module.check_gradients("step")
+        lr = self.lr if lr is None else lr
         pending = self.module.overlapped_sync_gradients()
         with spans.during(spans.OPTIMIZER, "norm"):
             norm = self.module.gradient_norm()
@@ -224,10 +197,8 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit whose states this rank keeps; of full matrices only those that it
-        owns.
-        """
-        return unit.part if self._is_directed(unit) else unit.parameters.updated_part
+        """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
+        return unit.part if self._is_directed(unit) else unit.parameters.master_part
 
     def _make_states(self) -> dict[str, States]:
         """Return zeros for each unit, where they are kept."""
@@ -241,8 +212,6 @@ class ShardedOptimizer:
             return {
                 unit: {name: zeros(size, kind) for name in names} for unit, (size, _, names) in sizes.items()
             }
-        if any(isinstance(rule, MatrixRule) for rule in self.rules.values()):
-            raise ValueError(f"offload: {self.type} keeps its states with full matrices; leave it out")
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
@@ -253,7 +222,7 @@ class ShardedOptimizer:
             for segment in unit.unit.segments(unit.part):
                 first, rule = segment.where.start, self.rule_of(segment.name)
                 inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
-                assert isinstance(rule, MatrixRule), "as _check_matrices has seen"
+                assert isinstance(rule, MatrixRule), "a unit of whole matrices has such rules alone"
                 own = {name: states[name][inside] for name in rule.states}
                 rate = lr * self._rates.factor(segment.name)
                 shape = unit.unit.params[segment.name].shape
@@ -268,7 +237,7 @@ class ShardedOptimizer:
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
         """Yield the parts of a unit that one rule updates, with its rate."""
         parameters, gradients, _ = unit.updated
-        rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.rounds_to
+        rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
         decay = self.weight_decay * rates.decays
         for part, p, states in self._pieces(unit, parameters):
             for here, factor, rule in rates.within(part):
@@ -293,89 +262,12 @@ class ShardedOptimizer:
             states = dict(zip(kept, arrays, strict=False))
             yield part, rest[0] if rest else parameters[part], states
 
-    def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
-        """Update arrays of any kind in place by gradients given for them, both by name or both as lists.
-
-        The name, or the place in the list, is the identity: under it moments and a count of steps are kept,
-        beside the module's, from the first call on; names may come later or be left out of a call. Under the
-        names of the module's parameters that is its local shard: `dict(module.named_parameters())` and
-        gradients of the same elements. A caller that updates those calls `drop_gathered` before and
-        `broadcast_updated_params` after it. What decays: the module's matrices by their names, also where
-        the shard is flat, and other arrays of two or more dimensions. Not collective.
-
-        Raises ValueError, and updates nothing, if names, lists, shapes or types do not fit each other or
-        earlier calls.
-        """
-        lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
-        arrays, given = keyed("params", params), keyed("grads", grads)
-        self._check_plain(arrays, given)
-        for key, p in arrays.items():
-            rule, zeros = self.rule_of(str(key)), device.in_use().zeros
-            states, steps = self._plain.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
-            self._plain[key] = states, steps + 1
-            known = self.module.params.get(str(key))
-            decays = p.ndim >= 2 if known is None else known.decays
-            decay, rate = np.array([self.weight_decay * decays]), lr * self._rates.factor(str(key))
-            rule.update(Part(p.reshape(-1), given[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
-
-    def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
-        """Raise ValueError unless all of them can be updated."""
-        if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
-            raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
-        shapes = {key: p.shape for key, p in params.items()}
-        if shapes != {key: g.shape for key, g in grads.items()}:
-            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
-        if not all(p.flags.c_contiguous for p in params.values()):
-            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        listed = [key for key in self._plain if isinstance(key, int)]
-        longer = listed and 0 in params and len(listed) != len(params)
-        for key, (states, _) in self._plain.items():
-            sizes = {state.size for state in states.values()}
-            if longer or (key in params and not sizes <= {params[key].size}):
-                raise ValueError("step_on_params: the arrays are not those of the first call")
-
     def memory_bytes(self) -> int:
         """Return the bytes of states and averages on this rank, wherever they are."""
-        plain = [states for states, _ in self._plain.values()]
-        average = 0 if self.average is None else self.average.nbytes
-        return average + sum(map(bytes_of, [*self.states.values(), *plain]))
-
-
-class ShardedAdamW(ShardedOptimizer):
-    """AdamW for a ShardedModule: `ShardedOptimizer` with that rule alone.
-
-    betas, eps    decay of the two moments, and what is added to the root of the second
-    """
-
-    def __init__(
-        self,
-        module: ShardedModule,
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        **more: Any,
-    ) -> None:
-        if not isinstance(betas, Sequence | np.ndarray) or isinstance(betas, str) or len(betas) != 2:
-            raise ValueError(f"ShardedAdamW: betas: expected two numbers, got {came(betas)}")
-        first, second = (number("ShardedAdamW: betas", beta, least=0, below=1) for beta in betas)
-        rule = AdamW((first, second), number("ShardedAdamW: eps", eps, above=0))
-        super().__init__(module, rule, lr=lr, **more)
+        averages = [] if self.average is None else [self.average.values]
+        return sum(map(bytes_of, [*self.states.values(), *averages]))
 
 
 def bytes_of(states: States) -> int:
     """Return the bytes of the states of a unit or an array."""
     return int(sum(state.nbytes for state in states.values()))
-
-
-def keyed(what: str, arrays: Any) -> dict[Key, Array]:
-    """Return arrays by name, or by place in a list; raise ValueError for anything but float arrays."""
-    if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
-        raise ValueError(
-            f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
-            f"{came(arrays)}"
-        )
-    found: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
-    for key, value in found.items():
-        array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
-    return found

@@ -1,4 +1,4 @@
-"""Update rules of an optimizer: one interface, chosen by name patterns."""
+"""Update rules of an optimizer: one interface, chosen by name patterns, and AdamW."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zero_mpi import ops
 from zero_mpi.device.types import Array
 
 
@@ -67,3 +68,33 @@ class MatrixRule(Rule):
         gradient, states: flat float32, from the parameter's first element on, with zeros behind its last
         up to a multiple of 1024. Called on the owner alone, once a step, before `update`.
         """
+
+
+@dataclass(frozen=True)
+class AdamW(Rule):
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    betas, eps    decay of the two moments, and what is added to the root of the second
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    type: ClassVar[str] = "adamw"
+    states: ClassVar[tuple[str, ...]] = ("adam.first_moments", "adam.second_moments")
+
+    def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
+        first, second = (part.states[name] for name in self.states)
+        ops.adamw(
+            part.parameters,
+            part.gradients,
+            first,
+            second,
+            grad_scale=grad_scale,
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            decay=part.decay,
+            step=step,
+            low=part.low,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 from zero_mpi.comm import Partition, SerialComm, kinds
 from zero_mpi.comm.kinds import Transport
@@ -12,13 +11,13 @@ from zero_mpi.config.optimizer import ADAMW, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
-from zero_mpi.optim.adamw import AdamW
+from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
 from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.host_masters import NONE, STATE
-from zero_mpi.sharding.layout import BUCKET_MB, Layout, lay_out
-from zero_mpi.sharding.module_arguments import check_reduction
+from zero_mpi.sharding.layout import BUCKET_MB, Layout, LayoutConfig, lay_out
+from zero_mpi.sharding.module import check_reduction
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
@@ -163,11 +162,12 @@ class Case:
         return self.batch_size * self.context
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Arguments of a module beside its stages and its strategy, by which it lays out its units."""
-        names = ("prefetch", "bucket_mb", "frozen", "precision")
+    def layout_config(self) -> LayoutConfig:
+        """Settings by which a module lays out its units."""
+        names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
         whole = whole_matrices(self.optimizer, self.model)
-        return {name: getattr(self, name) for name in names} | {"stored": self.model.stored, "whole": whole}
+        named = {name: getattr(self, name) for name in names}
+        return LayoutConfig(**named, stored=self.model.stored, whole=whole)
 
     @cached_property
     def layout(self) -> Layout:
@@ -202,7 +202,7 @@ class Case:
 @lru_cache(maxsize=64)
 def layout_of(case: Case) -> Layout:
     """Return the layout that the runtime would work out; many cases share it."""
-    return lay_out(case.model.stages(case.recompute), case.strategy, **case.settings)
+    return lay_out(case.model.stages(case.recompute), case.layout_config)
 
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:

@@ -173,7 +173,7 @@ def node_shared(case: Case) -> int:
         return 0
     layout, wholes = case.layout, list[int]()
     if case.shares_wholes:
-        wholes = [whole.length for whole in layout.wholes(case.strategy, case.owners)]
+        wholes = [whole.length for whole in layout.wholes(case.owners)]
     once = layout.gathers if case.shares_gathers else wholes
     return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 

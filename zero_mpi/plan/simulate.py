@@ -134,8 +134,7 @@ class Simulator:
         with without_memory(self.memory):
             comm = ScriptedComm(case, self.script, case.ranks)
             stages = case.model.stages(case.recompute)
-            self.module = ShardedModule(stages, comm, case.strategy, **case.settings)
-            self.module.unfilled.clear()
+            self.module = ShardedModule(stages, comm, case.layout_config)
 
     def step(self) -> tuple[StepEvent, ...]:
         """Make a step as `train` does: rounds of micro-batches, the loss, `ShardedAdamW.step`."""

@@ -3,8 +3,8 @@
 `layout` cuts a model into units, `schedule` makes the lists of actions, and `actions.run` follows them.
 `sharded_unit` is a unit at run time: its parameters (`parameters`) and its gradients (`gradients`), each with
 one class for every way to keep them. `module` joins all of it, `passes` takes a micro-batch through the
-stages, `optimizer` updates slices, `grad_accum` deals micro-batches out to ranks, `evaluation` without
-gradients.
+stages, `grad_accum` deals micro-batches out to ranks, `evaluation` without gradients. Scripts use these by
+`zero_mpi.compat`, which checks arguments.
 
 Units. A unit is the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer, or under
 `no-shard` a bucket of bytes filled in reverse order. Frozen parameters of a scope form a separate unit, which
@@ -27,9 +27,7 @@ not depend on the number of ranks here either. In float16 the loss is multiplied
 (`loss_scale`), which is part of a checkpoint.
 """
 
-from zero_mpi.sharding.ddp import DDP
 from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.sharded_linear import ShardedLinear
 from zero_mpi.sharding.strategy import (
     FULL_SHARD,
     HYBRID_SHARD,
@@ -39,17 +37,14 @@ from zero_mpi.sharding.strategy import (
     Strategy,
     strategy_named,
 )
-from zero_mpi.sharding.unit import ShardInfo, Unit
+from zero_mpi.sharding.unit import Unit
 
 __all__ = [
-    "DDP",
     "FULL_SHARD",
     "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
     "STRATEGIES",
-    "ShardInfo",
-    "ShardedLinear",
     "ShardedModule",
     "Strategy",
     "Unit",

@@ -6,7 +6,6 @@ lists through `run`, and differ in what their units and stages do.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -14,22 +13,13 @@ from typing import Protocol
 
 
 class UnitVerbs(Protocol):
-    """Methods that actions call on a unit."""
+    """Methods that actions call on a unit; `contributors` ranks, the first ones, contribute to a sum."""
 
-    def start_gather(self) -> None:
-        """Start a unit's gather."""
-
-    def wait_gather(self) -> None:
-        """Wait for a unit's gather."""
-
-    def release(self) -> None:
-        """Give up the gathered parameters."""
-
-    def start_reduce(self, contributors: int) -> None:
-        """Start to sum a unit's gradients: the first `contributors` ranks contribute."""
-
-    def wait_reduce(self) -> None:
-        """Wait for the unit's reduction."""
+    def start_gather(self) -> None: ...
+    def wait_gather(self) -> None: ...
+    def release(self) -> None: ...
+    def start_reduce(self, contributors: int) -> None: ...
+    def wait_reduce(self) -> None: ...
 
 
 class StageVerbs(Protocol):
@@ -37,30 +27,21 @@ class StageVerbs(Protocol):
 
     contributors: int  # number of ranks with a micro-batch in this round: the first ones
 
-    def forward(self, stage: int) -> None:
-        """Run a stage forward."""
-
-    def loss_and_backward(self, stage: int) -> None:
-        """Run the last stage both ways."""
-
-    def evaluate(self, stage: int) -> None:
-        """Compute the loss alone."""
-
-    def backward(self, stage: int) -> None:
-        """Run a stage backward."""
-
-    def progress(self) -> None:
-        """Push on what is in flight."""
+    def forward(self, stage: int) -> None: ...
+    def loss_and_backward(self, stage: int) -> None: ...
+    def evaluate(self, stage: int) -> None: ...
+    def backward(self, stage: int) -> None: ...
+    def progress(self) -> None: ...
 
 
-class Action(ABC):
-    """One thing to do; `verb` says it in words."""
+class Action:
+    """One thing to do: `verb` says it in words, `method` is what it calls."""
 
-    verb = ""
+    verb = method = ""
 
-    @abstractmethod
     def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
         """Do the action; only `run` calls this."""
+        getattr(work, self.method)()
 
 
 @dataclass(frozen=True)
@@ -69,6 +50,9 @@ class UnitAction(Action):
 
     unit: int
 
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        getattr(units[self.unit], self.method)()
+
 
 @dataclass(frozen=True)
 class StageAction(Action):
@@ -76,38 +60,32 @@ class StageAction(Action):
 
     stage: int
 
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        getattr(work, self.method)(self.stage)
+
 
 class Gather(UnitAction):
     """Start to bring a unit's parameters here."""
 
-    verb = "gather"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        units[self.unit].start_gather()
+    verb, method = "gather", "start_gather"
 
 
 class Wait(UnitAction):
-    """Return when a unit's parameters are whole."""
+    """Return when a unit's full parameters are here."""
 
-    verb = "wait for"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        units[self.unit].wait_gather()
+    verb, method = "wait for", "wait_gather"
 
 
 class Release(UnitAction):
     """Give up a unit's gathered parameters."""
 
-    verb = "release"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        units[self.unit].release()
+    verb, method = "release", "release"
 
 
 class Reduce(UnitAction):
     """Start to sum a unit's gradients over ranks."""
 
-    verb = "reduce"
+    verb, method = "reduce", "start_reduce"
 
     def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
         units[self.unit].start_reduce(work.contributors)
@@ -116,54 +94,38 @@ class Reduce(UnitAction):
 class WaitReduce(UnitAction):
     """Return when a unit's reduction is complete, if one is in flight."""
 
-    verb = "wait for the sum of"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        units[self.unit].wait_reduce()
+    verb, method = "wait for the sum of", "wait_reduce"
 
 
 class Forward(StageAction):
     """Compute a stage's output, and keep what its backward needs."""
 
-    verb = "forward"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        work.forward(self.stage)
+    verb, method = "forward", "forward"
 
 
 class Loss(StageAction):
     """Forward, loss and backward of the last stage in one: it need not hold all logits."""
 
-    verb = "forward, loss and backward of"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        work.loss_and_backward(self.stage)
+    verb, method = "forward, loss and backward of", "loss_and_backward"
 
 
 class Evaluate(StageAction):
     """Forward and loss of the last stage in one, without a backward to come."""
 
-    verb = "forward and loss of"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        work.evaluate(self.stage)
+    verb, method = "forward and loss of", "evaluate"
 
 
 class Backward(StageAction):
     """Compute the gradient of a stage's input, and add those of its parameters."""
 
-    verb = "backward"
-
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        work.backward(self.stage)
+    verb, method = "backward", "backward"
 
 
 @dataclass(frozen=True)
 class Progress(Action):
     """Push on what is in flight."""
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
-        work.progress()
+    method = "progress"
 
 
 Actions = tuple[Action, ...]

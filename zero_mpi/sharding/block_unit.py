@@ -15,7 +15,7 @@ from zero_mpi.comm import Partition
 from zero_mpi.nn.layer import Param, Stage
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
-from zero_mpi.sharding.unit import BYTES, QUANTUM, Unit
+from zero_mpi.sharding.unit import BYTES, QUANTUM, Unit, by_scope
 
 WORDS = 16  # runs and slices are multiples of this: 64 bytes, as the lines of a cache
 
@@ -60,14 +60,9 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
 
     A unit is what a rank has unpacked at a time.
     """
-    members: dict[str, dict[str, Param]] = {}
-    placed = set[str]()
-    for stage in stages:
-        names = [name for name in stage.layer.params() if name in stored and name not in placed]
-        placed.update(names)
-        members.setdefault(stage.scope, {}).update({name: params[name] for name in names})
+    members = by_scope(stages, {name: params[name] for name in params if name in stored})
+    units = ((scope, {name: params[name] for name in names}) for scope, names in members.items() if names)
     return [
         BlockUnit(f"{scope} (stored)", named, QUANTUM, False, kinds={name: stored[name] for name in named})
-        for scope, named in members.items()
-        if named
+        for scope, named in units
     ]

@@ -6,22 +6,83 @@ for it before the model is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 
 from zero_mpi.comm import Partition
-from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.sharding.block_unit import BlockUnit, Stored, block_units
 from zero_mpi.sharding.buffers import buffer_lengths
 from zero_mpi.sharding.precision import FP32, Precision
 from zero_mpi.sharding.schedule import Indices, Schedule, make_schedule
-from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.unit import FROZEN, TRAINED, WHOLE, Unit, dealt_whole, units_by_bytes, units_by_scope
+from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.sharding.unit import (
+    FROZEN,
+    TRAINED,
+    WHOLE,
+    Unit,
+    dealt_whole,
+    units_by_bytes,
+    units_by_row,
+    units_by_scope,
+)
 
-NOTHING: Stored = {}
 BUCKET_MB = 25.0  # large enough to hide the latency of a message, small enough to start early
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Settings that a model's units, their schedule and their memory depend on.
+
+    strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
+    prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
+    bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
+    frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
+    by_rows     one unit a parameter, cut between rows (dimension 0), where the strategy shards anything
+    precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
+    stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
+                filled by `load_stored`, gathered as bytes and unpacked where layers read them
+    whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
+    """
+
+    strategy: Strategy = FULL_SHARD
+    prefetch: int = 1
+    bucket_mb: float = BUCKET_MB
+    frozen: Sequence[str] = ()
+    by_rows: bool = False
+    precision: Precision = FP32
+    stored: Stored = field(default_factory=dict)
+    whole: Sequence[str] = ()
+
+    def is_trainable(self, name: str) -> bool:
+        """Return whether no frozen pattern matches the parameter's name."""
+        return is_trainable(name, self.frozen)
+
+    def kind_of(self, name: str, param: Param) -> str:
+        """Return which units the parameter may lie in: TRAINED, WHOLE or FROZEN, as buffers are."""
+        if param.buffer or not self.is_trainable(name):
+            return FROZEN
+        return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a parameter's name; "!" before a pattern: whether it does not."""
+    return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
+
+
+def is_trainable(name: str, frozen: Sequence[str]) -> bool:
+    """Return whether no frozen pattern matches the parameter's name."""
+    return not any(matches(name, pattern) for pattern in frozen)
+
+
+def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Raise ValueError for a pattern that matches no name: most likely a typo."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            few = ", ".join(list(names)[:3])
+            raise ValueError(f"{what} pattern {pattern!r} matches no parameter; names are like {few}")
 
 
 @dataclass(frozen=True)
@@ -32,22 +93,22 @@ class Layout:
               room for twice as many elements in low precision
     """
 
+    config: LayoutConfig
     units: list[Unit]
     uses: list[Indices]
     schedule: Schedule
     buffers: tuple[int, ...]
     gathers: tuple[int, ...]
-    precision: Precision = FP32
 
-    def wholes(self, strategy: Strategy, ranks: int) -> list[Partition]:
+    def wholes(self, ranks: int) -> list[Partition]:
         """Return the partition of each unit's array that ranks share: parameters, else summed gradients.
 
         A replicated unit that is frozen shares nothing: it has no gradient.
         """
         units = self.dealt(ranks).units
-        if strategy.shards_moments:
-            return [unit.in_room(ranks, self.precision.compute) for unit in units]
-        kind = self.precision.master
+        if self.config.strategy.shards_moments:
+            return [unit.in_room(ranks, self.config.precision.compute) for unit in units]
+        kind = self.config.precision.master
         return [unit.in_room(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
@@ -61,70 +122,40 @@ def products_of(shape: tuple[int, ...]) -> int:
     return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter's name; "!" before a pattern: whether it does not."""
-    return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
-
-
-def is_trainable(name: str, frozen: Sequence[str]) -> bool:
-    """Return whether no frozen pattern matches the parameter's name."""
-    return not any(matches(name, pattern) for pattern in frozen)
-
-
-def lay_out(
-    stages: Sequence[Stage],
-    strategy: Strategy,
-    *,
-    prefetch: int = 1,
-    bucket_mb: float = BUCKET_MB,
-    frozen: Sequence[str] = (),
-    by_rows: bool = False,
-    precision: Precision = FP32,
-    stored: Stored = NOTHING,
-    whole: Sequence[str] = (),
-) -> Layout:
-    """Return the layout of a ShardedModule with the same arguments."""
-    params = stage_params(list(stages))
-
-    loose = {name: param for name, param in params.items() if name not in stored}
-
-    def kind_of(name: str) -> str:
-        trained = WHOLE if any(fnmatchcase(name, pattern) for pattern in whole) else TRAINED
-        return trained if is_trainable(name, frozen) and not params[name].buffer else FROZEN
-
-    kind = {name: kind_of(name) for name in loose}.__getitem__
+def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
+    """Return the layout of a model. Units in blocks are always gathered."""
+    strategy, params = config.strategy, stage_params(list(stages))
+    kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
+    loose = {name: params[name] for name in kinds}
     if strategy.buckets:
-        units = units_by_bytes(loose, kind, int(bucket_mb * 2**20))
+        units = units_by_bytes(loose, kinds.__getitem__, int(config.bucket_mb * 2**20))
     else:
-        units = units_by_scope(stages, loose, kind, by_rows)
-    units = [*units, *block_units(stages, params, stored)]
+        units = (units_by_row if config.by_rows else units_by_scope)(stages, loose, kinds.__getitem__)
+    units = [*units, *block_units(stages, params, config.stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]
-    schedule = scheduled(stages, units, uses, prefetch, strategy)
-    gradients, gathers = buffer_lengths(units, uses, schedule, precision)
-    return Layout(
-        units,
-        uses,
-        schedule,
-        gradients,
-        gathers if strategy.shards_parameters else (),
-        precision,
-    )
-
-
-def scheduled(
-    stages: Sequence[Stage], units: list[Unit], uses: list[Indices], prefetch: int, strategy: Strategy
-) -> Schedule:
-    """Return the schedule of a model's units, with their names. Units in blocks are always gathered."""
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],
         [unit.trainable for unit in units],
-        prefetch,
+        config.prefetch,
         gathers=[strategy.shards_parameters or isinstance(unit, BlockUnit) for unit in units],
     )
-    return replace(
-        schedule,
-        unit_names=tuple(unit.name for unit in units),
-        stage_names=tuple(stage.scope for stage in stages),
-    )
+    names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
+    schedule = replace(schedule, unit_names=names[0], stage_names=names[1])
+    gradients, gathers = buffer_lengths(units, uses, schedule, config.precision)
+    return Layout(config, units, uses, schedule, gradients, gathers if strategy.shards_parameters else ())
+
+
+def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[Unit]) -> dict[str, object]:
+    """Return what ranks must have alike: they would start other collectives, or train something else."""
+    names = ("prefetch", "bucket_mb", "by_rows", "whole")
+    facts = {"the strategy": config.strategy, "the precision": config.precision}
+    facts |= {name: getattr(config, name) for name in names}
+    facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
+    for unit in units:
+        kind = "trained" if unit.trainable else "frozen"
+        for name, param in unit.params.items():
+            about = f"{param.shape}, {config.stored.get(name, kind)}, in unit {unit.name}"
+            facts[f"parameter {name}"] = about
+    return facts

@@ -2,125 +2,124 @@
 
 `ShardedModule.schedule` is what a rank does in a step, as lists of actions: print it. `actions.run` follows
 them. One rank takes the same path. Gradients are summed, never divided: scale the loss by one over the tokens
-of the whole step.
+of the whole step. Parameters go in and out by name and full shape, the same under every strategy.
+
+This class trusts its callers. `zero_mpi.compat.ShardedModule`, which scripts use, checks arguments and the
+order of calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.arguments import came, instance, some, whole
+from zero_mpi.arguments import whole
 from zero_mpi.comm import AllOf, Comm, Handle
-from zero_mpi.comm.agree import agreed
+from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.layer import Stage
+from zero_mpi.errors import UsageError
+from zero_mpi.nn.layer import Stage, stage_params
 from zero_mpi.nn.loss import HeadLoss, loss_with
-from zero_mpi.sharding.actions import GATHERING, Actions, run, without
-from zero_mpi.sharding.block_unit import Stored
+from zero_mpi.ops import chunk_squares
+from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally
-from zero_mpi.sharding.layout import BUCKET_MB, is_trainable
+from zero_mpi.sharding.host_masters import masters_on_host
+from zero_mpi.sharding.init_weights import initial_values
+from zero_mpi.sharding.layout import Layout, LayoutConfig, lay_out, layout_facts
 from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.module_arguments import check_arguments
-from zero_mpi.sharding.parameters import Context, Views, joined
-from zero_mpi.sharding.passes import GivenGradients, MicroBatch
-from zero_mpi.sharding.precision import FP32, Precision
+from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, Views, joined
+from zero_mpi.sharding.passes import MicroBatch
+from zero_mpi.sharding.precision import FLOAT32, FP64, Precision
 from zero_mpi.sharding.schedule import Schedule
-from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
-from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.sharding.tallies import Tallies, tallies_of
 from zero_mpi.telemetry import spans
 
-NONE = "there are no gradients yet"
-SOME = "gradients of the step's last round are missing"
-ALL = "all rounds are done"
+Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
 
 
-class ShardedModule(ShardedState):
-    """The stages of a model over the ranks of `comm`, under a strategy.
-
-    stages      list of Stage(scope, layer); parameters of one scope travel together
-    strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
-    prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
-    bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
-    frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
-    by_rows     one unit a parameter, cut between rows (dimension 0), where the strategy shards anything
-    precision   FP32, BF16, FP16 or FP64: the type of gathered parameters, activations and gradients on their
-                way; FP64, on CPUs: also of shards, states and sums
+class ShardedModule:
+    """The stages of a model over the ranks of `comm`, cut into units by `config`.
 
     offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
-                needs offload="state" then
-    stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
-                filled by `load_stored`, gathered as bytes and unpacked where layers read them
-    whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
-    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
+                      needs offload="state" then
+    auxiliary         name -> scale of an auxiliary loss in the objective, in place of what its layer declares
 
-    It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
-    has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
-    UsageError for a precision that the transport cannot reduce and where ranks differ, on all ranks.
+    It computes once all parameters have values. Making one is collective. Raises UsageError on all ranks for
+    a precision that the transport cannot reduce, and where ranks differ.
     """
-
-    rounds_open = NONE  # the state of the gradients, checked before a use
-    forgotten = 0  # how often gradients were forgotten: counts of rounds then begin anew
 
     def __init__(
         self,
         stages: Sequence[Stage],
         comm: Comm,
-        strategy: Strategy = FULL_SHARD,
+        config: LayoutConfig,
         *,
-        prefetch: int = 1,
-        bucket_mb: float = BUCKET_MB,
-        frozen: Sequence[str] = (),
-        by_rows: bool = False,
-        precision: Precision = FP32,
         offload_masters: bool = False,
-        stored: Stored | None = None,
-        whole: Sequence[str] = (),
         auxiliary: Mapping[str, float] | None = None,
     ) -> None:
-        instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
-        options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
-        options |= {"precision": precision, "offload_masters": offload_masters, "stored": stored}
-        options |= {"whole": whole, "auxiliary": auxiliary}
-        given = agreed(
-            comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
-        )
-        self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
-        self._uses, self.schedule, self.tallies = layout.uses, layout.schedule, given.tallies
-        owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
-        memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
-        self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
-        self.unpacked_pool = BufferPool()
-        context = Context(
-            owners, strategy, memory.gathers, memory.buffers, precision, given.masters, self.unpacked_pool
-        )
-        dealt = layout.dealt(owners.size).units
-        units = [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
-        super().__init__(given.params, units, comm, strategy, owners, LossScale.start(precision.scales_loss))
-        self.precision, self.by_rows = precision, bool(by_rows)
+        def look() -> tuple[tuple[Any, ...], Facts]:
+            listed, checked = self.checked(stages, config)
+            check_reduction(comm, checked.precision, bool(checked.stored))
+            masters = masters_on_host(checked.precision) if offload_masters else None
+            layout = lay_out(listed, checked)
+            facts = layout_facts(listed, checked, layout.units)
+            tallies = tallies_of(listed, auxiliary)
+            facts |= {"exact": comm.exact, "offload_masters": bool(offload_masters)}
+            facts["auxiliary"] = tallies.scales
+            return (listed, checked, layout, masters, tallies), facts
+
+        layout: Layout
+        self.stages: list[Stage]
+        self.tallies: Tallies
+        found = agreed(comm, f"this {type(self).__name__}", look)
+        self.stages, config, layout, masters, self.tallies = found
+        self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
+        self.config, self.precision = config, config.precision
+        self.loss_scale = LossScale.start(config.precision.scales_loss)
+        self._uses, self.schedule = layout.uses, layout.schedule
+        # The ranks that shards are dealt out to: of each node if nodes hold replicas.
+        by_node = comm.replicates_by_node and not self.strategy.shards_moments
+        self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
+        self.units = self._make_units(layout, masters)
+        self._home = {name: unit for unit in self.units for name in unit.unit.params}
         self._forward: MicroBatch | None = None  # whose backward is to come
         self._synced = False
 
+    def _make_units(self, layout: Layout, masters: Callable[[int], Array] | None) -> list[ShardedUnit]:
+        """Return the units in memory that the transport gives, and note its pools. Collective."""
+        memory = self.owners.memory(layout.wholes(self.owners.size), layout.buffers, layout.gathers)
+        self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
+        self.unpacked_pool = BufferPool()
+        pools = memory.gathers, memory.buffers, self.unpacked_pool
+        context = Context(self.owners, self.strategy, *pools, self.precision, masters)
+        dealt = layout.dealt(self.owners.size).units
+        return [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
+
+    def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
+        """Return the arguments of a module, checked where a class does so."""
+        return list(stages), config
+
     def is_trainable(self, name: str) -> bool:
         """Return whether a parameter is no buffer, and no frozen pattern matches its name."""
-        return is_trainable(name, self.frozen) and not self.params[name].buffer
+        return self.config.is_trainable(name) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
         """Return the model's output for x, on the host or the device; keep data for backward if `training`.
 
-        If it is None, `is_training` decides. A rank that has no micro-batch in this round passes
-        None: it joins the collectives and gets None. x may be `nn.Packed`: rows of several documents each.
+        A rank that has no micro-batch in this round passes None: it joins the collectives and gets None. x
+        may be `nn.Packed`: rows of several documents each.
         """
         self._begin()
-        training = self.is_training if training is None else training
-        micro_batch = MicroBatch(self, x, keeps=training)
+        micro_batch = MicroBatch(self, x, keeps=bool(training))
         run(self.schedule.forward if training else self.schedule.inference, self.units, micro_batch)
         y, micro_batch.x = micro_batch.x, None
         self._forward = micro_batch if training else None
@@ -132,19 +131,11 @@ class ShardedModule(ShardedState):
         `contributors`: ranks from this number on had no micro-batch in this round and pass dy = None.
         `last`: whether this is the step's last round; only NO_SHARD with fast reduction defers to it.
         """
-        if self._forward is None:
-            raise ValueError("backward needs a forward(x, training=True) before it")
-        if (dy is None) != self._forward.is_idle:
-            idle = self._forward.is_idle
-            raise ValueError(
-                f"backward: the forward before it had {'no' if idle else 'an'} input; expected "
-                f"{'None' if idle else 'a gradient of its output'}, got {came(dy)}"
-            )
+        assert self._forward is not None, "backward follows forward(x, training=True)"
         micro_batch, self._forward = self._forward, None
-        micro_batch.contributors = self._contributors(contributors)
         micro_batch.dy = self.loss_scale.times(dy) if dy is not None and self.loss_scale.dynamic else dy
         spans.restart()
-        self._descend(self._schedule_of(last).backward, micro_batch, last)
+        self._descend(self._schedule_of(last).backward, micro_batch, contributors, last)
         return micro_batch.dy
 
     def forward_backward(
@@ -164,23 +155,8 @@ class ShardedModule(ShardedState):
         """
         self._begin()
         micro_batch = MicroBatch(self, x, loss_of=loss_with(targets, scale))
-        micro_batch.contributors = self._contributors(contributors)
-        self._descend(self._schedule_of(last).training, micro_batch, last)
+        self._descend(self._schedule_of(last).training, micro_batch, contributors, last)
         return micro_batch.loss
-
-    def add_gradients(
-        self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
-    ) -> None:
-        """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
-        self._begin()
-        micro_batch = GivenGradients(self, gradients)
-        micro_batch.contributors = self._contributors(contributors)
-        self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
-
-    def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
-        """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
-        losses = self.losses(x, loss_with(targets, scale))
-        return losses[0] if losses else None
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
         """Return the losses of a micro-batch's parts. None of it is kept for a backward.
@@ -194,12 +170,7 @@ class ShardedModule(ShardedState):
         return micro_batch.losses
 
     def _begin(self) -> None:
-        """Begin a micro-batch. Raises ValueError while there are parameters that nothing has given values."""
-        if self.unfilled:
-            raise ValueError(
-                f"the parameters {some(sorted(self.unfilled))} have no values yet: call initialize, "
-                "load_state_dict or zero_mpi.load first, or broadcast_updated_params after writing to them"
-            )
+        """Begin a micro-batch."""
         self._forward = None
         spans.restart()
 
@@ -208,13 +179,11 @@ class ShardedModule(ShardedState):
         defers = not last and accumulates_locally(self.comm, self.strategy)
         return self.schedule.without_reductions if defers else self.schedule
 
-    def _contributors(self, given: int | None) -> int:
-        return whole(
-            "backward: contributors", self.comm.size if given is None else given, 0, self.comm.size + 1
-        )
-
-    def _descend(self, actions: Actions, micro_batch: MicroBatch, last: bool) -> None:
-        self.rounds_open = ALL if last else SOME
+    def _descend(
+        self, actions: Actions, micro_batch: MicroBatch, contributors: int | None, last: bool
+    ) -> None:
+        """Run actions that end in gradients."""
+        micro_batch.contributors = self.comm.size if contributors is None else contributors
         run(actions, self.units, micro_batch)
         self.tallies.rounds.append(micro_batch.batch.sums)
         spans.lap(spans.BETWEEN, "after")
@@ -230,39 +199,32 @@ class ShardedModule(ShardedState):
 
     # ------------------------------------------------------------------------------------ around a step
 
-    def prefetch_forward_params(self) -> None:
-        """Start the gathers of the next forward now, for example while a batch is being read.
-
-        Raises ValueError if that has been done since the last forward, or if nothing is ever gathered.
-        """
-        if not self.strategy.shards_parameters:
-            raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps full parameters, so there is nothing to "
-                "gather"
-            )
-        if self.has_pending_prefetch:
-            raise ValueError("prefetch: already started; run forward before the next prefetch")
-        for unit in self.schedule.first_gathers:
-            self.units[unit].start_gather()
-
-    @property
-    def has_pending_prefetch(self) -> bool:
-        """Return whether gathered parameters wait for a forward to begin."""
-        return (
-            self.strategy.shards_parameters
-            and self._forward is None
-            and any(unit.parameters.is_gathered for unit in self.units)
-        )
-
     def drop_gathered(self) -> None:
-        """Give up what was gathered, and a forward whose backward has not come: both are out of date."""
-        super().drop_gathered()
+        """Give up what was gathered from shards that are about to change, and a forward without its backward.
+
+        Where ranks share parameters it returns when none reads them any more. Before an update none does: a
+        rank gives its part of the norm after its last use of any unit, and nobody has the norm before all
+        have given theirs. Whatever else writes, such as loading, may follow on uses without a norm between,
+        such as an evaluation; then the ranks meet here. They agree on whether to: all wait for the same
+        gathers, also one that has nothing to compute.
+        """
         self._forward = None
+        for unit in self.units:
+            unit.release()
+            unit.parameters.wait_update()
+        if any(unit.parameters.in_use for unit in self.units):
+            self.owners.barrier_readers()
+            self._all_met()
+
+    def _all_met(self) -> None:
+        """Note that no rank uses parameters now, and that all know it."""
+        for unit in self.units:
+            unit.parameters.in_use = False
 
     def overlapped_sync_gradients(self) -> Handle:
         """Complete the step's reductions, and start what else gradients need; `wait` on the result.
 
-        Only NO_SHARD has such a rest, the gather of the summed slices.
+        Only NO_SHARD has such a rest, the gather of the summed shards.
         """
         for unit in self.schedule.reductions:
             self.units[unit].wait_reduce()
@@ -270,25 +232,68 @@ class ShardedModule(ShardedState):
         self._synced = True
         return AllOf(handles)
 
-    def sync_gradients(self) -> None:
-        """Return when `gradients` are the sums over all ranks and micro-batches of the step."""
-        self.overlapped_sync_gradients().wait()
+    @cached_property
+    def _chunks(self) -> tuple[int, list[list[tuple[slice, slice]]]]:
+        """The number of chunks that the norm is summed over, and where each unit's runs of chunks go."""
+        first, end = {}, 0
+        for name in self.params:
+            unit = self._home[name].unit
+            first[name] = end
+            end += unit.chunks(name) if unit.trainable else 0
+        places = []
+        for sharded in self.units:
+            unit, quantum = sharded.unit, sharded.unit.quantum
+            of_each = [first[name] + np.arange(unit.chunks(name) * unit.trainable) for name in unit.params]
+            mine = np.concatenate(of_each)[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
+            cuts = [0, *(np.flatnonzero(np.diff(mine) != 1) + 1), mine.size]
+            runs = [(slice(mine[a], mine[a] + b - a), slice(a, b)) for a, b in pairwise(cuts) if a < b]
+            places.append(runs)
+        return end, places
+
+    def gradient_norm(self) -> float:
+        """Return the Euclidean norm of the full summed gradient, the same bits on every rank. Collective.
+
+        It is that of the gradient itself, though units hold those of the loss times `loss_scale.factor`.
+
+        Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
+        in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
+        """
+        count, chunks = self._chunks
+        sums, places, squares = np.zeros(count), [], []
+        for unit, of_unit in zip(self.units, chunks, strict=True):
+            unit.wait_reduce()
+            if unit.unit.trainable and unit.gradient.sum.size:
+                places.append(of_unit)
+                squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
+        for runs, found in zip(places, device.in_use().all_to_host(squares), strict=True):
+            for there, here in runs:
+                sums[there] = found[here]
+        total = self.owners.sum_vector(sums)
+        if count:  # no rank has the sum before all have come here
+            self._all_met()
+        return float(np.sqrt(total.sum())) / self.loss_scale.factor
 
     def start_updates(self) -> None:
-        """Announce an update of all units, and start to bring it to ranks that keep the whole."""
+        """Announce an update of all units, and start to bring it to ranks that keep the full parameters."""
         self.owners.signal_written()
         if self.strategy.shards_moments:  # otherwise every rank has updated everything
             for unit in self.units:
                 if unit.unit.trainable:
                     unit.parameters.start_update()
 
+    def publish(self) -> None:
+        """Bring what was written into master shards to all ranks, in low precision rounded. Collective."""
+        for unit in self.units:
+            unit.parameters.publish()
+        self.owners.signal_written()
+
     def update_buffers(self) -> None:
         """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
         buffers = [name for name, param in self.params.items() if param.buffer]
-        names = [name for name in buffers if is_trainable(name, self.frozen)]
+        names = [name for name in buffers if self.config.is_trainable(name)]
         if names:
             sums, to_host = self.tallies.sums(self.comm), device.in_use().to_host
-            values = {name: np.array(to_host(self.all_gather_param(name))) for name in buffers}
+            values = {name: np.array(to_host(self._home[name].parameters.copy_of(name))) for name in buffers}
             for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():
                 layer.update(values, sums)
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
@@ -296,41 +301,71 @@ class ShardedModule(ShardedState):
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
         self.tallies.rounds.clear()
-        self.rounds_open, self.forgotten = NONE, self.forgotten + 1
         for unit in self.units:
             unit.gradient.reset()
 
-    def check_gradients(self, what: str) -> None:
-        """Raise ValueError unless all gradients of the step, which `what` needs, are complete."""
-        if self.rounds_open != ALL:
-            raise ValueError(
-                f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "
-                "round of the step before it"
-            )
+    # ------------------------------------------------------------------------------------------- values
 
-    def gradients(self) -> Iterator[tuple[str, Array]]:
-        """Yield (unit, this rank's slice of its summed gradient) where trained, after `sync_gradients`."""
-        for unit in self.units:
-            if unit.unit.trainable:
-                yield unit.name, unit.gradient.sum
+    def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
+        """Fill parameters, or those of `names`, by (seed, name): the same at any number of ranks. Collective.
 
-    def named_gradients(self) -> Iterator[tuple[str, Array]]:
-        """Yield (name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
-        for unit in self.units:
-            if unit.unit.trainable:
-                for segment in unit.unit.segments(unit.parameters.elements):
-                    yield segment.name, unit.gradient.sum[segment.where]
+        Raises ValueError for a seed that is no whole number, and UsageError where ranks have different ones,
+        unless each keeps all parameters: then `DDP.broadcast_parameters` may follow.
+        """
 
-    @property
-    def module(self) -> list[Stage]:
-        """The model that is sharded."""
-        return self.stages
+        def look() -> tuple[int, dict[str, object]]:
+            number = whole("initialize: seed", seed)
+            return number, {"seed": number if self.strategy.shards_moments else "of each rank"}
 
-    def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
-        """Return the model and its whole parameters, on every rank: leaves sharding behind. Collective."""
-        return self.stages, self.state_dict()
+        seed = agreed(self.comm, "initialize", look)
+        self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
+
+    def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
+        """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.
+
+        If `names` are given, only these are filled: the others stay as they are. Collective where ranks share
+        parameters and have used them.
+        """
+        self.drop_gathered()
+        try:
+            for unit in self.units:
+                if names is None or not unit.unit.params.keys().isdisjoint(names):
+                    for target, part in unit.parameters.filled:
+                        fill(unit, target, part, read, names)
+        finally:  # a rank that cannot read must not leave the others waiting
+            self.owners.signal_written()
+
+    def load_stored(self, read: ReadBytes) -> None:
+        """Fill what is kept in the blocks of a file by read(name, start, out); see `load_slices`.
+
+        `read` fills out, (bytes,) uint8, with the stored bytes of a tensor from `start` on.
+        """
+        self.drop_gathered()
+        try:
+            for unit in self.units:
+                if isinstance(unit.parameters, BlockParameters):
+                    unit.parameters.load(read)
+        finally:
+            self.owners.signal_written()
 
 
-def owned_by_nodes(comm: Comm, strategy: Strategy) -> bool:
-    """Return whether slices are dealt out to the ranks of each node instead of to all."""
-    return strategy.within_nodes or (comm.replicates_by_node and not strategy.shards_moments)
+def fill(
+    unit: ShardedUnit, target: Array, part: slice, read: Read, names: Collection[str] | None = None
+) -> None:
+    """Write read(name, start, stop) into `target`, which is `part` of the unit; of `names`, if given."""
+    for segment in unit.unit.segments(part):
+        if names is None or segment.name in names:
+            size = segment.where.stop - segment.where.start
+            values = read(segment.name, segment.offset, segment.offset + size)
+            device.in_use().copy(target[segment.where], values)
+
+
+def check_reduction(comm: Comm, precision: Precision, stored: bool = False) -> None:
+    """Raise UsageError for float64 beyond CPUs, and for low types where the MPI library adds."""
+    if precision is FP64 and (device.in_use().name != "cpu" or stored):
+        raise UsageError("--precision fp64 is for CPUs, without parameters in blocks: take fp32")
+    if not comm.exact and precision.reduce.itemsize < FLOAT32.itemsize:
+        raise UsageError(
+            f"--precision {precision.name} with --reduction fast: the MPI library does not add "
+            f"{precision.reduce.name}; use --reduction exact, or --reduce-dtype fp32"
+        )

@@ -1,26 +1,36 @@
-"""The parameters of a unit on one rank: the slice that it keeps, and the whole, which layers read.
+"""The parameters of a unit on one rank: the shard that it keeps, and the full ones, which layers read.
 
-There are three ways to have the whole: gathered for a while (`ShardedParameters`), kept on every rank
-(`ReplicatedParameters`), and in memory that the ranks of a node share (`NodeSharedParameters`), where
-gathering is waiting for what the others write. In low precision the whole and what travels are of the low
-type, and `master` has float32 of what this rank updates.
+There are four ways to have the full parameters: gathered for a while (`Parameters`), kept on every rank
+(`ReplicatedParameters`), in memory that the ranks of a node share (`NodeSharedParameters`), where gathering
+is waiting for what the others write, and unpacked from gathered blocks of a file (`BlockParameters`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NoReturn
 
-from zero_mpi import device
+import numpy as np
+
+from zero_mpi import device, ops
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.device.arrays import BufferPool, read_only
 from zero_mpi.device.types import Array
+from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.unit import Unit
 
 Views = dict[str, Array]
+ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from there on
+
+
+class State(Enum):
+    """Place of a unit's full parameters: on other ranks, on their way, here."""
+
+    SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
 def joined(views: list[Views]) -> Views:
@@ -30,268 +40,303 @@ def joined(views: list[Views]) -> Views:
 
 @dataclass(frozen=True)
 class Context:
-    """Common data of the units of a module: who owns slices, and where buffers come from.
+    """Common data of the units of a module: who owns shards, and where buffers come from.
 
     parameters, gradients   pools of float32 buffers, of which less is used in low precision
-    masters                 makes arrays for float32 parameters in low precision, if not the device
     unpacked                pool for arrays unpacked from gathered bytes into the type of computing
+    masters                 makes arrays for float32 parameters in low precision, if not the device
     """
 
     comm: Comm
     strategy: Strategy
     parameters: BufferPool
     gradients: BufferPool
+    unpacked: BufferPool = field(default_factory=BufferPool)
     precision: Precision = FP32
     masters: Callable[[int], Array] | None = None
-    unpacked: BufferPool = field(default_factory=BufferPool)
 
 
-class Parameters(ABC):
-    """Base of all ways to have the whole.
+class Parameters:
+    """The arrays of a unit's parameters; by itself those of which the rank keeps its shard alone.
 
-    own       this rank's slice in the type of computing: what travels
-    master    float32 of all that this rank updates; None if `own` is float32
-    in_use    whether a rank may have read the whole since all ranks last met (`NodeSharedParameters`)
+    shard    this rank's `part` of the unit, in the type of computing: what travels
+    full     the full unit in that type, while it is here
+    master   float32 of `master_part` of the unit, all that this rank updates; where layers compute in float32
+             a view of `shard` or `full`
+    low      what `master` is rounded to after an update; None where layers read what is updated
+    in_use   whether a rank may have read `full` since all ranks last met (`NodeSharedParameters`)
     """
 
     in_use = False
+    state = State.SHARDED
+    master: Array
+    low: Array | None = None
 
-    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None) -> None:
-        self.unit, self.context, self.own, self.whole = unit, context, own, whole
+    def __init__(self, unit: Unit, context: Context, full: Array | None = None) -> None:
+        self.unit, self.context, self.full = unit, context, full
         self.partition = unit.partition(context.comm.size)
         self.part = self.partition.part(context.comm.rank)
-        self.master: Array | None = None
-        if context.precision.is_low:
-            self._make_master()
+        self.master_part = self.part if context.strategy.shards_moments else slice(0, unit.length)
         self._label = f"parameters {unit.name}"
+        self._memory = full  # the array that `full` lies in, which is there as long as the module is
         self._views: dict[int, Views] = {}
+        self._transfer: Handle | None = None
+        self._make_arrays()
 
-    def _make_master(self) -> None:
-        make = self.context.masters or device.in_use().zeros
-        self.master = make(self.updated_part.stop - self.updated_part.start)
+    def _make_arrays(self) -> None:
+        length = self.part.stop - self.part.start
+        self.shard = device.in_use().zeros(length, self.context.precision.compute)
+        self._make_master(self.shard)
 
-    # -------------------------------------------------------------------------------- the whole, for layers
+    def _make_master(self, updated: Array) -> None:
+        """Make `master` for what layers read of it: a float32 copy, or the array itself."""
+        self.master = updated
+        if self.context.precision.is_low:
+            make = self.context.masters or device.in_use().zeros
+            self.master, self.low = make(updated.size), updated
 
-    @abstractmethod
+    # -------------------------------------------------------------------- the full parameters, for layers
+
     def start_gather(self) -> None:
-        """Start to bring the whole here, unless it is here."""
+        """Start to bring the full parameters here, unless they are here."""
+        if self.state is State.SHARDED:
+            kind, pool = self.context.precision.compute, self.context.parameters
+            self._memory = pool.take(floats(self.unit.length, kind))
+            self.full = as_kind(self._memory, self.unit.length, kind)
+            self._transfer = self.context.comm.allgather(self.shard, self.full, self.partition, self._label)
+            self.state = State.GATHERING
 
-    @abstractmethod
     def wait_gather(self) -> None:
-        """Return when the whole may be read."""
+        """Return when the full parameters may be read."""
+        self.wait_update()
+        if self.state is State.GATHERING:
+            self.state = State.FULL
 
-    @abstractmethod
     def release(self) -> None:
-        """Give up the whole; the slice stays."""
+        """Give up the full parameters; the shard stays."""
+        if self.state is not State.SHARDED:
+            self.wait_update()
+            self.context.parameters.give(self._memory)
+            self._memory, self.full, self.state = None, None, State.SHARDED
 
-    def start_update(self) -> None:  # noqa: B027  (nothing to bring is a sound answer)
-        """Start to bring the other ranks' updated slices here, where the whole is kept."""
+    def start_update(self) -> None:
+        """Start to bring the other ranks' updated shards here, where the full parameters are kept."""
 
-    def wait_update(self) -> None:  # noqa: B027
+    def wait_update(self) -> None:
         """Return when transfers of parameters to this rank are done, without a wish to read these."""
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
 
     def views(self) -> Views:
-        """Return name -> view of the whole, in full shape."""
-        assert self.whole is not None, f"unit {self.unit.name} is not gathered"
+        """Return name -> view of the full parameters, in full shape."""
+        assert self.state is State.FULL, f"unit {self.unit.name} is {self.state.value}, expected full"
         key = id(self._memory)
         if key not in self._views:
-            self._views[key] = self.unit.views(self.whole)
+            self._views[key] = self.unit.views(self.full)
         return self._views[key]
 
     def copy_of(self, name: str) -> Array:
-        """Return a copy of one whole parameter, where its slices are kept. Collective."""
-        if self.master is not None:  # which is never gathered in training
-            whole = device.home_of(self.shard).empty(self.unit.length)
-            self.context.comm.allgather(self.shard, whole, self.partition, self._label).wait()
-            return self.unit.views(whole)[name]
-        was_gathered = self.is_gathered
+        """Return a copy of one full parameter, where its shards are kept. Collective."""
+        if self.low is not None:  # the float32 parameters, which are never gathered in training
+            full = device.home_of(self.master).empty(self.unit.length)
+            self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
+            return self.unit.views(full)[name]
+        was_sharded = self.state is State.SHARDED
         self.start_gather()
         self.wait_gather()
         copy = self.views()[name].copy()
-        if not was_gathered:
+        if was_sharded:
             self.release()
         return copy
 
-    @property
-    def is_gathered(self) -> bool:
-        """Return whether the whole is here, or on its way."""
-        return self.whole is not None
+    # ------------------------------------------------------------------------ what this rank keeps and writes
 
     @property
-    def _memory(self) -> Array:
-        """The array that the whole lies in, which is there as long as the module is."""
-        return self.whole
-
-    # --------------------------------------------------------------------------- the slice, for the optimizer
-
-    @property
-    def updated_part(self) -> slice:
-        """The part of the unit that this rank's optimizer works on."""
-        return self.part if self.context.strategy.shards_moments else slice(0, self.unit.length)
+    def master_shard(self) -> Array:
+        """This rank's shard in float32."""
+        first = self.part.start - self.master_part.start
+        return self.master[first : first + self.part.stop - self.part.start]
 
     @property
-    def written(self) -> tuple[Array, slice]:
-        """The array of what layers read that this rank writes, and which part of the unit it is."""
-        return self.own, self.part
-
-    @property
-    def rounds_to(self) -> Array | None:
-        """The array that `master` is rounded to after an update; None if layers read what is updated."""
-        return None if self.master is None else self._updated_of_whole
-
-    @property
-    def _updated_of_whole(self) -> Array:
-        return self.own
-
-    @property
-    def updated(self) -> Array:
-        """The float32 array that the optimizer works on: `updated_part` of the unit."""
-        return self._updated_of_whole if self.master is None else self.master
-
-    @property
-    def shard(self) -> Array:
-        """This rank's slice in float32."""
-        first = self.part.start - self.updated_part.start
-        return self.own if self.master is None else self.master[first : first + self.own.size]
-
-    @property
-    def kept(self) -> tuple[Array, slice]:
-        """The parameters that this rank keeps between steps, float32, and which part of the unit they are."""
-        return self.written if self.master is None else (self.master, self.updated_part)
+    def _written(self) -> tuple[Array, slice]:
+        """The array of what layers read that this rank keeps, and which part of the unit it is."""
+        return self.shard, self.part
 
     @property
     def filled(self) -> list[tuple[Array, slice]]:
         """All that a rank fills by itself when parameters are loaded, and which parts of the unit it is."""
-        return [self.written] if self.master is None else [self.kept, self.written]
-
-    @property
-    def elements(self) -> slice:
-        """The elements of the unit that this rank owns."""
-        return self.part
+        return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept between steps."""
-        return int(self.kept[0].nbytes)
+        """Bytes of the parameters that this rank keeps between steps, once and in float32."""
+        return int(self.filled[0][0].nbytes)
 
     @property
     def nbytes_whole(self) -> int:
         """Bytes that would be kept without sharding."""
-        return self.unit.length * int(self.shard.itemsize)
+        return self.unit.length * int(self.master.itemsize)
 
     def round(self) -> None:
         """Round `master` to what layers read, after others than the optimizer wrote it."""
-        if self.rounds_to is not None:
-            device.in_use().copy(self.rounds_to, self.master)
+        if self.low is not None:
+            device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `shard` after it was written, and start to bring it to ranks that keep the whole."""
-        if self.master is not None and not self.context.strategy.shards_moments:  # all ranks keep all of it
+        """Round `master_shard` after it was written, and start to bring it to ranks that keep all of it."""
+        if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()
         self.start_update()
 
 
-class ShardedParameters(Parameters):
-    """The rank keeps its slice only; a buffer is borrowed for the whole between gather and release."""
-
-    def __init__(self, unit: Unit, context: Context) -> None:
-        part = unit.partition(context.comm.size).part(context.comm.rank)
-        own = device.in_use().zeros(part.stop - part.start, context.precision.compute)
-        super().__init__(unit, context, own, None)
-        self._buffer: Array | None = None
-        self._gather: Handle | None = None
-
-    def start_gather(self) -> None:
-        if self._buffer is None:
-            kind, pool = self.context.precision.compute, self.context.parameters
-            self._buffer = pool.take(floats(self.unit.length, kind))
-            self.whole = as_kind(self._buffer, self.unit.length, kind)
-            self._gather = self.context.comm.allgather(self.own, self.whole, self.partition, self._label)
-
-    def wait_gather(self) -> None:
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
-
-    wait_update = wait_gather
-
-    def views(self) -> Views:
-        assert self._gather is None, f"unit {self.unit.name} is used before its gather is waited for"
-        return super().views()
-
-    @property
-    def _memory(self) -> Array:
-        return self._buffer
-
-    def release(self) -> None:
-        if self._buffer is not None:
-            self.wait_gather()
-            self.context.parameters.give(self._buffer)
-            self._buffer = self.whole = None
-
-
 class ReplicatedParameters(Parameters):
-    """Every rank keeps the whole; under SHARD_GRAD_OP it brings the updated slices of others here."""
+    """Every rank keeps the full parameters; under SHARD_GRAD_OP it brings updated shards of others here."""
 
-    whole: Array
+    state = State.FULL
 
     def __init__(self, unit: Unit, context: Context) -> None:
-        whole = device.in_use().zeros(unit.length, context.precision.compute)
-        part = unit.partition(context.comm.size).part(context.comm.rank)
-        super().__init__(unit, context, whole[part], whole)
-        self._update: Handle | None = None
+        super().__init__(unit, context, device.in_use().zeros(unit.length, context.precision.compute))
 
-    def start_gather(self) -> None:
-        """Do nothing: the whole is here."""
-
-    def wait_gather(self) -> None:
-        self.wait_update()
+    def _make_arrays(self) -> None:
+        assert self.full is not None
+        self.shard = self.full[self.part]
+        self._make_master(self.full[self.master_part])
 
     def release(self) -> None:
-        """Do nothing: the whole stays."""
+        """Do nothing: the full parameters stay."""
 
     def start_update(self) -> None:
-        self._update = self.context.comm.allgather(None, self.whole, self.partition, self._label)
-
-    def wait_update(self) -> None:
-        if self._update is not None:
-            self._update.wait()
-            self._update = None
+        self._transfer = self.context.comm.allgather(None, self.full, self.partition, self._label)
 
     @property
-    def written(self) -> tuple[Array, slice]:
-        return self.whole, slice(0, self.unit.length)
-
-    @property
-    def _updated_of_whole(self) -> Array:
-        return self.whole[self.updated_part]
+    def _written(self) -> tuple[Array, slice]:
+        return self.full, slice(0, self.unit.length)
 
 
 class NodeSharedParameters(Parameters):
-    """The whole lies once for all ranks: each writes its slice, and reads the rest when it is published."""
+    """The full parameters lie once for all ranks: each writes its shard, and reads what others published."""
 
     def __init__(self, unit: Unit, context: Context, memory: Array) -> None:
-        whole = as_kind(memory, unit.length, context.precision.compute)
-        part = unit.partition(context.comm.size).part(context.comm.rank)
-        self._common = read_only(whole)
-        stays = not context.strategy.shards_parameters
-        super().__init__(unit, context, whole[part], self._common if stays else None)
+        self._common = as_kind(memory, unit.length, context.precision.compute)
+        super().__init__(unit, context, read_only(self._common))
+        self.release()
+
+    def _make_arrays(self) -> None:
+        self.shard = self._common[self.part]
+        self._make_master(self.shard)
 
     def start_gather(self) -> None:
-        self.whole = self._common
+        if self.state is State.SHARDED:
+            self.full, self.state = self._memory, State.GATHERING
 
     def wait_gather(self) -> None:
         self.in_use = True
         self.context.comm.wait_written()
+        super().wait_gather()
 
     def release(self) -> None:
         if self.context.strategy.shards_parameters:
-            self.whole = None
+            self.full, self.state = None, State.SHARDED
+        else:
+            self.state = State.FULL
+
+
+class BlockParameters(Parameters):
+    """Frozen parameters that stay in the blocks of a file: kept, dealt out and gathered as bytes.
+
+    The bytes are parameters of their own, float32 words that travel as any others do (`stored`), under every
+    strategy. What layers read is unpacked from them when a gather is waited for, into a buffer of this rank,
+    and given up at the release: a rank has the floats of a unit or two at a time.
+    """
+
+    unit: BlockUnit
+
+    def __init__(self, unit: BlockUnit, context: Context, memory: Array | None) -> None:
+        self.stored = make_parameters(unit.words, replace(context, precision=FP32, masters=None), memory)
+        super().__init__(unit, context)
+
+    def _make_arrays(self) -> None:
+        self.shard = self.stored.shard  # frozen parameters have no copy to update
+
+    def start_gather(self) -> None:
+        if self.state is State.SHARDED:
+            self.stored.start_gather()
+            self.state = State.GATHERING
+
+    def wait_gather(self) -> None:
+        if self.state is not State.GATHERING:
+            return
+        self.stored.wait_gather()
+        kind = self.context.precision.compute
+        self._memory = self.context.unpacked.take(self.unit.room_unpacked(kind))
+        self.full, self.state = as_kind(self._memory, self.unit.length, kind), State.FULL
+        for name, view in self.views().items():
+            self._unpack(name, view)
+        self.stored.release()
+
+    def release(self) -> None:
+        if self.state is State.GATHERING:
+            self.stored.release()
+        elif self.state is State.FULL:
+            self.context.unpacked.give(self._memory)
+        self._memory, self.full, self.state = None, None, State.SHARDED
+
+    def _unpack(self, name: str, out: Array) -> None:
+        """Fill out, of the parameter's shape, from the bytes that were gathered."""
+        raw = self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
+        ops.dequantize(raw, self.unit.kinds[name].name, out.reshape(-1))
+
+    def copy_of(self, name: str) -> Array:
+        copy = np.empty(self.unit.params[name].shape, np.float32)
+        is_on_its_way = self.state is State.GATHERING
+        self.stored.start_gather()
+        self.stored.wait_gather()
+        self._unpack(name, copy)
+        if not is_on_its_way:
+            self.stored.release()
+        return copy
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether a rank may have read the bytes since all ranks last met."""
+        return self.stored.in_use
+
+    @in_use.setter
+    def in_use(self, value: bool) -> None:
+        self.stored.in_use = value
+
+    def load(self, read: ReadBytes) -> None:
+        """Fill the bytes that this rank keeps."""
+        for target, part in self.stored.filled:
+            for segment in self.unit.words.segments(part):
+                start = segment.offset * target.itemsize
+                run = target[segment.where].view(np.uint8)
+                read(segment.name, start, run[: self.unit.nbytes(segment.name) - start])
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def nbytes_whole(self) -> int:
+        return self.stored.nbytes_whole
+
+    @property
+    def _written(self) -> NoReturn:
+        raise ValueError(
+            f"unit {self.unit.name} is kept in the blocks of a file, not in elements: fill it by "
+            "load_stored, read it by all_gather_param or state_dict"
+        )
+
+    master = master_shard = _written
 
 
 def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:
     """Return the parameters of a unit under a strategy; `memory`: float32 that all ranks see, or None."""
+    if isinstance(unit, BlockUnit):
+        return BlockParameters(unit, context, memory)
     if memory is not None and context.strategy.shards_moments:
         return NodeSharedParameters(unit, context, memory)
-    return (ShardedParameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)
+    return (Parameters if context.strategy.shards_parameters else ReplicatedParameters)(unit, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -10,7 +10,6 @@ from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext, Given
 from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.linear import without_adapters
@@ -122,22 +121,6 @@ class MicroBatch:
     def progress(self) -> None:
         """Push on the transfers in flight."""
         self.module.owners.progress()
-
-
-class GivenGradients(MicroBatch):
-    """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
-
-    def __init__(self, module: SharedStages, gradients: Mapping[str, Array] | None) -> None:
-        super().__init__(module, None)
-        self.left = dict(gradients or {})
-
-    def backward(self, stage: int) -> None:
-        """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
-        factor = self.module.loss_scale.factor
-        for name, total in self.module.gradients_of(stage).items() if self.left else ():
-            if name in self.left:
-                given = device.in_use().from_host(self.left.pop(name))
-                total += (given * factor).astype(total.dtype)
 
 
 def as_input(x: Any) -> Any:

@@ -9,9 +9,9 @@ the last backward that adds to it, while earlier stages compute; two reductions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, takewhile
 
 from zero_mpi.sharding.actions import (
@@ -36,7 +36,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be in progress while the next one is computed
+REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the next one is computed
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Schedule:
         return replace(self, backward=backward, training=training)
 
     def __str__(self) -> str:
-        return "\n".join(f"  {'; '.join(self.told(actions))}" for actions in by_stage(self.training))
+        return "\n".join(f"  {'; '.join(self._in_words(actions))}" for actions in by_stage(self.training))
 
-    def told(self, actions: Sequence[Action]) -> Iterator[str]:
+    def _in_words(self, actions: Actions) -> Iterator[str]:
         """Yield the actions in words, those of one kind that follow each other together."""
         spoken = (action for action in actions if action.verb)
         for verb, alike in groupby(spoken, lambda action: action.verb):
@@ -105,20 +105,10 @@ class Moves:
         need = tuple(dict.fromkeys(self.need + other.need))  # a unit of both is waited for once
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
-    def of(self, gathers: Sequence[bool]) -> Moves:
-        """Return the moves where some units stay whole: these are waited for alone."""
-        start, drop = (tuple(u for u in units if gathers[u]) for units in (self.start, self.drop))
-        return Moves(start, self.need, drop)
-
-    @property
-    def before(self) -> Actions:
-        """The actions that make the stage's units whole."""
-        return (*map(Gather, self.start), *map(Wait, self.need))
-
-    @property
-    def after(self) -> Actions:
-        """The actions that give up what is not needed any more."""
-        return tuple(map(Release, self.drop))
+    def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
+        """Return the actions of a stage."""
+        before = (*map(Gather, self.start), *map(Wait, self.need))
+        return (*before, compute, *map(Release, self.drop), *reductions, Progress())
 
 
 def make_schedule(
@@ -134,40 +124,32 @@ def make_schedule(
     `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
     `gathers[unit]`: whether its parameters are gathered and released, as those that are sharded; None: all.
     """
-    order = range(len(uses))
-    last = next((i for i in order if any(trainable[u] for u in uses[i])), len(uses))
-    kept = set(uses[-1]) | {u for u in range(len(trainable)) if distant(uses, u)}
-    backward_needs = [uses[i] if reads_in_backward[i] and i >= last else () for i in order]
-    carried = kept & {u for units in backward_needs for u in units}
+    stages, top = range(len(uses)), len(uses) - 1
+    users = [[stage for stage in stages if unit in uses[stage]] for unit in range(len(trainable))]
+    trained = [stage for stage in stages if any(trainable[unit] for unit in uses[stage])]
+    descent = range(top, trained[0] - 1, -1) if trained else range(0)  # the stages that backward visits
+    reads = [uses[stage] if reads_in_backward[stage] else () for stage in descent]
+    distant = {unit for unit, using in enumerate(users) if using and using[-1] - using[0] >= len(using)}
+    carried = ({*uses[top]} | distant) & {unit for units in reads for unit in units}
 
-    def moves(needs: Sequence[Indices], keep: set[int], held: set[int]) -> list[Moves]:
-        found = plan_moves(needs, prefetch, keep=keep, held=held)
-        return found if gathers is None else [around.of(gathers) for around in found]
+    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable))
+    up = plan(uses, keep=carried)
+    down = dict(zip(descent, plan(reads, held=carried), strict=True))
+    alone = plan(uses)  # without a backward to come
+    reductions = reductions_after(descent, uses, users, trainable)
 
-    up = moves(uses, carried, set())
-    down = moves(backward_needs[::-1], set(), carried)[::-1]
-    top = len(uses) - 1
-    reductions = after_backward(uses, trainable, last)
-    forward = [ascent(up[i], Forward(i)) for i in order]
-    backward = [(*down[i].before, Backward(i), *down[i].after, *reductions[i], Progress()) for i in order]
-    inference = [ascent(m, Forward(i)) for i, m in enumerate(moves(uses, set(), set()))]
-    final = moves(uses, set(), set())[top]
-    both = up[top] + down[top]
-    both_ways = (*both.before, Loss(top), *both.after)
+    forward = [up[stage].around(Forward(stage)) for stage in stages]
+    backward = [down[stage].around(Backward(stage), reductions[stage]) for stage in descent]
+    inference = [alone[stage].around(Forward(stage)) for stage in stages]
+    both = up[top] + down.get(top, Moves((), (), ()))
+    at_top = both.around(Loss(top), reductions.get(top, ()))
     return Schedule(
         forward=joined(forward),
-        backward=joined(backward[last:][::-1]),
-        training=joined(
-            [*forward[:top], (*both_ways, *reductions[top], Progress()), *backward[last:top][::-1]]
-        ),
+        backward=joined(backward),
+        training=joined([*forward[:top], at_top, *backward[1:]]),
         inference=joined(inference),
-        evaluation=joined([*inference[:top], ascent(final, Evaluate(top))]),
+        evaluation=joined([*inference[:top], alone[top].around(Evaluate(top))]),
     )
-
-
-def ascent(moves: Moves, compute: StageAction) -> Actions:
-    """Return the actions of one stage in forward."""
-    return (*moves.before, compute, *moves.after, Progress())
 
 
 def joined(lists: Iterable[Actions]) -> Actions:
@@ -175,47 +157,47 @@ def joined(lists: Iterable[Actions]) -> Actions:
     return tuple(action for actions in lists for action in actions)
 
 
-def after_backward(uses: Sequence[Indices], trainable: Sequence[bool], last: int) -> list[Actions]:
-    """Return for each stage the reductions that start after its backward.
+def reductions_after(
+    descent: Sequence[int], uses: Sequence[Indices], users: Sequence[Sequence[int]], trainable: Sequence[bool]
+) -> dict[int, Actions]:
+    """Return for each stage that backward visits the reductions that start after it.
 
-    Each waits until fewer than the limit are in flight, of which the first may be of the round before.
+    A unit's gradient is complete after the first stage that uses it. Its reduction waits until fewer than the
+    limit are in flight, of which the first may be of the round before.
     """
-    ready = [
-        [u for u in uses[i][::-1] if trainable[u] and first_use(uses, u) == i] if i >= last else []
-        for i in range(len(uses))
-    ]
-    in_order = [unit for units in reversed(ready) for unit in units]
-    found: list[Actions] = []
-    for units in ready:
-        actions: list[Action] = []
-        for unit in units:
-            if len(in_order) >= REDUCTIONS_IN_FLIGHT:
-                actions.append(WaitReduce(in_order[in_order.index(unit) - REDUCTIONS_IN_FLIGHT]))
-            actions.append(Reduce(unit))
-        found.append(tuple(actions))
-    return found
+    complete = {
+        stage: [unit for unit in reversed(uses[stage]) if trainable[unit] and users[unit][0] == stage]
+        for stage in descent
+    }
+    order = [unit for units in complete.values() for unit in units]
+    earlier = (
+        order[-REDUCTIONS_IN_FLIGHT:] + order
+    )  # the last ones of the round before, then those of this one
+    waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
+    pairs = dict(zip(order, waits, strict=False))
+    return {
+        stage: joined((pairs[unit], Reduce(unit)) if pairs else (Reduce(unit),) for unit in units)
+        for stage, units in complete.items()
+    }
 
 
-def plan_moves(needs: Sequence[Indices], prefetch: int, *, keep: set[int], held: set[int]) -> list[Moves]:
+def plan_moves(
+    needs: Sequence[Indices],
+    prefetch: int,
+    gathers: Sequence[bool],
+    *,
+    keep: Collection[int] = (),
+    held: Collection[int] = (),
+) -> list[Moves]:
     """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end."""
     started = set(held)
     found = []
     for position, need in enumerate(needs):
-        ahead = [u for units in needs[position : position + prefetch + 1] for u in units if u not in started]
-        start = tuple(dict.fromkeys(ahead))
+        ahead = [unit for units in needs[position : position + prefetch + 1] for unit in units]
+        start = tuple(dict.fromkeys(unit for unit in ahead if unit not in started and gathers[unit]))
         started.update(start)
-        later = {u for units in needs[position + 1 :] for u in units}
-        drop = tuple(u for u in dict.fromkeys(need) if u not in later and u not in keep)
-        found.append(Moves(start, tuple(dict.fromkeys(need)), drop))
+        later = {unit for units in needs[position + 1 :] for unit in units}
+        read = tuple(dict.fromkeys(need))
+        drop = (unit for unit in read if unit not in later and unit not in keep and gathers[unit])
+        found.append(Moves(start, read, tuple(drop)))
     return found
-
-
-def first_use(uses: Sequence[Indices], unit: int) -> int:
-    """Return the first stage that uses `unit`, where its gradient is complete in backward."""
-    return min(i for i, units in enumerate(uses) if unit in units)
-
-
-def distant(uses: Sequence[Indices], unit: int) -> bool:
-    """Return whether stages use `unit` with other stages, which do not, between them."""
-    stages = [i for i, units in enumerate(uses) if unit in units]
-    return bool(stages) and stages[-1] - stages[0] >= len(stages)

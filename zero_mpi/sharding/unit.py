@@ -7,10 +7,9 @@ are zeros and stay zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from zero_mpi.comm.partition import Partition, dealt_out
@@ -21,24 +20,6 @@ from zero_mpi.sharding.precision import floats
 QUANTUM = 1024  # elements
 TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # the kind that all parameters of a unit have
 BYTES = 4  # bytes of an element
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened.
-
-    With `by_rows` they are counted in rows (dimension 0), of which ranks own whole ones.
-    """
-
-    full_shape: tuple[int, ...]
-    offset: int
-    size: int
-    by_rows: bool = False
-
-    def in_rows(self) -> ShardInfo:
-        """Return the same, counted in rows."""
-        row = prod(self.full_shape[1:])
-        return ShardInfo(self.full_shape, self.offset // row, self.size // row, True)
 
 
 @dataclass(frozen=True)
@@ -141,23 +122,23 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def units_by_scope(
-    stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str], by_rows: bool
-) -> list[Unit]:
-    """Return one unit a scope, in the model's order; what is frozen or whole in a scope is a unit of its own.
-
-    Units hold `params` alone. `by_rows`: one unit a parameter, cut between its rows (dimension 0).
-    """
-    units, placed = [], set()
+def by_scope(stages: Iterable[Stage], params: Mapping[str, Param]) -> dict[str, list[str]]:
+    """Return the names of `params` by the scope that uses them first, in the model's order."""
     members: dict[str, list[str]] = {}
+    placed = set[str]()
     for stage in stages:
         names = [name for name in stage.layer.params() if name in params and name not in placed]
         placed.update(names)
         members.setdefault(stage.scope, []).extend(names)
-    for scope, names in members.items():
-        if by_rows:
-            units += [row_unit(name, params[name], kind_of(name) == TRAINED) for name in names]
-            continue
+    return members
+
+
+def units_by_scope(
+    stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
+) -> list[Unit]:
+    """Return one unit a scope, in the model's order; what is frozen or whole in it is a unit of its own."""
+    units = []
+    for scope, names in by_scope(stages, params).items():
         for kind, (end, trainable, whole) in KINDS.items():
             chosen = {name: params[name] for name in names if kind_of(name) == kind}
             if chosen:
@@ -165,9 +146,15 @@ def units_by_scope(
     return units
 
 
-def row_unit(name: str, param: Param, trainable: bool) -> Unit:
-    """Return a parameter on its own, whose slices are whole rows; a vector's rows are its elements."""
-    return Unit(name, {name: param}, param.size // param.shape[0], trainable)
+def units_by_row(
+    stages: Iterable[Stage], params: Mapping[str, Param], kind_of: Callable[[str], str]
+) -> list[Unit]:
+    """Return one unit a parameter, whose shards are full rows; a vector's rows are its elements."""
+    names = [name for scope in by_scope(stages, params).values() for name in scope]
+    return [
+        Unit(name, {name: param}, param.size // param.shape[0], kind_of(name) == TRAINED)
+        for name, param in ((name, params[name]) for name in names)
+    ]
 
 
 def units_by_bytes(
@@ -182,17 +169,17 @@ def units_by_bytes(
     open_buckets: dict[str, dict[str, Param]] = {}
     for name in reversed([name for name in params if kind_of(name) != FROZEN]):
         bucket = open_buckets.setdefault(kind_of(name), {})
-        if bucket and sum(p.size for p in bucket.values()) * BYTES + params[name].size * BYTES > bucket_bytes:
+        if bucket and (sum(p.size for p in bucket.values()) + params[name].size) * BYTES > bucket_bytes:
             full.append((kind_of(name), bucket))
             bucket = open_buckets[kind_of(name)] = {}
         bucket[name] = params[name]
     full += [(kind, bucket) for kind, bucket in open_buckets.items() if bucket]
-    named = [
+    units = [
         Unit(f"bucket {number}", members, QUANTUM, True, kind == WHOLE)
         for number, (kind, members) in enumerate(full)
     ]
     frozen = {name: param for name, param in params.items() if kind_of(name) == FROZEN}
-    return [*named, Unit("frozen", frozen, QUANTUM, False)] if frozen else named
+    return [*units, Unit("frozen", frozen, QUANTUM, False)] if frozen else units
 
 
 def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
@@ -216,14 +203,3 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
             unit = replace(unit, params={name: unit.params[name] for name in names}, ends=tuple(ends))
         found.append(unit)
     return found
-
-
-def shard_infos(unit: Unit, part: slice) -> Iterator[tuple[str, ShardInfo]]:
-    """Yield (name, what the slice `part` holds of it) for every parameter of the unit, even if nothing."""
-    held = {segment.name: segment for segment in unit.segments(part)}
-    for name, param in unit.params.items():
-        if name in held:
-            where = held[name].where
-            yield name, ShardInfo(param.shape, held[name].offset, where.stop - where.start)
-        else:
-            yield name, ShardInfo(param.shape, 0, 0)

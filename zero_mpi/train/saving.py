@@ -62,7 +62,7 @@ class Saving(Observer):
     def seconds_needed(self) -> float:
         """Return the seconds that the last checkpoint may take before the run's time is up."""
         files = 3 + (self._session.config.ema is not None)  # parameters, two moments, their average
-        state = files * self._session.module.replicated_memory_bytes
+        state = files * sum(unit.parameters.nbytes_whole for unit in self._session.module.units)
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
     def save(self, progress: TrainingProgress) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.mixes import MIXES, known_type
@@ -21,7 +20,7 @@ from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream
@@ -35,15 +34,15 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
 from zero_mpi.ops import ggml
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.host_masters import STATE
-from zero_mpi.sharding.precision import BFLOAT16, precision_named
+from zero_mpi.sharding.precision import BFLOAT16
 from zero_mpi.telemetry import log
 from zero_mpi.train.distill import DistillObjective
 from zero_mpi.train.objective import Objective
 from zero_mpi.train.preferences import PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.transport import choose_transport, layout_config
 
 Place = tuple[str, int, str]  # side of the corpus, number of the part, name of what its stream has there
 SIDES = ("parts", "held_out")
@@ -217,19 +216,10 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
 
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """Return the sharded module of the flags; raises UsageError for an impossible strategy or offload."""
-    return ShardedModule(
-        model.stages(config.recompute),
-        comm,
-        strategy_named(config.strategy),
-        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
-        bucket_mb=config.bucket_mb,
-        frozen=config.frozen,
-        precision=precision_named(config.precision, config.reduce_dtype),
-        offload_masters=config.offload == STATE,
-        stored=model.stored,
-        whole=whole_matrices(config.optimizer, model),
-        auxiliary=auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None),
-    )
+    stages, masters = model.stages(config.recompute), config.offload == STATE
+    scales = auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
+    layout = layout_config(config, model)
+    return ShardedModule(stages, comm, layout, offload_masters=masters, auxiliary=scales)
 
 
 def fill(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> TrainingProgress:

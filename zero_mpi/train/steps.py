@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.checkpoint.state import TrainingProgress
 from zero_mpi.device.types import Array
 from zero_mpi.nn.balance import LOAD
-from zero_mpi.sharding.grad_accum import GradAccum
+from zero_mpi.sharding.grad_accum import Accumulator, Rounds
 from zero_mpi.telemetry import spans
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.objective import StepLoss
@@ -33,7 +33,8 @@ class Steps:
 
     def __init__(self, session: Session) -> None:
         self.session, self.progress = session, session.progress
-        self.accumulator = GradAccum(session.module, session.loader.micro_batches)
+        comm, micro_batches = session.module.comm, session.loader.micro_batches
+        self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
         self.losses, self.sums = StepLoss(), list[float]()  # of the current step
         self.observers: list[Observer] = []

@@ -30,6 +30,7 @@ from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import together
+from zero_mpi.comm.clock_sync import clock_offset
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.atomic import partial_of, replacing, write_to_disk
@@ -83,7 +84,7 @@ class Timeline:
         self.comm, self.path = comm, path
         self.nbytes = self.count = 0  # bytes of the file, number of its spans
         self.ends_in: int | None = None  # the step in which a rank had too many spans
-        self._clock = comm.clock_offset()
+        self._clock = clock_offset(comm)
         for meter in meters():
             meter.account()  # transfers counted so far do not belong to later ones
         self.recorder = spans.start(device.in_use().stopwatch())
@@ -125,7 +126,7 @@ class Timeline:
 
     def _correction(self) -> tuple[Callable[[float], float], float]:
         """Return a map from this rank's times to rank 0's clock, and the possible error. Collective."""
-        first, last = self._clock, self.comm.clock_offset()
+        first, last = self._clock, clock_offset(self.comm)
         drift = (last.ahead - first.ahead) / (last.at - first.at)
 
         def correct(seconds: float) -> float:

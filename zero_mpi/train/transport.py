@@ -13,7 +13,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.sharding import strategy_named
-from zero_mpi.sharding.layout import lay_out
+from zero_mpi.sharding.layout import LayoutConfig, lay_out
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 
@@ -55,25 +55,18 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     check_wish(config)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
         return TransportChoice(SerialComm())
-    from zero_mpi.comm.mpi import MPIComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
 
     if config.transport == kinds.MPI.flag:
         return TransportChoice(MPIComm(exact=exact))
     return make_shared(world, config, model, notes)
 
 
-def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
-    """Return the transport over shared memory, with room for the model, or else messages."""
-    from zero_mpi.comm.mpi import MPIComm
-    from zero_mpi.comm.nodes.comm import Needs, NodesComm
-    from zero_mpi.comm.shared.comm import SharedComm
-    from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
-
-    strategy = strategy_named(config.strategy)
-    layout = lay_out(
-        model.stages(config.recompute),
-        strategy,
-        prefetch=config.stages_ahead(on_gpu=False),
+def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
+    """Return the settings of the flags by which a model is laid out over ranks."""
+    return LayoutConfig(
+        strategy_named(config.strategy),
+        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
         bucket_mb=config.bucket_mb,
         frozen=config.frozen,
         precision=precision_named(config.precision, config.reduce_dtype),
@@ -81,15 +74,26 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
         whole=whole_matrices(config.optimizer, model),
     )
 
+
+def make_shared(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
+    """Return the transport over shared memory, with room for the model, or else messages."""
+    from zero_mpi.comm.nodes.comm import Needs, NodesComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
+    from zero_mpi.comm.shared.comm import SharedComm
+    from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
+
+    strategy = strategy_named(config.strategy)
+    layout = lay_out(model.stages(config.recompute), layout_config(config, model))
+
     def on_nodes_of(ranks: int) -> Needs:
         if strategy.within_nodes or not strategy.shards_moments:
-            return Needs(wholes=layout.wholes(strategy, ranks), buffers=layout.buffers)
+            return Needs(wholes=layout.wholes(ranks), buffers=layout.buffers)
         return Needs(buffers=layout.buffers, gathers=layout.gathers)
 
     exact = config.reduction == "exact"
     try:
         try:
-            wholes = layout.wholes(strategy, world.size)
+            wholes = layout.wholes(world.size)
             return TransportChoice(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
         except NodesApart:
             return TransportChoice(NodesComm(needs=on_nodes_of), fast=not exact)

@@ -51,8 +51,6 @@ class NodesComm(ProgressingWrapper):
     to share.
     """
 
-    replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
-
     def __init__(
         self, comm: Any = None, *, needs: Callable[[int], Needs] | None = None, threaded: bool | None = None
     ) -> None:
@@ -71,6 +69,7 @@ class NodesComm(ProgressingWrapper):
         flat = MPIComm(world, threaded=threaded)
         super().__init__(flat, self.topology.ranks_per_node)
         self.kind, self.exact = NODES, True  # also where `fast` would do
+        self.replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
         self._flat = flat
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeReduceScatter(flat, self.topology, self._lane, node, self._memory)

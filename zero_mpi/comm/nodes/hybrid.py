@@ -8,10 +8,10 @@ owner on every node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle, ModuleMemory
 from zero_mpi.comm.kinds import MPI, NODES
+from zero_mpi.comm.mpi import MPIComm as Messages
 from zero_mpi.comm.nodes.reduce_scatter import NodeReduceScatter
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.progressing import ProgressingWrapper
@@ -78,18 +78,34 @@ class ShardGroup(ProgressingWrapper):
         self._inner.close()
 
 
-def shard_group_by_messages(flat: MessageComm, world: Any) -> Comm:
-    """Return the owners among the ranks of `world` without shared memory; on one node `flat`. Collective.
+class MPIComm(Messages):
+    """`comm.mpi.MPIComm` for scripts and runs: its `shard_group` sends messages inside nodes too."""
 
-    Raises UsageError where the nodes are not alike.
-    """
-    node = node_communicator(world)
-    topology = find_topology(world, node)
-    if topology.nodes == 1:
-        node.Free()
-        return flat
-    if topology.problem:
-        node.Free()
-        raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
-    lane = world.Split(topology.local, topology.node)
-    return ShardGroup(flat, NodeReduceScatter(flat, topology, lane, node, None))
+    _owners: Comm | None = None
+
+    def shard_group(self) -> Comm:
+        """Return the owners among the ranks; on one node this transport. Collective.
+
+        Raises UsageError where the nodes are not alike.
+        """
+        if self._owners is None:
+            self._owners = self._make_group()
+        return self._owners
+
+    def _make_group(self) -> Comm:
+        world = self._control
+        node = node_communicator(world)
+        topology = find_topology(world, node)
+        if topology.nodes == 1 or topology.problem:
+            node.Free()
+        if topology.nodes == 1:
+            return self
+        if topology.problem:
+            raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
+        lane = world.Split(topology.local, topology.node)
+        return ShardGroup(self, NodeReduceScatter(self, topology, lane, node, None))
+
+    def close(self) -> None:
+        if self._owners not in (None, self):
+            self._owners.close()
+        super().close()

@@ -1,0 +1,461 @@
+"""Modules that scripts make: that of the engine with checks, `DDP`, and a linear layer sharded by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple, Self
+
+from zero_mpi import device
+from zero_mpi.arguments import array, came, instance, number, same_names, some
+from zero_mpi.arguments import whole as whole_number
+from zero_mpi.comm import Comm
+from zero_mpi.comm.agree import agreed
+from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.types import Array
+from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
+from zero_mpi.nn.linear import Linear
+from zero_mpi.nn.loss import loss_with
+from zero_mpi.ops.block_kinds import BlockKind
+from zero_mpi.sharding import module as engine
+from zero_mpi.sharding.actions import GATHERING, Actions, without
+from zero_mpi.sharding.layout import BUCKET_MB, LayoutConfig, check_patterns
+from zero_mpi.sharding.parameters import ReadBytes, State
+from zero_mpi.sharding.passes import MicroBatch
+from zero_mpi.sharding.precision import FP32, Precision
+from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, Strategy
+from zero_mpi.sharding.unit import Segment
+
+NOTHING = "there are no gradients yet"
+SOME = "gradients of the step's last round are missing"
+ALL = "all rounds are done"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened.
+
+    With `by_rows` they are counted in rows (dimension 0), of which ranks own whole ones.
+    """
+
+    full_shape: tuple[int, ...]
+    offset: int
+    size: int
+    by_rows: bool = False
+
+
+class Unmatched(NamedTuple):
+    """Names that did not match: of the module and not in what was loaded, and the other way round."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+class ShardedModule(engine.ShardedModule):
+    """The stages of a model over the ranks of `comm`, under a strategy.
+
+    stages      list of Stage(scope, layer); parameters of one scope travel together
+    offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
+                needs offload="state" then
+    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
+    others      as in `LayoutConfig`: strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored, whole
+
+    It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
+    has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
+    UsageError for a precision that the transport cannot reduce and where ranks differ, on all ranks.
+    """
+
+    rounds_open = NOTHING  # the state of the gradients, checked before a use
+    forgotten = 0  # how often gradients were forgotten: counts of rounds then begin anew
+    _trains = True
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        comm: Comm,
+        strategy: Strategy = FULL_SHARD,
+        *,
+        prefetch: int = 1,
+        bucket_mb: float = BUCKET_MB,
+        frozen: Sequence[str] = (),
+        by_rows: bool = False,
+        precision: Precision = FP32,
+        offload_masters: bool = False,
+        stored: Mapping[str, BlockKind] | None = None,
+        whole: Sequence[str] = (),
+        auxiliary: Mapping[str, float] | None = None,
+    ) -> None:
+        instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
+        config = LayoutConfig(strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored or {}, whole)
+        super().__init__(stages, comm, config, offload_masters=offload_masters, auxiliary=auxiliary)
+        self.unfilled = set(self.params)  # parameters that are zeros because nothing has given them values
+
+    def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
+        """Return the arguments of a module; raise ValueError for impossible ones."""
+        instance("ShardedModule: strategy", config.strategy, Strategy, "a Strategy such as FULL_SHARD")
+        instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
+        prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
+        bucket_mb = number("ShardedModule: bucket_mb", config.bucket_mb, above=0)
+        stages = list_of_stages(stages)
+        params = stage_params(stages)
+        if not params:
+            raise ValueError("ShardedModule: expected a model with parameters, got stages that have none")
+        frozen = list_of_patterns("frozen", config.frozen, params)
+        undivided = list_of_patterns("whole", config.whole, params)
+        if undivided and config.by_rows:
+            raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
+        by_rows = bool(config.by_rows)
+        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb, "by_rows": by_rows}
+        config = replace(config, frozen=frozen, whole=undivided, **numbers)
+        check_stored(config, params)
+        return stages, config
+
+    # ------------------------------------------------------------------------------------ a micro-batch
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether `forward` keeps what backward needs where its caller does not say; True at first."""
+        return self._trains
+
+    def train(self, mode: bool = True) -> Self:
+        """Let `forward` keep what backward needs, or nothing if `mode` is False. Returns the module.
+
+        No layer computes otherwise for it. Call it on all ranks; raises ValueError for no bool.
+        """
+        instance("train: mode", mode, bool, "True or False")
+        self._trains = mode
+        return self
+
+    def eval(self) -> Self:
+        """Let `forward` keep nothing: for outputs alone. `GradAccum` trains all the same."""
+        return self.train(False)
+
+    def forward(self, x: Any, training: bool | None = None) -> Any:
+        """Return the model's output for x; see the engine. If `training` is None, `is_training` decides."""
+        return super().forward(x, self._trains if training is None else training)
+
+    def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
+        """Return dx of the first trained stage; see the engine."""
+        if self._forward is None:
+            raise ValueError("backward needs a forward(x, training=True) before it")
+        idle = self._forward.is_idle
+        if (dy is None) != idle:
+            raise ValueError(
+                f"backward: the forward before it had {'no' if idle else 'an'} input; expected "
+                f"{'None' if idle else 'a gradient of its output'}, got {came(dy)}"
+            )
+        return super().backward(dy, contributors=contributors, last=last)
+
+    def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
+        """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
+        losses = self.losses(x, loss_with(targets, scale))
+        return losses[0] if losses else None
+
+    def add_gradients(
+        self, gradients: Mapping[str, Array] | None, *, contributors: int | None = None, last: bool = True
+    ) -> None:
+        """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
+        self._begin()
+        actions = without(GATHERING, self._schedule_of(last).backward)
+        self._descend(actions, GivenGradients(self, gradients), contributors, last)
+
+    def _begin(self) -> None:
+        if self.unfilled:
+            raise ValueError(
+                f"the parameters {some(sorted(self.unfilled))} have no values yet: call initialize, "
+                "load_state_dict or zero_mpi.load first, or broadcast_updated_params after writing to them"
+            )
+        super()._begin()
+
+    def _descend(
+        self, actions: Actions, micro_batch: MicroBatch, contributors: int | None, last: bool
+    ) -> None:
+        if contributors is not None:
+            contributors = whole_number("backward: contributors", contributors, 0, self.comm.size + 1)
+        self.rounds_open = ALL if last else SOME
+        super()._descend(actions, micro_batch, contributors, last)
+
+    def prefetch_forward_params(self) -> None:
+        """Start the gathers of the next forward now, for example while a batch is being read.
+
+        Raises ValueError if that has been done since the last forward, or if nothing is ever gathered.
+        """
+        if not self.strategy.shards_parameters:
+            raise ValueError(
+                f"prefetch: strategy {self.strategy.name} keeps full parameters: nothing to gather"
+            )
+        if self.has_pending_prefetch:
+            raise ValueError("prefetch: already started; run forward before the next prefetch")
+        for unit in self.schedule.first_gathers:
+            self.units[unit].start_gather()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Return whether gathered parameters wait for a forward to begin."""
+        started = any(unit.parameters.state is not State.SHARDED for unit in self.units)
+        return self.strategy.shards_parameters and self._forward is None and started
+
+    # -------------------------------------------------------------------------------------- gradients
+
+    def sync_gradients(self) -> None:
+        """Return when `gradients` are the sums over all ranks and micro-batches of the step."""
+        self.overlapped_sync_gradients().wait()
+
+    def zero_gradients(self) -> None:
+        """Forget the step's gradients."""
+        self.rounds_open, self.forgotten = NOTHING, self.forgotten + 1
+        super().zero_gradients()
+
+    def check_gradients(self, what: str) -> None:
+        """Raise ValueError unless the gradients of a full step are there, which `what` is about to use."""
+        if self.rounds_open != ALL:
+            raise ValueError(
+                f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "
+                "round of the step before it"
+            )
+
+    def gradients(self) -> Iterator[tuple[str, Array]]:
+        """Yield (unit, this rank's shard of its summed gradient) where trained, after `sync_gradients`."""
+        for unit in self.units:
+            if unit.unit.trainable:
+                yield unit.name, unit.gradient.sum
+
+    def named_gradients(self) -> Iterator[tuple[str, Array]]:
+        """Yield (name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
+        for unit in self.units:
+            for segment in unit.unit.segments(unit.part) if unit.unit.trainable else ():
+                yield segment.name, unit.gradient.sum[segment.where]
+
+    # ------------------------------------------------------------------------------------- parameters
+
+    def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
+        """Fill parameters by read(name, start, stop); see the engine."""
+        super().load_slices(read, names)
+        self.unfilled.difference_update(self.params if names is None else names)
+
+    def load_stored(self, read: ReadBytes) -> None:
+        """Fill what is kept in the blocks of a file; see the engine."""
+        super().load_stored(read)
+        self.unfilled.difference_update(self.config.stored)
+
+    def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
+        """Fill parameters from full arrays by name. Collective where ranks share parameters and used them.
+
+        If not `strict`, parameters missing in `state` keep their values and unknown names are ignored. The
+        names of both are returned, none if strict. Raises ValueError for wrong names if strict, and for wrong
+        shapes or types.
+        """
+        instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
+        if strict:
+            same_names("load_state_dict: the state does not fit the model", state, self.params)
+        found = [name for name in self.params if name in state]
+        for name in found:
+            array(f"load_state_dict: {name}", state[name], self.params[name].shape)
+        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop], found)
+        missing = [name for name in self.params if name not in state]
+        return Unmatched(missing, [name for name in state if name not in self.params])
+
+    def update_shards(self, flat: Array) -> None:
+        """Set this rank's shards, one after the other in the order of `parameters`, from one flat array.
+
+        Raises ValueError if `flat` has another size. Collective where ranks keep all parameters.
+        """
+        shards = self.parameters()
+        wanted = sum(int(shard.size) for shard in shards)
+        array("update_shards", flat)
+        if flat.ndim != 1 or flat.size != wanted:
+            raise ValueError(
+                f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
+                f"{self.comm.rank}, got shape {tuple(flat.shape)}"
+            )
+        self.drop_gathered()
+        start = 0
+        for shard in shards:
+            device.in_use().copy(shard, flat[start : start + shard.size])
+            start += shard.size
+        self.broadcast_updated_params()
+
+    def broadcast_updated_params(self) -> None:
+        """Bring what was written into `parameters` to all ranks, in low precision rounded. Collective.
+
+        The next forward waits for each unit where it needs it. `ShardedAdamW.step` does as much.
+        """
+        self.drop_gathered()
+        self.unfilled.clear()
+        self.publish()
+
+    def parameters(self) -> list[Array]:
+        """Return this rank's shard of each unit, flat, padding included: writing to them changes the model.
+
+        A writer calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
+        """
+        return [unit.parameters.master_shard for unit in self.units]
+
+    def _owned(self) -> Iterator[tuple[Segment, Array]]:
+        """Yield each run of a parameter's elements that this rank owns, and these."""
+        for unit in self.units:
+            shard = unit.parameters.master_shard
+            for segment in unit.unit.segments(unit.part):
+                yield segment, shard[segment.where]
+
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """Yield (name, this rank's elements of that parameter as a flat view), for what it owns any of."""
+        return ((segment.name, values) for segment, values in self._owned())
+
+    def shard_info(self) -> dict[str, ShardInfo]:
+        """Return name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
+        owned = {segment.name: (segment.offset, int(values.size)) for segment, values in self._owned()}
+        infos, by_rows = {}, self.config.by_rows
+        for name, param in self.params.items():
+            row = prod(param.shape[1:]) if by_rows else 1
+            offset, size = owned.get(name, (0, 0))
+            infos[name] = ShardInfo(param.shape, offset // row, size // row, by_rows)
+        return infos
+
+    def all_gather_param(self, name: str) -> Array:
+        """Return a copy of one full parameter, on every rank, where its shards are kept. Collective.
+
+        Raises ValueError for unknown names.
+        """
+        if not isinstance(name, str) or name not in self._home:
+            raise ValueError(
+                f"parameter {came(name)} is not known; names are like {', '.join(list(self.params)[:3])}"
+            )
+        return self._home[name].parameters.copy_of(name)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of full parameters by name, on every rank. Collective; memory of the full model."""
+        return {name: self.all_gather_param(name) for name in self.params}
+
+    def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
+        """Return the model and its full parameters, on every rank: leaves sharding behind. Collective."""
+        return self.stages, self.state_dict()
+
+    @property
+    def module(self) -> list[Stage]:
+        """The model that is sharded."""
+        return self.stages
+
+    @property
+    def shard_memory_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps between steps."""
+        return sum(unit.parameters.nbytes for unit in self.units)
+
+    @property
+    def replicated_memory_bytes(self) -> int:
+        """Bytes of parameters that a rank would keep without sharding."""
+        return sum(unit.parameters.nbytes_whole for unit in self.units)
+
+
+class DDP(ShardedModule):
+    """`ShardedModule` under NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order.
+
+    Li et al., "PyTorch Distributed", 2020, for the idea of buckets.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], comm: Comm, *, bucket_mb: float = BUCKET_MB, frozen: Sequence[str] = ()
+    ) -> None:
+        super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Give every rank the parameters of `root`. Collective; ValueError if that is no rank or differs."""
+        what, size = "broadcast_parameters", self.comm.size
+        root = agreed(self.comm, what, lambda: (whole_number(f"{what}: root", root, 0, size), {"root": root}))
+        handles = [
+            self.comm.broadcast(unit.parameters.master, root, f"parameters {unit.name}")
+            for unit in self.units
+        ]
+        for unit, handle in zip(self.units, handles, strict=True):
+            handle.wait()
+            unit.parameters.round()
+        self.unfilled.clear()
+
+
+class ShardedLinear(ShardedModule):
+    """A linear layer y (..., O) = x (..., C) W^T + b; the O rows of W, and b, are dealt out over ranks.
+
+    Parameters `NAME.weight` (O, C) and `NAME.bias` (O,). `forward` and `backward` as in ShardedModule, but
+    between the two nothing is gathered; `backward` returns dx.
+    """
+
+    def __init__(
+        self, comm: Comm, inputs: int, outputs: int, *, bias: bool = True, name: str = "linear"
+    ) -> None:
+        instance("ShardedLinear: name", name, str, "a text")
+        inputs, outputs = (
+            whole_number("ShardedLinear: inputs and outputs", n, least=1) for n in (inputs, outputs)
+        )
+        layer = Linear(name, inputs, outputs, bias=bias)
+        super().__init__([Stage(name, layer)], comm, FULL_SHARD, prefetch=0, by_rows=True)
+
+    def forward(self, x: Any, training: bool | None = None) -> Any:
+        """Return the output y for x; drop the gathered rows at once."""
+        y = super().forward(x, training)
+        for unit in self.units:
+            unit.release()
+        return y
+
+    def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
+        """Return the gradient dx; gather the rows again and start the reduction of their gradients."""
+        for unit in self.units:
+            unit.start_gather()
+        return super().backward(dy, contributors=contributors, last=last)
+
+
+class GivenGradients(MicroBatch):
+    """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
+
+    def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
+        super().__init__(module, None)
+        self.left = dict(gradients or {})
+
+    def backward(self, stage: int) -> None:
+        """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
+        factor = self.module.loss_scale.factor
+        for name, total in self.module.gradients_of(stage).items() if self.left else ():
+            if name in self.left:
+                given = device.in_use().from_host(self.left.pop(name))
+                total += (given * factor).astype(total.dtype)
+
+
+def list_of_stages(stages: Any) -> list[Stage]:
+    """Return a model's stages as a list; raise ValueError for anything but stages, and for none."""
+    expected = "a list of Stage(scope, layer), such as model.stages()"
+    if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
+        raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
+    found = list(stages)
+    if not found:
+        raise ValueError(f"ShardedModule: stages: expected {expected}, got none")
+    for i, stage in enumerate(found):
+        instance(f"ShardedModule: stages[{i}]", stage, Stage, "a Stage(scope, layer)")
+        instance(f"ShardedModule: stages[{i}].scope", stage.scope, str, "a name")
+        instance(f"ShardedModule: stages[{i}].layer", stage.layer, Layer, "a Layer")
+    return found
+
+
+def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
+    """Return name patterns as a tuple; raise ValueError for others, and for one that names nothing."""
+    if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
+        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
+    for pattern in given:
+        instance(f"ShardedModule: {what}", pattern, str, "name patterns")
+    found = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
+    check_patterns(what, found, params)
+    return found
+
+
+def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:
+    """Raise ValueError for parameters that cannot stay in the blocks of a file."""
+    if not config.stored:
+        return
+    instance("ShardedModule: stored", config.stored, Mapping, "a mapping of names to BlockKind")
+    if config.by_rows or device.in_use().name != "cpu":
+        raise ValueError("ShardedModule: stored: expected parameters on CPUs, in units that are no rows")
+    for name, kind in config.stored.items():
+        instance(f"ShardedModule: stored: {name}", kind, BlockKind, "a BlockKind")
+        if name not in params or config.is_trainable(name):
+            raise ValueError(f"ShardedModule: stored: {came(name)}: expected the name of a frozen parameter")
+        if params[name].size % kind.elements:
+            raise ValueError(f"ShardedModule: stored: {name}: expected blocks of {kind.elements} elements")

@@ -1,0 +1,202 @@
+"""Optimizers for scripts: that of the engine with checks, `ShardedAdamW`, and updates of plain arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.arguments import FLOATING, array, came, instance, number
+from zero_mpi.compat.module import ShardedModule
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+from zero_mpi.optim import optimizer as engine
+from zero_mpi.optim.optimizer import States, StepResult, bytes_of, clip_factor
+from zero_mpi.optim.rates import check_scales
+from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
+from zero_mpi.sharding.host_masters import NONE
+
+Key = str | int  # key of a user's array: its name, or its place in a list
+Arrays = Mapping[str, Array] | Sequence[Array]
+
+
+class ShardedOptimizer(engine.ShardedOptimizer):
+    """An optimizer for a ShardedModule.
+
+    rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule; the last match wins
+    lr            learning rate; `step` may be given another one each time
+    weight_decay  a step takes away lr * weight_decay of what decays, apart from the gradient: of matrices,
+                  unless `decay_scale` says otherwise
+    lr_scale      name pattern -> factor of the learning rate of parameters that it matches ("*.lora_b":
+                  16); the last match wins, 0 leaves them as they are
+    decay_scale   the same for the weight decay
+    ema           keep a moving average of what `step` trains too: ema * average + (1 - ema) * parameter after
+                  each update, from the first parameters on; `zero_mpi.save` writes it as a model of its own
+
+    `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
+    Making one is collective; raises ValueError for impossible settings, UsageError where ranks differ.
+    `offload`: "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
+    with `offload_masters`; raises UsageError where there is no GPU.
+    """
+
+    module: ShardedModule
+
+    def check(self, module: Any, rules: Any, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for impossible arguments, UsageError for those that exclude each other."""
+        what, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
+        instance("rules", rules, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
+        for pattern, rule in rules.items():
+            instance("rules", pattern, str, "name patterns")
+            instance(f"rules: {pattern}", rule, Rule, "a Rule such as AdamW()")
+        if ema is not None:
+            number("ShardedAdamW: ema", ema, above=0, below=1)
+            if offload != NONE:
+                raise UsageError(
+                    f"--ema {ema}: cannot be had with --offload {offload}: leave one of them out"
+                )
+        for name in ("lr", "weight_decay"):
+            number(f"{what}: {name}", settings[name], least=0)
+        trained = [name for name in module.params if module.is_trainable(name)]
+        for name in ("lr_scale", "decay_scale"):
+            check_scales(f"{what}: {name}", settings[name], trained)
+        if offload != NONE and any(isinstance(rule, MatrixRule) for rule in rules.values()):
+            raise ValueError(
+                "offload: states of a rule for whole matrices stay where these are; leave it out"
+            )
+
+    def check_units(self) -> None:
+        """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
+        for unit in self.units:
+            if (
+                unit.unit.whole
+                and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
+            ):
+                raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
+            for name, param in unit.unit.params.items():
+                if isinstance(self.rule_of(name), MatrixRule) and (
+                    not unit.unit.whole or len(param.shape) < 2
+                ):
+                    raise ValueError(
+                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
+                        "the module with whole=[patterns of the matrices], and use another rule for others"
+                    )
+
+    def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
+        """Update the parameters by the module's gradients and forget these; see the engine. Collective."""
+        lr = None if lr is None else number("step: lr", lr, least=0)
+        check_max_norm("step", max_norm)
+        self.module.check_gradients("step")
+        return super().step(lr, max_norm)
+
+    @cached_property
+    def _plain(self) -> dict[Key, tuple[States, int]]:
+        """States and counts of steps of the user's arrays."""
+        return {}
+
+    def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
+        """Update arrays of any kind in place by gradients given for them, both by name or both as lists.
+
+        The name, or the place in the list, is the identity: under it moments and a count of steps are kept,
+        beside the module's, from the first call on; names may come later or be left out of a call. Under the
+        names of the module's parameters that is its local shard: `dict(module.named_parameters())` and
+        gradients of the same elements. A caller that updates those calls `drop_gathered` before and
+        `broadcast_updated_params` after it. What decays: the module's matrices by their names, also where
+        the shard is flat, and other arrays of two or more dimensions. Not collective.
+
+        Raises ValueError, and updates nothing, if names, lists, shapes or types do not fit each other or
+        earlier calls.
+        """
+        lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
+        arrays, given = keyed("params", params), keyed("grads", grads)
+        self._check_plain(arrays, given)
+        for key, p in arrays.items():
+            rule, zeros = self.rule_of(str(key)), device.in_use().zeros
+            states, steps = self._plain.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
+            self._plain[key] = states, steps + 1
+            known = self.module.params.get(str(key))
+            decays = p.ndim >= 2 if known is None else known.decays
+            decay, rate = np.array([self.weight_decay * decays]), lr * self._rates.factor(str(key))
+            rule.update(Part(p.reshape(-1), given[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
+
+    def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
+        """Raise ValueError unless all of them can be updated."""
+        if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
+            raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
+        shapes = {key: p.shape for key, p in params.items()}
+        if shapes != {key: g.shape for key, g in grads.items()}:
+            raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")
+        if not all(p.flags.c_contiguous for p in params.values()):
+            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
+        listed = [key for key in self._plain if isinstance(key, int)]
+        longer = listed and 0 in params and len(listed) != len(params)
+        for key, (states, _) in self._plain.items():
+            sizes = {state.size for state in states.values()}
+            if longer or (key in params and not sizes <= {params[key].size}):
+                raise ValueError("step_on_params: the arrays are not those of the first call")
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of states and averages on this rank, wherever they are."""
+        return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._plain.values())
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW for a ShardedModule: `ShardedOptimizer` with that rule alone.
+
+    betas, eps    decay of the two moments, and what is added to the root of the second
+    """
+
+    def __init__(
+        self,
+        module: ShardedModule,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        **more: Any,
+    ) -> None:
+        if not isinstance(betas, Sequence | np.ndarray) or isinstance(betas, str) or len(betas) != 2:
+            raise ValueError(f"ShardedAdamW: betas: expected two numbers, got {came(betas)}")
+        first, second = (number("ShardedAdamW: betas", beta, least=0, below=1) for beta in betas)
+        rule = AdamW((first, second), number("ShardedAdamW: eps", eps, above=0))
+        super().__init__(module, rule, lr=lr, **more)
+
+
+def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
+    """Scale the module's gradients in place so that their global norm is at most `max_norm`. Collective.
+
+    Returns the norm before. `ShardedAdamW.step(max_norm=...)` does the same without a pass of its own.
+    """
+    instance("clip_grad_norm: module", module, ShardedModule, "a ShardedModule")
+    check_max_norm("clip_grad_norm", max_norm, required=True)
+    module.check_gradients("clip_grad_norm")
+    module.sync_gradients()
+    norm = module.gradient_norm()
+    factor = clip_factor(norm, max_norm)
+    if math.isfinite(norm) and factor < 1.0:
+        for unit in module.units:
+            if unit.unit.trainable:
+                unit.gradient.scale(factor)
+    return norm
+
+
+def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
+    """Raise ValueError for an impossible largest norm; infinity is a way to ask for the norm alone."""
+    if (max_norm is not None or required) and max_norm != math.inf:
+        number(f"{what}: max_norm", max_norm, above=0)
+
+
+def keyed(what: str, arrays: Any) -> dict[Key, Array]:
+    """Return arrays by name, or by place in a list; raise ValueError for anything but float arrays."""
+    if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
+        raise ValueError(
+            f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
+            f"{came(arrays)}"
+        )
+    found: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+    for key, value in found.items():
+        array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
+    return found
