@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OPERATIONS: dict[str, Any] = {}  # name -> the operation, dispatched by the type of its first array
 VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # type of array -> name -> its faster version
 defined = SimpleNamespace()
-"""The definitions of operations, for arrays of any type: what a kernel does not take goes there."""
+"""Reference versions of the operations, used for arrays that no kernel supports."""
 
 
 def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:

@@ -171,7 +171,7 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 
 def elements(x: Array) -> int:
-    """Return the blocks for a flat array of which each thread takes a pack."""
+    """Return the number of blocks for a flat array, with one pack per thread."""
     return -(-int(x.size) // (THREADS * int(PACK // x.itemsize)))
 
 
