@@ -18,6 +18,24 @@ def numbers(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 
 
+def of_experts() -> dict[str, Given]:
+    """Those of the operations of experts."""
+    rows, ends = numbers(6, 4), np.array([0, 2, 2, 6])
+    experts, weight = {"w": numbers(3, 4, 5), "starts": ends}, np.ones((6, 1), np.float32)
+    routed = {"p": numbers(3, 4), "chosen": np.array([[0, 1], [1, 2], [2, 0]]), "rows": np.arange(6)}
+    x, w, h = numbers(2, 3, 5), numbers(8, 5), numbers(2, 3, 8)
+    return {
+        "linear_wide": {"x": x, "w": w, "plus": h},
+        "route": {"logits": numbers(3, 4), "used": 2, "normalized": True},
+        "route_backward": {"dw": weight, "w": weight + 1, **routed, "normalized": True},
+        "weighted_swiglu": {"gate": rows, "up": rows + 1, "w": weight},
+        "weighted_swiglu_backward": {"dy": rows, "gate": rows + 1, "up": rows + 2, "w": weight},
+        "grouped_linear": {"x": numbers(6, 5), **experts, "plus": rows},
+        "grouped_linear_backward_x": {"dy": rows, **experts, "into": numbers(6, 5)},
+        "grouped_linear_backward_w": {"dy": rows, "x": numbers(6, 5), "dw": numbers(3, 4, 5), "starts": ends},
+    }
+
+
 def fitting() -> dict[str, Given]:
     """The arguments of each operation by name, arrays as new ones: no two axes of an array are alike."""
     x, w, c, h = numbers(2, 3, 5), numbers(8, 5), numbers(5), numbers(2, 3, 8)
@@ -27,7 +45,7 @@ def fitting() -> dict[str, Given]:
     heads = {"q": numbers(2, 3, 4, 6), "k": numbers(2, 7, 2, 6), "v": numbers(2, 7, 2, 5)}
     flat = {name: numbers(35) for name in "pgm"} | {"v": numbers(35) ** 2}
     head = {"x": x, "w": w, "b": numbers(8), "targets": tokens, "scale": 0.5}
-    return {
+    return of_experts() | {
         "add": {"x": x, "y": x + 1},
         "scale": {"x": x, "factor": 0.3, "plus": x + 1},
         "linear": {"x": x, "w": w, "b": numbers(8), "plus": h},
@@ -73,6 +91,8 @@ FREE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("layer_norm", "x"): (0, 1, "more", "fewer"),
     ("causal_attention", "v"): (3,),
     ("cross_entropy", "logits"): (2,),
+    ("route", "logits"): (0, 1),
+    ("route_backward", "p"): (1,),
 }
 
 

@@ -69,6 +69,7 @@ def test_statistics_and_losses_stay_wide(kind):
 def test_every_operation_that_takes_activations_has_its_roles():
     """A new operation must say what is low in it."""
     plain = {"embedding", "dequantize"}  # they gather, and unpack what is of no type of ours
+    plain |= {"linear_wide", "route"}  # their results are never low
     plain |= {"adamw", "chunk_squares", "moving_average"}  # of float32 slices
     operations = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
     assert operations == set(low_precision.ROLES) | plain
@@ -120,6 +121,7 @@ def test_kernels_round_as_the_definition_does():
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
 TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each of the rows below, most of them often
+STACK, STARTS, SHARES = drawn(BF, 3, 48, 48), np.array([0, 10, 10, 33]), drawn(np.float32, 33, 1)
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -146,6 +148,25 @@ CALLS = {
     "positions": lambda o: o.positions(X, GATE),
     "positions_backward": lambda o: [
         added(o.positions_backward, X[:, ::-1], kind=kind) for kind in (BF, np.float32)
+    ],
+    "weighted_swiglu": lambda o: o.weighted_swiglu(GATE, GATE[::-1], SHARES),
+    "weighted_swiglu_backward": lambda o: o.weighted_swiglu_backward(GATE[:, ::-1], GATE, GATE[::-1], SHARES),
+    "grouped_linear": lambda o: [
+        o.grouped_linear(GATE, STACK, STARTS),
+        o.grouped_linear(GATE, STACK, STARTS, GATE),
+    ],
+    "grouped_linear_backward_x": lambda o: [
+        o.grouped_linear_backward_x(GATE, STACK, STARTS),
+        o.grouped_linear_backward_x(GATE, STACK, STARTS, GATE.copy()),
+    ],
+    "grouped_linear_backward_w": lambda o: [
+        added(
+            lambda dy, x, dw: o.grouped_linear_backward_w(dy, x, dw.reshape(3, 11, 48), STARTS),
+            GATE[:, :11],
+            GATE[::-1],
+            kind=kind,
+        )
+        for kind in (BF, np.float32)
     ],
     "rope": lambda o: [
         o.rope(X.reshape(5, 33, 2, 24), np.cos(ANGLES), np.sin(ANGLES), flag) for flag in (True, False)
@@ -252,7 +273,7 @@ def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
     tried |= {"causal_attention"}
     tried |= {name for name in vars(ops) if name.startswith("linear")}  # test_onednn.py
     on_copies = {operation.__name__ for operation in cpu.ON_COPIES}
-    assert set(low_precision.ROLES) <= tried | on_copies
+    assert set(low_precision.ROLES) <= tried | on_copies | {*reference.UNCOMPILED}
 
 
 def test_numbers_that_are_not_finite_stay_so():

@@ -57,7 +57,9 @@ def test_what_does_not_fit_is_refused(name, kind):
 def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with arrays in bfloat16 that may be: what the optimizer reads and statistics may not."""
     float_only = name in ("adamw", "moving_average", "chunk_squares")
-    wide = ("r", "mean", "cos", "sin", *(given if float_only else ()))
+    wide = ("r", "mean", "cos", "sin", "p", "logits", *(given if float_only else ()))
+    wide += ("w",) if "weighted" in name or name == "route_backward" else ()
+    wide += ("plus",) if name == "linear_wide" else ()
     low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}
     return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in given.items()}
 

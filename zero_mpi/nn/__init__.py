@@ -14,6 +14,7 @@ from zero_mpi.nn.attention import (
 )
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
+from zero_mpi.nn.experts import Experts
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
@@ -29,6 +30,7 @@ __all__ = [
     "Chain",
     "CrossEntropy",
     "Embedding",
+    "Experts",
     "FusedQKV",
     "GeGLU",
     "Heads",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from functools import singledispatch, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -41,36 +41,13 @@ def _dispatched(definition: Callable[..., Any]) -> Any:
     return operation
 
 
-add = _dispatched(reference.add)
-scale = _dispatched(reference.scale)
-linear = _dispatched(reference.linear)
-linear_backward_x = _dispatched(reference.linear_backward_x)
-linear_backward_w = _dispatched(reference.linear_backward_w)
-linear_backward_b = _dispatched(reference.linear_backward_b)
-embedding = _dispatched(reference.embedding)
-embedding_backward = _dispatched(reference.embedding_backward)
-positions = _dispatched(reference.positions)
-positions_backward = _dispatched(reference.positions_backward)
-rms_norm = _dispatched(reference.rms_norm)
-rms_norm_backward = _dispatched(reference.rms_norm_backward)
-layer_norm = _dispatched(reference.layer_norm)
-layer_norm_backward = _dispatched(reference.layer_norm_backward)
-gelu = _dispatched(reference.gelu)
-gelu_backward = _dispatched(reference.gelu_backward)
-swiglu = _dispatched(reference.swiglu)
-swiglu_backward = _dispatched(reference.swiglu_backward)
-geglu = _dispatched(reference.geglu)
-geglu_backward = _dispatched(reference.geglu_backward)
-rope = _dispatched(reference.rope)
-causal_attention = _dispatched(reference.causal_attention)
-causal_attention_backward = _dispatched(reference.causal_attention_backward)
-cross_entropy = _dispatched(reference.cross_entropy)
-linear_cross_entropy = _dispatched(reference.linear_cross_entropy)
-adamw = _dispatched(reference.adamw)
-moving_average = _dispatched(reference.moving_average)
-chunk_squares = _dispatched(reference.chunk_squares)
-dequantize = _dispatched(reference.dequantize)
-_DISPATCHED = {name: value for name, value in globals().items() if hasattr(value, "registry")}
+_DISPATCHED = {name: _dispatched(getattr(reference, name)) for name in signatures.SIGNATURES}
+globals().update(_DISPATCHED)
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Stand for the operations, which `SIGNATURES` lists."""
+
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
     "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
@@ -185,6 +162,8 @@ def prepare_cpu() -> None:
     for name, operation in signatures.defined_in(cpu.MODULES):
         native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
         _DISPATCHED[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
+    for name in reference.UNCOMPILED:
+        _DISPATCHED[name].register(np.ndarray, _DISPATCHED[name].dispatch(object))
 
 
 def prepare_low() -> None:

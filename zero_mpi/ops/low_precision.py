@@ -64,12 +64,18 @@ ROLES = {
     "causal_attention_backward": Roles(rounded=(0, 1, 2)),
     "cross_entropy": Roles(rounded=(1,)),
     "linear_cross_entropy": Roles(rounded=(1,), added_to=("dw", "db")),
+    "route_backward": Roles(),
+    "weighted_swiglu": Roles(),
+    "weighted_swiglu_backward": Roles(rounded=(0, 1, 2)),
+    "grouped_linear": Roles(),
+    "grouped_linear_backward_x": Roles(added_to=("into",)),
+    "grouped_linear_backward_w": Roles(added_to=("dw",)),
 }
 
 
 def is_low(x: Any) -> bool:
     """Return whether `x` is an array of a low type."""
-    return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype in LOW
+    return getattr(x, "dtype", None) in LOW
 
 
 def widened(x: Any) -> Any:

@@ -22,6 +22,7 @@ from zero_mpi.ops.activations_reference import sigmoid as sigmoid
 from zero_mpi.ops.activations_reference import swiglu as swiglu
 from zero_mpi.ops.activations_reference import swiglu_backward as swiglu_backward
 from zero_mpi.ops.blocks_reference import dequantize as dequantize
+from zero_mpi.ops.experts_reference import *  # noqa: F403
 from zero_mpi.ops.flat_reference import adamw as adamw
 from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
 from zero_mpi.ops.flat_reference import moving_average as moving_average
@@ -29,6 +30,9 @@ from zero_mpi.ops.rowsums import column_sums
 from zero_mpi.ops.sizes import check_kept
 
 LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
+
+
+UNCOMPILED = ("linear_wide", "route_backward")  # whose work is small, or that of a library
 
 
 def rows(x: Array) -> Array:

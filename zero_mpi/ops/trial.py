@@ -122,6 +122,21 @@ def losses(draw: Draw) -> Iterator[Array]:
     yield from (dw, db)
 
 
+def experts(draw: Draw) -> Iterator[Array]:
+    """Try a router, and the products and activations of its experts."""
+    x, router, w = draw(ROWS, WIDTH, seed=1), draw(5, WIDTH, seed=2), draw(5, 64, WIDTH, seed=3)
+    logits, gate, up = ops.linear_wide(x, router), *(draw(2 * ROWS, 64, seed=seed) for seed in (4, 5))
+    yield logits
+    for normalized in (True, False):
+        p, chosen, rows, tokens, weights, starts = ops.route(logits, 2, normalized)
+        dgate, dup, dw = ops.weighted_swiglu_backward(up, gate, up, weights)
+        yield from (p, weights, dgate, dup, dw, ops.weighted_swiglu(gate, up, weights))
+        yield ops.route_backward(dw, weights, p, chosen, rows, normalized)
+    x, total = ops.embedding(tokens, x), draw(5, 64, WIDTH, seed=6)
+    ops.grouped_linear_backward_w(gate, x, total, starts)
+    yield from (ops.grouped_linear(x, w, starts), ops.grouped_linear_backward_x(gate, w, starts), total)
+
+
 def updates() -> Iterator[Array]:
     """Try the optimizer, and the sums of its gradient's norm."""
     p, g, m = (numbers(3072, seed=seed) for seed in (1, 2, 3))
@@ -133,7 +148,7 @@ def updates() -> Iterator[Array]:
     yield from (p, m, v)
 
 
-PARTS = (products, attention, norms, elements, tables, losses)
+PARTS = (products, attention, norms, elements, tables, losses, experts)
 
 
 def results(kind: Any) -> Iterator[Array]:

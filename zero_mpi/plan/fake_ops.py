@@ -204,6 +204,22 @@ def _(dy: Array, w: Array, into: Array | None = None) -> Array:
     return dy.memory.take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
 
 
+@fake(ops.route)
+def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
+    memory, (tokens, count) = logits.memory, logits.shape
+    p, chosen = memory.take(logits.shape, logits.dtype), memory.take((tokens, used), np.int64)
+    rows, of_row = (memory.take((tokens * used,), np.int64) for _ in range(2))
+    memory.passes(p, p)
+    weights = memory.take((tokens * used, 1), logits.dtype)
+    return p, chosen, rows, of_row, weights, memory.take((count + 1,), np.int64)
+
+
+def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
+    """Return the products of rows with one axis of stacked matrices; a backward adds to its addend."""
+    x.memory.product(x.shape[0], *w.shape[1:])
+    return x.memory.take((x.shape[0], w.shape[axis]), x.dtype) if addend is None or axis == 1 else addend
+
+
 def column_sums(dy: Array, rows: int, width: int) -> None:
     """Count the gradient of a vector, a sum over rows."""
     dy.memory.passes(dy)
@@ -293,6 +309,16 @@ for _operation, _function in {
     ops.layer_norm: partial(norm, statistics=2),
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
     ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
+    ops.grouped_linear_backward_w: lambda dy, x, dw, starts: dy.memory.product(len(dy), *dw.shape[1:]),
+    ops.grouped_linear: partial(grouped, axis=1),
+    ops.grouped_linear_backward_x: partial(grouped, axis=2),
+    ops.linear_wide: lambda x, w, plus=None: x.memory.take((*x.shape[:-1], len(w))),
+    ops.weighted_swiglu: partial(elementwise, reads=2),
+    ops.weighted_swiglu_backward: lambda dy, gate, up, w: (
+        *gate_backward(dy, gate, up),
+        dy.memory.take(w.shape, dy.dtype),
+    ),
+    ops.route_backward: lambda dw, w, p, *others: p.memory.take(p.shape, dw.dtype),
     ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
     ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # written into existing memory
 }.items():

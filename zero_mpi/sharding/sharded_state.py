@@ -13,13 +13,12 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from zero_mpi import device
+from zero_mpi import device, ops
 from zero_mpi.arguments import array, came, instance, same_names, whole
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param
-from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.block_parameters import BlockParameters, ReadBytes
 from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.loss_scale import LossScale
@@ -287,7 +286,7 @@ class ShardedState:
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.sum.size:
                 places.append(of_unit)
-                squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
+                squares.append(ops.chunk_squares(unit.gradient.sum, unit.unit.quantum))
         for runs, found in zip(places, device.in_use().all_to_host(squares), strict=True):
             for there, here in runs:
                 sums[there] = found[here]

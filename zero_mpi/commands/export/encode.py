@@ -35,7 +35,14 @@ FILE_TYPES = {  # types that can be written, and their numbers in the key genera
 }
 COARSE = tuple(GGMLQuantizationType[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
 ENDS = (EMBEDDING, HEAD)  # a tied model has only the first
-KEPT = ("position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short")
+KEPT = (
+    "ffn_gate_inp",
+    "position_embd",
+    "token_types",
+    "rope_freqs",
+    "rope_factors_long",
+    "rope_factors_short",
+)
 AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 COPIED = 1 << 20  # bytes copied at a time
 
