@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,23 +32,13 @@ class Routing(NamedTuple):
     starts: Any
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """The operations of linear layers on rows that are sorted by expert, with stacked matrices (N, O, C)."""
-
-    starts: Any
-
-    def linear(self, x: Any, w: Any, b: Any = None, plus: Any = None) -> Any:
-        """Return y (R, O) of rows x (R, C)."""
-        return ops.grouped_linear(x, w, self.starts, plus)
-
-    def linear_backward_x(self, dy: Any, w: Any, into: Any = None) -> Any:
-        """Return dx (R, C)."""
-        return ops.grouped_linear_backward_x(dy, w, self.starts, into)
-
-    def linear_backward_w(self, dy: Any, x: Any, dw: Any) -> None:
-        """Add the gradient of w into dw."""
-        ops.grouped_linear_backward_w(dy, x, dw, self.starts)
+def grouped(starts: Any) -> Any:
+    """Return the operations of linear layers on rows sorted by expert, with stacked matrices (N, O, C)."""
+    return SimpleNamespace(
+        linear=lambda x, w, b=None, plus=None: ops.grouped_linear(x, w, starts, plus),
+        linear_backward_x=lambda dy, w, into=None: ops.grouped_linear_backward_x(dy, w, starts, into),
+        linear_backward_w=lambda dy, x, dw: ops.grouped_linear_backward_w(dy, x, dw, starts),
+    )
 
 
 class Experts(Composite, AddsInForward):
@@ -91,7 +80,7 @@ class Experts(Composite, AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         flat, kept = x.reshape(-1, x.shape[-1]), None
         routing = self.route(p, flat)
-        via, rows = Grouped(routing.starts), ops.embedding(routing.tokens, flat)
+        via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
         gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
         rows = self.down.rows(p, ops.weighted_swiglu(gate, up, routing.weights), ALL, via=via)
         if self.shared is not None:
@@ -103,7 +92,7 @@ class Experts(Composite, AddsInForward):
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         x, routing, gate, up, kept = saved
-        flat, via = x.reshape(-1, x.shape[-1]), Grouped(routing.starts)
+        flat, via = x.reshape(-1, x.shape[-1]), grouped(routing.starts)
         tokens, weights = routing.tokens, routing.weights
         down = ops.weighted_swiglu(gate, up, weights), ops.embedding(tokens, dy.reshape(flat.shape))
         dgate, dup, dw = ops.weighted_swiglu_backward(
