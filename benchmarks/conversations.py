@@ -97,7 +97,7 @@ def main() -> None:
                 begun = time.perf_counter()
                 count = read()
                 times.append(time.perf_counter() - begun)
-                print(f"{name:13} {count:,} ids  {count / times[-1] / 1e3:.0f} thousand a second")
+                print(f"{name:13} {count:,} ids  {count / times[-1] / 1e3:.0f} thousand per second")
         ours_took, theirs_took = map(statistics.median, seconds.values())
         print(f"ratio {theirs_took / ours_took:.2f}")
 

@@ -116,7 +116,7 @@ def speed(check: Check, section: Section, workload: str) -> None:
     peer = next((racer for racer in racers if racer.name.startswith("torch")), None)
     found = "no steps" if ours is None else f"{ours.tokens_per_second:,.0f}"
     fast = ours is not None and ours.tokens_per_second >= wanted
-    section.judge(f"{workload}, tokens a second", f"at least {wanted:,.0f}", found, fast)
+    section.judge(f"{workload}, tokens per second", f"at least {wanted:,.0f}", found, fast)
     if check.torch_python is None:
         section.judge(f"{workload} beside torch", f"{AHEAD} x", "not run: no --torch-python", None)
         return
@@ -173,5 +173,5 @@ def overhead(check: Check, section: Section) -> None:
         section.problems += [] if torch else [problem]
         return
     section.tables[f"{MEASURED} steps of GPT-2 124M; {path.name} has {SHOWN} more"] = [found]
-    shown = f"{found['idle']:.1%}, {found['kernels'] / MEASURED:.0f} kernels a step"
+    shown = f"{found['idle']:.1%}, {found['kernels'] / MEASURED:.0f} kernels per step"
     section.judge("idle time of the GPU", f"under {MOST_IDLE:.0%}", shown, found["idle"] < MOST_IDLE)

@@ -227,7 +227,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def print_table(workload: str, results: list[dict[str, object]]) -> None:
     """For people."""
     head = results[0]
-    print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s a rank")
+    print(f"{workload}, {head['ranks']} rank(s), sgemm {head['peak_gflops']:.0f} GFLOP/s per rank")
     names = f"{'strategy':14} {'transport':10} {'reduction':10} {'precision':9} {'bits':8}"
     columns = f"{'ms':>9} {'tokens/s':>9} {'GEMM share':>10} {'wait ms':>8} {'sent MB':>8} {'RSS MB':>7}"
     print(f"{names} {columns} {'PSS of all':>10} {'activations':>11}")

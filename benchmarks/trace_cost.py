@@ -96,10 +96,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
     cost = statistics.median(bench.comm.allgather_object(cost_of_a_span()))
     if world.rank == 0:
         print(f"{options.workload}, {bench.comm.size} rank(s), {' '.join(bench.name)}")
-        print(f"without {off:8.3f} ms a step")
-        print(f"with    {on:8.3f} ms a step, with/without {on / off:.4f}")
+        print(f"without {off:8.3f} ms per step")
+        print(f"with    {on:8.3f} ms per step, with/without {on / off:.4f}")
         print(
-            f"{spans_a_step:.0f} spans a step of {1e9 * cost:.0f} ns each: "
+            f"{spans_a_step:.0f} spans per step of {1e9 * cost:.0f} ns each: "
             f"{100 * spans_a_step * cost * 1e3 / off:.3f} % of a step"
         )
     return 0

@@ -126,7 +126,7 @@ def tell(out: Path, before: dict[str, str], after: dict[str, str]) -> None:
     """Print what was gained."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, last = records[0]["val_loss_before"], records[-1]["val_loss"]
-    print(f"\nloss on held-out answers: {first:.3f} nats a token before, {last:.3f} after")
+    print(f"\nloss on held-out answers: {first:.3f} nats per token before, {last:.3f} after")
     print(f"perplexity: {math.exp(first):.1f} before, {math.exp(last):.1f} after")
     for question, answer in before.items():
         print(f"\n{question}\n  before  {one_line(answer)}\n  after   {one_line(after[question])}")

@@ -233,7 +233,6 @@ def trained_json(kind, tokens=900):
 
 
 def write_json(folder, content, **beside):
-    """tokenizer.json in a folder, and other files by their names."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {"tokenizer": content, **beside}.items():
         (folder / f"{name}.json").write_text(json.dumps(text))

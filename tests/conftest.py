@@ -297,7 +297,6 @@ class Unavailable(pytest.Module):
 
 
 def why_no_mpi():
-    """Why mpi4py cannot be used here, or an empty string."""
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:

@@ -223,11 +223,6 @@ def hands_sigterm_on() -> bool:
     return launcher_kind() != "openmpi"
 
 
-def status_of_one(*statuses: int) -> set[int]:
-    """What a job's status may be when one rank ends with such a one: Intel MPI's launcher tells none."""
-    return {255} if launcher_kind() == "intel" else set(statuses)
-
-
 def run_command(
     command: Sequence[str | os.PathLike[str]],
     *,

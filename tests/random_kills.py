@@ -141,7 +141,7 @@ def trial(out, flags, draw):
         for pid in [job.pid, *processes(mark)]:
             kill(pid)
         job.wait()
-    assert "passed over" not in log.read_text()
+    assert "unusable checkpoint" not in log.read_text()
     best = folders.candidates(out)
     assert not complete or sound_step(best[0]) >= complete >= before
     return victim

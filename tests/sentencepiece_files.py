@@ -16,7 +16,6 @@ BYTES = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
 
 
 def texts() -> list[str]:
-    """What vocabularies are trained on."""
     found = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
     return [text.replace("\0", "") for text in found] * 3  # llama.cpp reads tokens up to a zero
 

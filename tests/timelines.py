@@ -7,7 +7,6 @@ NANOSECOND = 1.1e-3  # microseconds: times are rounded to one
 
 
 def lasting(events):
-    """The events that took time."""
     return [event for event in events if event["ph"] == "X"]
 
 
@@ -42,14 +41,12 @@ def check_nesting(track):
 
 
 def event(rank, family, kind, begun, ended, *, step=1, **about):
-    """An event of a track, in microseconds."""
     args = {"kind": kind, "step": step, **about}
     times = {"ts": begun, "dur": ended - begun}
     return {"name": kind, "cat": family, "ph": "X", "pid": rank + 1, "tid": 1, **times, "args": args}
 
 
 def save(path, events, **about):
-    """A time line as a file."""
     head = json.dumps({"otherData": {"zero_mpi": "0", **about}})[:-1]
     path.write_text(f'{head},\n"traceEvents":[\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
     return path

@@ -27,7 +27,7 @@ def came(value: object) -> str:
 
 
 def whole(what: str, value: Any, least: int | None = None, below: int | None = None) -> int:
-    """Return `value` as a whole number of at least `least` and below `below`."""
+    """Return `value` as an integer of at least `least` and below `below`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -39,7 +39,7 @@ def whole(what: str, value: Any, least: int | None = None, below: int | None = N
 
 
 def span(least: int | None, below: int | None) -> str:
-    """Return limits of whole numbers, for people."""
+    """Return limits of integers, for messages."""
     if below is not None:
         return f" from {least} to {below - 1}"
     return "" if least is None else f" of at least {least}"

@@ -108,7 +108,7 @@ def random_trial(draw: random.Random, unbroken: Path) -> str:
         EVENTS[name](here, trial, host)
         assert_done(trial, unbroken)
         restarts = restarted(trial)
-        left = "" if name in STAYS else f"; left out, as no answer came: {host}"
+        left = "" if name in STAYS else f"; left out (no answer): {host}"
         assert restarts >= 1, trial.errors
         assert left in trial.errors, trial.errors
     return f"{name} of {host} after step {step}: {restarts} restart(s), done, the same bytes"

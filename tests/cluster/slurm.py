@@ -112,7 +112,6 @@ class Slurm:
             time.sleep(0.05)
 
     def cancel_all(self) -> None:
-        """End all jobs, for the next test to find none."""
         self.command("scancel", "--user=root")
         deadline = time.monotonic() + 30
         while self.command("squeue", "--noheader").strip():

@@ -26,7 +26,6 @@ def examine(here: Hosts, ranks: int, per_host: int, *flags: str):
 
 @pytest.fixture(scope="module")
 def slow_hosts():
-    """Two hosts with links of 1 Gbit/s."""
     with hosts(2, "1gbit") as here:
         yield here
 

@@ -238,7 +238,9 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
     status, printed, errors = run_command([*again, *flags(trial.out.parent)], timeout=60)
     assert status == 0, printed + errors
     assert f"at step {start}" in printed
-    assert ("passed over" in printed) == (fault.event == "newest checkpoint cut short")
+    assert ("warning: " in printed and "unusable checkpoint" in printed) == (
+        fault.event == "newest checkpoint cut short"
+    )
     assert read_status(trial.out)["state"] == "done"
     assert_same_run(trial.out, unbroken)
 

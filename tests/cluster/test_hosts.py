@@ -62,7 +62,6 @@ def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich"
 
 
 def need(mpi: str) -> None:
-    """Skip where this MPI is not installed."""
     try:
         installed(mpi)
     except LookupError as error:

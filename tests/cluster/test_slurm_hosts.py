@@ -67,7 +67,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost(launch, mpi, unbroken):
         up.until(lambda: "supervise: restart 1 of 10 from step-" in up.log(job), job, "not restarted")
         up.wait(job, "COMPLETED")
         log, facts = up.log(job), up.facts(job)
-        assert "on 2 hosts (h1, h2), 2 ranks; left out, as no answer came: h3" in log, log
+        assert "on 2 hosts (h1, h2), 2 ranks; left out (no answer): h3" in log, log
         assert facts["Restarts"] == "0"
         (event,) = [event for event in read_events(out / "events.jsonl") if event["event"] == "restarted"]
         assert (event["hosts"], event["silent"]) == (["h1", "h2"], ["h3"])

@@ -11,9 +11,8 @@ pytestmark = [
     pytest.mark.timeout_seconds(120),
 ]
 LINE = (
-    r"zero_mpi( train)?: error: MPI needs 4\.3 MiB of shared memory for 4 ranks on (\S+), and /dev/shm has "
-    r"3\.0 MiB free: give it more room \(containers: --shm-size=1g or --ipc=host\), or start fewer ranks a "
-    r"node\n"
+    r"zero_mpi( train)?: error: MPI needs 4\.3 MiB of shared memory for 4 ranks on (\S+), .*/dev/shm has "
+    r".*3\.0 MiB free: .*--shm-size=1g.*\n"
 )
 
 

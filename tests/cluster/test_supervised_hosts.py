@@ -35,7 +35,6 @@ HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, 
 
 @pytest.fixture(scope="module")
 def unbroken() -> Iterator[Path]:
-    """The run to which nothing happened."""
     with tempfile.TemporaryDirectory(prefix="zero_mpi-test-", dir="/var/tmp") as folder:
         yield undisturbed(Path(folder))
 
@@ -61,8 +60,8 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken)
         said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
         assert said == [
             "3 hosts (h1, h2, h3), 3 ranks",
-            "2 hosts (h1, h2), 2 ranks; left out, as no answer came: h3",
-            "1 host (h1), 1 rank; left out, as no answer came: h2, h3",
+            "2 hosts (h1, h2), 2 ranks; left out (no answer): h3",
+            "1 host (h1), 1 rank; left out (no answer): h2, h3",
         ]
         events = [event for event in read_events(trial.out / "events.jsonl") if event["event"] == "restarted"]
         assert [(event["hosts"], event["silent"]) for event in events] == [

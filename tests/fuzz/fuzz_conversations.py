@@ -23,6 +23,13 @@ FORMS: list[dict[str, Any]] = [
     {"instruction": "Add", "input": "2 2", "output": "4", "system": "Be brief."},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi!"}], "system": ""},
 ]
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "Two and two?", "chosen": "Four.", "rejected": "Five."},
+    {"chosen": "Two and two? Four.", "rejected": "Two and two? Five."},
+    {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
+    {"prompt": "", "chosen": TURNS, "rejected": TURNS[:1] * 2 + TURNS[1:], "tools": []},
+    {"prompt": "Two and two?", "completion": "Five.", "label": False},
+]
 CALL = {"name": "f", "arguments": '{"a": [1, "é"]}'}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALLS: list[dict[str, Any]] = [
@@ -70,7 +77,6 @@ def samples(
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Conversations of all forms, by a template that takes them."""
     name = random.choice(["chatml", "phi 3", "zephyr", "qwen 3", "marked"])
     return samples(folder, lines(*random.choices(FORMS, k=5)), TEMPLATES[name])
 
@@ -84,8 +90,20 @@ def values(random: Random, folder: Path) -> list[str]:
     return samples(folder, lines(FORMS[0], form), random.choice([*TEMPLATES.values()]))
 
 
+def pairs(random: Random, folder: Path) -> list[str]:
+    """Pairs and answers with labels, another value in one place, or a place that is not there."""
+    rows = json.loads(json.dumps(random.choices(PAIRS, k=3)))
+    turns = [turn for row in rows for value in row.values() if isinstance(value, list) for turn in value]
+    place = random.choice([*rows, *turns])
+    key = random.choice([*place, "label", "rejected"])
+    place[key] = random.choice([*ODD, TURNS, TURNS[:1], True])
+    if random.random() < 0.3:
+        del place[key]
+    flags = random.choice([[], ["--skip-bad"], ["--json"]])
+    return samples(folder, lines(*PAIRS[:1], *rows), TEMPLATES["chatml"], *flags)
+
+
 def others(random: Random, folder: Path) -> list[str]:
-    """A line that is no object."""
     return samples(folder, lines(FORMS[0], random.choice(ODD)))
 
 
@@ -190,6 +208,7 @@ CASES = {
     "sound": sound,
     "values": values,
     "others": others,
+    "pairs": pairs,
     "damaged": damaged,
     "packed": packed,
     "programs": programs,

@@ -12,7 +12,6 @@ NUMBERS = ("0", "1", "-1", "2", "99", "9999", "99999", "10 ** 7", "10 ** 9", "2 
 
 
 def number(random: Random) -> str:
-    """A number, most of them large."""
     return random.choice(NUMBERS)
 
 
@@ -48,7 +47,6 @@ def sequence(random: Random, depth: int) -> str:
 
 
 def condition(random: Random, depth: int) -> str:
-    """An expression that is true or not, and takes long to tell."""
     one, other = text(random, depth), text(random, depth)
     many = sequence(random, depth)
     return random.choice([f"{one} in {other}", f"{one} == {other}", f"{one} < {other}", f"{one} in {many}"])
@@ -78,7 +76,6 @@ def program(random: Random) -> str:
 
 
 def programs(random: Random, folder: Path) -> list[str]:
-    """In a file beside a model, for files of conversations."""
     return fuzz_conversations.samples(
         folder, fuzz_conversations.lines(*fuzz_conversations.FORMS), program(random)
     )

@@ -17,7 +17,6 @@ Written = Callable[[bytes], bytes]
 
 
 def lines(*values: Any) -> bytes:
-    """A file of JSON lines."""
     return "".join(json.dumps(value) + "\n" for value in values).encode("utf-8", "surrogatepass")
 
 
@@ -60,7 +59,6 @@ def tokenize(random: Random, folder: Path, name: str, raw: bytes) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Lines that are what they say, packed or not."""
     suffix = random.choice([*PACKED])
     return tokenize(random, folder, f"t{suffix}", PACKED[suffix](GOOD))
 
@@ -90,7 +88,6 @@ def damaged(random: Random, folder: Path) -> list[str]:
 
 
 def other(random: Random, folder: Path) -> list[str]:
-    """A file that is not what its name says."""
     suffix = random.choice([*PACKED, ".parquet", ".txt", ".txt.gz", ".txt.zst"])
     raw = random.choice([b"", GOOD, gzip.compress(GOOD), zstd(GOOD), parquet(TEXTS), random.randbytes(5000)])
     return tokenize(random, folder, f"t{suffix}", raw)

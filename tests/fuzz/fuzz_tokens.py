@@ -19,14 +19,12 @@ ARRAYS: list[Any] = [
 
 
 def header(text: bytes, version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
-    """Magic, version, length and text."""
     width = "<H" if version == (1, 0) else "<I"
     said = (len(text) if length is None else length) % 2 ** (8 * struct.calcsize(width))
     return b"\x93NUMPY" + bytes(version) + struct.pack(width, said) + text
 
 
 def usual(descr: Any = "<u2", order: Any = False, shape: Any = (500,)) -> bytes:
-    """The text that NumPy writes."""
     text = f"{{'descr': {descr!r}, 'fortran_order': {order!r}, 'shape': {shape!r}, }}"
     return text.encode("utf-8", "surrogatepass").ljust(117) + b"\n"
 
@@ -89,7 +87,6 @@ def file(random: Random) -> bytes:
 
 
 def llm_c() -> dict[str, bytes]:
-    """A file of llm.c."""
     return {"ids.bin": np.array([20240520, 1, 500] + [0] * 253, "<i4").tobytes() + IDS}
 
 
@@ -140,13 +137,11 @@ def command(folder: Path, random: Random, name: str = "ids.npy") -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """As it should be."""
     (folder / "ids.npy").write_bytes(header(usual()) + IDS)
     return command(folder, random)
 
 
 def bytes_of(random: Random, folder: Path) -> list[str]:
-    """Any header and any bytes."""
     (folder / "ids.npy").write_bytes(file(random))
     return command(folder, random)
 

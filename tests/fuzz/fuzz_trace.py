@@ -64,7 +64,6 @@ def as_lines(random: Random, found: Any) -> bytes:
 
 
 def types(random: Random, folder: Path) -> list[str]:
-    """Values that were swapped, dropped, renamed or repeated."""
     return named(random, folder, as_lines(random, wild.changed_json(random, time_line(random))))
 
 
@@ -135,7 +134,6 @@ def places(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """A time line that nothing is wrong with."""
     return named(random, folder, as_lines(random, time_line(random)))
 
 

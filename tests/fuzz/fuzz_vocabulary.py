@@ -45,7 +45,6 @@ def lengths(random: Random) -> list[int]:
 
 
 def text(random: Random, letter: str) -> str:
-    """A text that is one letter, or nearly."""
     size = random.choice([10, 5000, 200_000])
     end = random.choice(["", "b", " b\n"])
     return random.choice([letter * size + end, (letter * random.choice([3, 99]) + end) * (size // 50 + 1)])
@@ -95,7 +94,6 @@ def keys_of(random: Random, more: list[str], types: tuple[int, ...] = (1,), **ke
 
 
 def pieces(random: Random, folder: Path) -> list[str]:
-    """SentencePiece whose tokens are long."""
     letter, spelling = random.choice([("a", "a"), (sentencepiece_files.SPACE, " "), ("é", "é")])
     keys = keys_of(random, words(random, letter), (1, 1, 1, 4))
     return run(folder, keys, text(random, spelling))
@@ -115,7 +113,6 @@ def spellings(random: Random, folder: Path) -> list[str]:
 
 
 def sound(random: Random, folder: Path) -> list[str]:
-    """Vocabularies of short tokens."""
     return run(folder, keys_of(random, []), "a text\n" * 20)
 
 

@@ -49,8 +49,8 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     floats = [isinstance(x, np.ndarray) and x.dtype in KINDS for x in args]
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)
-    roles = low_precision.ROLES.get(name, low_precision.Roles())
-    kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by if name != "embedding" else 1].dtype
+    roles = low_precision.ROLES.get(name, low_precision.Roles(1, None, ()))  # an embedding's weights
+    kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
     ]
@@ -185,7 +185,7 @@ CASES = sorted(all_cases((2, 3, 4), F32))
 def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]], kind: Any) -> Any:
     name, (args, named) = name.partition(" ")[0], case
     result, after = expected(name, args, named)
-    written = low_precision.ROLES.get(name, low_precision.Roles()).added_to
+    written = low_precision.ROLES[name].written if name in low_precision.ROLES else ()
     vectors = {id(x) for x in args if isinstance(x, np.ndarray) and layout is columns and x.ndim == 1}
     there = [
         (aligned if id(x) in vectors or (in_place(name, x, args) and layout is columns) else layout)(x)

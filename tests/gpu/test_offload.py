@@ -186,7 +186,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
 
     monkeypatch.setattr(cuda, "PinnedMemory", refuse)
     module = ShardedModule([Stage("head", Linear("head", 512, 512))], SerialComm())
-    with pytest.raises(UsageError, match=r"^--offload: the host gives no .* GiB of pinned memory \(.*$"):
+    with pytest.raises(UsageError, match=r"^--offload: .* GiB of pinned memory \(.*$"):
         ShardedAdamW(module, offload="moments")
 
 

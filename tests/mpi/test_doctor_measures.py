@@ -12,7 +12,6 @@ from zero_mpi.launch.world import find_world
 
 
 def found_with(monkeypatch, ranks_per_node, **options):
-    """The ranks, of which so many count as a host."""
     monkeypatch.setenv(PRETEND, str(ranks_per_node))
     return find_ranks(find_world(), Namespace(**options))
 

@@ -147,7 +147,7 @@ def test_a_bit_that_fell_over_is_found(exact, ranks_folder):
         raw[-200] ^= 1
         (folder / "model.gguf").write_bytes(raw)
     exact.barrier()
-    refused(exact, partial(zero_mpi.load, folder, *make(exact)), "is not the one that was written")
+    refused(exact, partial(zero_mpi.load, folder, *make(exact)), "its checksum differs")
 
 
 def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder):
@@ -157,8 +157,8 @@ def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder)
         (ranks_folder / "mine").mkdir()
         (ranks_folder / "mine" / "thesis.tex").touch()
     save = partial(zero_mpi.save, module=module, optimizer=optimizer)
-    refused(exact, partial(save, ranks_folder / "file"), "expected a folder or nothing, found a file")
-    refused(exact, partial(save, ranks_folder / "mine"), r"found thesis\.tex; name another place")
+    refused(exact, partial(save, ranks_folder / "file"), "is a file")
+    refused(exact, partial(save, ranks_folder / "mine"), r"found thesis\.tex")
     refused(exact, partial(save, ranks_folder / "file" / "sub"), "file", (UsageError, JobError))
     refused(exact, partial(save, None), "expected the name of a folder, got None", ValueError)
     long = partial(zero_mpi.save, ranks_folder / "all", *make(exact, name="h" * 40))
@@ -190,7 +190,7 @@ def test_a_save_that_fails_leaves_what_was_there(exact, ranks_folder, monkeypatc
         refused(
             exact,
             partial(zero_mpi.save, folder, module, optimizer),
-            "save: .*cannot write model.gguf: No space left on device; what was in .*all before is as it was",
+            "save: .*cannot write model.gguf: No space left on device; .*all",
             JobError,
         )
     exact.barrier()

@@ -49,7 +49,6 @@ def made(comm, strategy=FULL_SHARD, precision="fp32", ema=None):
 
 
 def trained(module, optimizer, steps):
-    """Norms of these steps, and a digest of the parameters."""
     accumulator, norms = GradAccum(module, ROUNDS), []
     for step in steps:
         tiny.run_step(module, accumulator, MODEL, step, ROUNDS)
@@ -59,7 +58,6 @@ def trained(module, optimizer, steps):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one rank comes to, by precision."""
     return {kind: trained(*made(SerialComm(), precision=kind), range(STEPS)) for kind in PRECISIONS}
 
 
@@ -77,7 +75,6 @@ def test_the_bits_of_one_rank(alone, strategy, precision, transport):
 
 
 def owned_of(unit):
-    """The names of the matrices that lie on this rank, whole."""
     segments = unit.unit.segments(unit.part)
     assert all(s.where.stop - s.where.start == unit.unit.params[s.name].size for s in segments)
     return [segment.name for segment in segments]

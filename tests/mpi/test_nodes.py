@@ -196,7 +196,7 @@ def test_slices_within_nodes_take_a_nodes_part_of_the_memory():
 @pytest.mark.world(4, 8)
 def test_ranks_in_turn_on_the_nodes_are_refused():
     turn = Topology(tuple(tuple(range(n, WORLD.size, 2)) for n in range(2)), WORLD.rank)
-    assert "do not follow one another" in turn.problem
+    assert "not consecutive" in turn.problem
     ragged = Topology(((0,), tuple(range(1, WORLD.size))), WORLD.rank)
     assert "unequal numbers" in ragged.problem
     with nodes_of(3), pytest.raises(NodesApart, match="unequal numbers of ranks"):

@@ -11,7 +11,7 @@ from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm,
 from zero_mpi.data import EvalLoader, PackedWindows, StepLoader
 from zero_mpi.data.documents import Document, stream_of
 from zero_mpi.sharding.evaluation import evaluate
-from zero_mpi.train.steps import with_loss
+from zero_mpi.train.objective import with_loss
 
 CONTEXT, STEPS = 40, 3
 MODELS = {name: replace(config, context_length=CONTEXT) for name, config in tiny.MODELS.items()}

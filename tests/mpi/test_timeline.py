@@ -41,7 +41,6 @@ class Run:
 
 
 def load(comm, path):
-    """The file as rank 0 finds it, on all ranks."""
     found = None
     if comm.rank == 0:
         data = path.read_bytes()
@@ -66,7 +65,6 @@ def traced(comm, path, strategy=FULL_SHARD):
 
 
 def moved_by(events, rank):
-    """The transfers of a rank."""
     moved = ("gathers", "reductions", "other transfers")
     return [event for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] in moved]
 

@@ -103,29 +103,6 @@ def test_fast_no_shard_is_one_allreduce_a_bucket(fast):
     assert {event.kind for event in events} == {"allreduce", "wait"}
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("name", tiny.MODELS)
-def test_bytes_of_full_shard(mpi, name, rounds):
-    config, ranks = tiny.MODELS[name], mpi.size
-    events, module = recorded(mpi, config, FULL_SHARD, micro_batches=rounds * ranks)
-    lengths = {unit.name: unit.unit.length for unit in module.units}
-    slices = {unit.name: unit.parameters.shard.size for unit in module.units}
-    once = {"token_embd", "position_embd", module.stages[-1].scope}
-    gathers = sum((1 if unit in once else 2) * slices[unit] for unit in lengths) * (ranks - 1)
-    reductions = sum(lengths[unit] - slices[unit] for unit in lengths)
-    assert sum(event.sent for event in events) == 4 * rounds * (gathers + reductions)
-
-
-def test_bytes_of_shard_grad_op_and_no_shard(mpi):
-    rounds, ranks = 2, mpi.size
-    for strategy in (SHARD_GRAD_OP, NO_SHARD):
-        events, module = recorded(mpi, tiny.MODELS["gpt2"], strategy, micro_batches=rounds * ranks)
-        length = sum(unit.unit.length for unit in module.units)
-        mine = sum(unit.gradient.sum.size for unit in module.units)
-        expected = 4 * (rounds * (length - mine) + mine * (ranks - 1))
-        assert sum(event.sent for event in events) == expected, strategy.name
-
-
 def test_a_rank_without_a_micro_batch_joins_the_same_collectives(mpi):
     events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, micro_batches=1)
     labels = [(event.kind, event.label) for event in events]

@@ -91,6 +91,7 @@ STARTING: dict[str, How] = {
     "pip install '.[mpich,fast]'": Packages(),
     "pip install '.[mpich,fast,tokenizers]'": Packages(),
     "pip install -e '.[mpich,test]'": Packages(),
+    "pip install '.[ggml]'": Packages(),
     "mpiexec -n 4 python -m pytest --with-mpi": Suite("make test"),
     ".venv/bin/python -m pytest tests/serial/test_layers.py": Suite("make test"),
     ".venv/bin/mpiexec -n 3 .venv/bin/python -m pytest --with-mpi tests/mpi": Suite("make test"),
@@ -133,7 +134,7 @@ TRAINING: dict[str, How] = {
     "mpirun -n 2 python -m zero_mpi.train --steps 60 --save-every 20 --seed 1 --out runs/other": Run(
         f"{TINY} --steps 12 --save-every 4", "proof: [0-9a-f]{64}"
     ),
-    "zero-mpi inspect runs/proved runs/other": Run(says="verdict +not the same", statuses=(1,)),
+    "zero-mpi inspect runs/proved runs/other": Run(says="verdict +different", statuses=(1,)),
     "mpirun -n 3 python -m zero_mpi.train --steps 120 --out runs/saved --strategy no-shard": Run(
         f"{TINY} --steps 103", "resuming from .*step-00000100 at step 100"
     ),
@@ -150,7 +151,7 @@ TRAINING: dict[str, How] = {
 
 MAKING: dict[str, How] = {
     "mpirun -n 8 zero-mpi tokenize my-texts --tokenizer MODEL.gguf --out tokens": Run(
-        says="tokens: .* documents, .* trains on them"
+        says="tokens: .* documents, .*--data "
     ),
     "mpirun -n 8 python -m zero_mpi.train --data tokens --context 128 --out runs/tokens": Run(
         f"{SMALL} --steps 6 --warmup 2", SAVED
@@ -159,13 +160,20 @@ MAKING: dict[str, How] = {
     "--tokenizer tokenizer.json": ByTest("tests/serial/test_tokenize.py::test_documents_of_each_format"),
 }
 
+PREFERRING = "tests/serial/test_preference_runs.py::"
 EVALUATING: dict[str, How] = {
+    "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --lora 8 --loss dpo --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_ranks_and_a_resume_change_no_bit_and_it_is_verified"
+    ),
+    "zero-mpi samples MODEL.gguf --data pairs.jsonl": ByTest(
+        f"{PREFERRING}test_samples_shows_both_sides_of_a_pair"
+    ),
     "mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data chat.jsonl --lora 8 "
     "--out runs/chat": ByTest(
         "tests/serial/test_defaults.py::test_conversations_beside_a_model_decide_what_no_flag_says"
     ),
     "mpirun -n 2 zero-mpi evaluate MODEL.gguf --data my-texts --context 128": Run(
-        "--context 64", "nats a token"
+        "--context 64", "nats/token"
     ),
     "mpirun -n 2 zero-mpi evaluate MODEL.gguf --data my-texts --context 128 --stride 64 "
     "--json figures.json": Run("--context 64 --stride 32", "a new one every 32"),
@@ -198,7 +206,7 @@ LOOKING: dict[str, How] = {
     "zero-mpi inspect model.gguf": Run(says="F16"),
     "zero-mpi inspect runs/saved/latest": Run(says="sound"),
     "mpirun -n 3 zero-mpi verify runs/proved --strategy no-shard --transport mpi": Run(
-        says="yes: .* steps 1-12 have the same bits, computed again on 3 ranks"
+        says="yes: .* steps 1-12 have the same bits, .* 3 ranks"
     ),
     "zero-mpi verify runs/proved --sample 1": Run(says="yes: .* have the same bits"),
     "zero-mpi verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
@@ -223,6 +231,18 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 8 zero-mpi evaluate model-q4.gguf --against model.gguf --data TEXT --kl": ByTest(
+        "tests/serial/test_evaluate.py::test_divergence_is_that_of_the_logits_on_any_ranks"
+    ),
+    "mpirun -n 8 zero-mpi evaluate model.gguf --data TEXT --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_evaluate.py::test_an_importance_matrix_has_the_squares_of_all_inputs"
+    ),
+    "zero-mpi export model.gguf model-q2.gguf --type q2_k_s --imatrix model.imatrix.gguf": ByTest(
+        "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
+    ),
+    "mpirun -n 8 zero-mpi export runs/default/latest model.gguf --type q4_k_m": ByTest(
+        "tests/serial/test_quantize.py::test_bytes_are_the_same_on_three_ranks"
+    ),
     "zero-mpi --help": Run(says="doctor"),
     "zero-mpi --version": Run(says=r"zero_mpi \d+\.\d+"),
     "zero-mpi completion bash > zero-mpi.bash": Run(),
@@ -409,6 +429,9 @@ OWN: dict[str, How] = {
     "mpirun -n 3 python examples/mlp_ddp.py": EXAMPLE,
     "mpirun -n 3 python examples/sharded_linear.py": EXAMPLE,
     "mpirun -n 2 python examples/finetune_smollm2.py": ByTest(REAL_MODEL),
+    "mpirun -n 2 python examples/preferences.py": ByTest(
+        "tests/serial/test_finetune.py::test_the_example_of_preferences_shows_what_was_gained"
+    ),
 }
 
 COMMANDS = STARTING | TRAINING | EVALUATING | LOOKING | PLANNING | PLACES | MEASURING | OBSERVING | OWN

@@ -28,7 +28,6 @@ def record(step, **more):
 
 
 def records(steps, every=10):
-    """The steps of a run, with evaluations and memory now and then."""
     for step in range(1, steps + 1):
         now_and_then = step % every == 0
         memory = [3 << 20, 5 << 20, 4 << 20] if step > LATEST_JOB else [9 << 20, 7 << 20]
@@ -37,7 +36,6 @@ def records(steps, every=10):
 
 
 def event(name, step, **more):
-    """A line of events.jsonl."""
     return {"time": START, "event": name, "step": step, **more}
 
 
@@ -79,6 +77,5 @@ def as_lines(rows):
 
 
 def status(state="done", **more):
-    """A status.json."""
     common = {"reason": "", "step": 60, "steps": 60, "ranks": 2, "host": "here", "pid": 1, "version": "0.1.0"}
     return {"state": state, **common, "started": START, "updated": START, **more}

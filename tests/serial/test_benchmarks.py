@@ -1,6 +1,5 @@
 """The benchmarks run and print their tables; how fast they are is not for a test to say."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -10,21 +9,13 @@ from jobs import run_command, run_job
 from oracles import smollm2
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import SerialComm, ShardedModule
-from zero_mpi.models import ARCHITECTURES
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import plan_check  # noqa: E402
 
 SCRIPT = BENCHMARKS / "checkpoint.py"
 ROW = re.compile(
     r"(?P<name>\S.*?)  +(?P<speed>\d+\.\d+) +(?P<ratio>\d+\.\d+) +\d+\.\d+\.\.\d+\.\d+ +(?P<seconds>\d+\.\d+)"
 )
-GPT2_OF_TWO_LAYERS = {
-    "layers": 2, "dim": 128, "heads": 4, "ffn": 512, "context": 64, "vocab_size": 256
-}  # fmt: skip
 ROWS = ["plain write and fsync", "save, gather", "save, parallel", "save, async: held up"]
 ROWS += ["save, async: complete", "plain read, page cache", "load, page cache", "plain read, cache dropped"]
 ROWS += ["load, cache dropped"]
@@ -75,7 +66,7 @@ def test_steps_are_timed_for_each_variant():
     status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags, *variants], timeout=60)
     assert (status, errors) == (0, "")
     head, columns, *rows = printed.splitlines()
-    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s a rank$", head)
+    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s per rank$", head)
     assert columns.split()[-3:] == ["of", "all", "activations"]
     cells = [row.split() for row in rows]
     assert [(row[1], row[0], row[3]) for row in cells] == [
@@ -86,23 +77,6 @@ def test_steps_are_timed_for_each_variant():
     ]
     assert {row[4] for row in cells} == {"native"}
     assert all(float(cell) > 0 for row in cells for cell in row[5:8])
-
-
-@needs_mpiexec
-def test_step_sends_what_the_formula_says():
-    """Bytes of a step of full-shard on 2 ranks over messages, as `zero_mpi.plan.traffic` has them."""
-    flags = ["--workload", "W3", "--layers", "2", "--steps", "1", "--transport", "mpi", "--json"]
-    status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags], timeout=60)
-    assert (status, errors) == (0, "")
-    found = json.loads(printed)
-    module = ShardedModule(ARCHITECTURES["gpt2"].from_flags(GPT2_OF_TWO_LAYERS).stages(), SerialComm())
-    half = {unit.name: unit.unit.partition(2).counts[0] for unit in module.units}
-    lengths = {unit.name: unit.unit.length for unit in module.units}
-    gathers = {name: 2 if name.startswith("blk") or name == "output_norm" else 1 for name in lengths}
-    chunks = sum(unit.unit.chunks(name) for unit in module.units for name in unit.unit.params)
-    vectors = 8 * (2 + chunks)  # losses and norms, float64
-    sent = 4 * sum(gathers[name] * half[name] + lengths[name] - half[name] for name in lengths) + vectors
-    assert found["sent_mb"] == pytest.approx(sent / 1e6, rel=1e-3)
 
 
 @needs_mpiexec
@@ -181,22 +155,3 @@ def test_conversations_are_timed():
     ours, theirs = re.findall(r" ([\d,]+) ids ", printed)
     assert ours == theirs != "0"
     assert re.fullmatch(r"ratio \d+\.\d\d", printed.splitlines()[-1])
-
-
-class RanksThatTakeTurns:
-    """Rank 0 of two that share a link: each time another one is the last."""
-
-    rank = 0
-
-    def Barrier(self):
-        pass
-
-    def Sendrecv(self, *messages):
-        pass
-
-    def allgather(self, mine):
-        return [[9.0, 1.0, 4.0], [9.0, 5.0, 2.0]]
-
-
-def test_what_a_message_takes_is_the_slowest_rank_s_time():
-    assert plan_check.exchange(RanksThatTakeTurns(), 8, 1, repeats=2) == 4.0

@@ -51,7 +51,6 @@ def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
 
 
 def held(tokenizer: BPETokenizer, text: str) -> bytes:
-    """The bytes of a text, without those that the vocabulary lacks."""
     known = {byte for byte, character in enumerate(byte_characters()) if character in tokenizer.ids}
     return bytes(byte for byte in text.encode() if byte in known)
 
@@ -61,7 +60,6 @@ def held(tokenizer: BPETokenizer, text: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Any, BPETokenizer]:
-    """llama.cpp and our tokenizer on the real model."""
     return open_server(oracles.smollm2()), BPETokenizer(bpe_files.smollm2_keys())
 
 

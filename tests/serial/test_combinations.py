@@ -24,11 +24,12 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--trace-steps 2:5": ("--trace FILE", "--trace t.json"),
     "--min-lr 0.1 --lr 0.01": ("--lr 0.01", "--lr 0.2"),
     "--decay-steps 5": ("--schedule wsd", "--schedule wsd"),
-    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": ("--steps 8 has after --warmup 4", "--steps 9"),
+    "--decay-steps 5 --schedule wsd --warmup 4 --steps 8": ("--steps 8 .*--warmup 4", "--steps 9"),
     "--bits native": ("ZERO_MPI_BITS", "--bits portable"),
     "--bits portable --precision bf16": ("--precision bf16", "--precision fp32"),
     "--bits portable --reduction fast": ("--reduction fast", "--reduction exact"),
     "--bits portable --device cuda": ("GPU", "--device cpu"),
+    "--loss dpo": ("--data FILE.jsonl", "--data p.jsonl"),
     "--patience 2 --val-fraction 0": ("--val-fraction 0", "--val-fraction 0.1"),
     "--patience 2 --eval-every 0": ("--eval-every 0", "--eval-every 1"),
 }
@@ -43,6 +44,12 @@ IDLE_CASES = {  # flags without effect: what is said beside them, and what gives
     "--writers-per-node 2": ("--checkpoint-io gather", "--checkpoint-io parallel"),
     "--prompt x --sample 0": ("--sample 0", "--sample 9"),
     "--micro-batch 8 --batch-size 4": ("--batch-size 4", "--batch-size 8"),
+    "--preference-beta 0.2": ("--loss cross-entropy", "--loss kto --data p.jsonl"),
+    "--label-smoothing 0.1 --loss ipo --data p.jsonl": ("--loss ipo", "--loss dpo"),
+    "--simpo-gamma 0.1 --loss dpo --data p.jsonl": ("--loss dpo", "--loss simpo"),
+    "--desirable-weight 2": ("", "--loss kto --data p.jsonl"),
+    "--undesirable-weight 2": ("", "--loss kto --data p.jsonl"),
+    "--loss-on all --loss dpo --data p.jsonl": ("--loss dpo", "--loss cross-entropy"),
 }
 IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives them none to have
     "--prompt x": "",
@@ -77,7 +84,8 @@ def test_what_does_nothing_is_said_in_a_line(flags):
 @pytest.mark.parametrize("flags", IDLE_WITH_TOKENS)
 def test_what_is_for_text_does_nothing_for_tokens(flags):
     (line,) = said(flags, is_text=False)
-    assert line.startswith(f"{flags} has no effect: --data ")
+    assert line.startswith(f"{flags} has no effect: ")
+    assert "--data" in line
     assert said(flags) == said(IDLE_WITH_TOKENS[flags], is_text=False) == []
 
 
@@ -149,4 +157,4 @@ def test_variables_of_more_threads_than_cores(monkeypatch):
     assert list(remarks(Config(), is_text=True)) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "1000")
     (line,) = remarks(Config(), is_text=True)
-    assert line.startswith("OMP_NUM_THREADS=1000: this rank may run on 4 cores")
+    assert re.match("OMP_NUM_THREADS=1000: .*4 cores", line)

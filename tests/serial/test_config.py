@@ -29,10 +29,11 @@ SPECIAL = {"threads": "2", "max_time": "1h30m", "reduce_dtype": "fp32", "resume"
 SPECIAL |= {"decay_steps": 3, "steps": 20, "strategy": "no-shard"}
 SPECIAL |= {"arch": "gpt2", "reduction": "fast", "tokenizer": "from-init", "trace_steps": "2:5"}
 SPECIAL |= {"transport": "mpi", "device": "cpu", "min_lr": 0.001, "lr_scale": ["*.bias=0", "blk.*=1.5"]}
-SPECIAL |= {"trace": "t.json", "warmup": 7}
+SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
+NEEDS |= {"loss": ["data"]}
 LENGTH = {"steps": 440, "warmup": 40}
 SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and other defaults beside one
 
@@ -214,7 +215,7 @@ def test_threads():
 
 @pytest.fixture(scope="module")
 def shown():
-    command = ["-m", "zero_mpi.train", "--help"]
+    command = ["-m", "zero_mpi.train", "--help-all"]
     status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
     assert (status, errors) == (0, "")
     return printed

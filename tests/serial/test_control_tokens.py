@@ -35,7 +35,6 @@ NONE_SPELT = "hello <|im_sta rt|> <| |> bos pad <tool>"
 
 @pytest.fixture(scope="module")
 def bpe_json(tmp_path_factory) -> Path:
-    """A tokenizer.json with control tokens and the user's own."""
     pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
     config = {"eos_token": "<|endoftext|>"}
     folder = tmp_path_factory.mktemp("bpe")
@@ -52,7 +51,6 @@ def case(request):
 
 
 def corpus(tmp_path, tokenizer, text, **more):
-    """The corpus of one text, nothing held out."""
     path = tmp_path / "chat"
     path.write_text(text, newline="")
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
@@ -60,7 +58,6 @@ def corpus(tmp_path, tokenizer, text, **more):
 
 
 def control_ids(tokenizer):
-    """The ids of all control tokens."""
     types = tokenizer.metadata()["tokenizer.ggml.token_type"]
     return {place for place, kind in enumerate(types) if kind == 3}
 
@@ -108,7 +105,7 @@ def test_bytes_that_are_no_text_stay_bytes_beside_a_token():
 def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case, tmp_path):
     tokenizer, text, spelt = case
     (note,) = corpus(tmp_path, tokenizer, text).notes
-    assert note.startswith("control tokens spelt in the text: 4 (")
+    assert "tokens in the text: 4 (" in note
     assert all(f"{token} {count}" in note for token, count in spelt.items())
     assert "--control-tokens parse" in note
     assert "--control-tokens plain" in note
@@ -126,14 +123,15 @@ def test_a_note_of_many_documents_is_one_and_names_three():
     for _ in range(2):
         reader.encode([b"a", b"b"])
     (note,) = reader.notes()
-    assert "spelt in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, "what controls a terminal is escaped"
+    assert "tokens in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, (
+        "what controls a terminal is escaped"
+    )
 
 
 class FakeTokenizer(ByteTokenizer):
     """One whose texts spell four tokens, the name of one hostile."""
 
     def spelt(self, documents):
-        """Of two documents."""
         return Counter({"\x1b[31m": 4, "b": 3, "c": 2, "d": 2})
 
 
@@ -149,7 +147,6 @@ def one_by_one(tokens, text):
 
 
 def split(part, token, place):
-    """A part with an id for each occurrence."""
     if isinstance(part, int):
         return [part]
     sides = [side for text in part.split(token) for side in (text, place)][:-1]
@@ -227,13 +224,11 @@ FLAGS = [*SMALL.split(), "--sample", "0", "--data", "chat", "--val-fraction", "0
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a text that spells tokens of bytes."""
     (tmp_path / "chat").write_text(BYTES_CHAT * 30)
     return tmp_path
 
 
 def warnings(printed):
-    """The lines on control tokens."""
     return [line for line in printed.splitlines() if "control tokens" in line]
 
 

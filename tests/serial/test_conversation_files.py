@@ -9,7 +9,7 @@ from chat_templates import CHATML, chat_keys, chat_tokenizer
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.evaluate.choices import read_choices
-from zero_mpi.commands.samples.command import command
+from zero_mpi.commands.samples import command
 from zero_mpi.data import load_corpus
 from zero_mpi.data.conversations.formats import are_conversations, one_conversation, read_conversations
 from zero_mpi.data.conversations.row_facts import CAUTIONS, BadRows, Totals

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import misfits
 import numpy as np
 import pytest
 import tiny
@@ -31,13 +32,13 @@ from zero_mpi.ops import code_cache, reference
 if ops.backend() == "numpy":
     pytest.skip("numba is not installed, or ZERO_MPI_OPS keeps it away", allow_module_level=True)
 
-from zero_mpi.ops import cpu as compiled
 from zero_mpi.ops.cpu import attention, jit
+from zero_mpi.ops.registry import OPERATIONS, VERSIONS
 
 ops.prepare()
 
 ROOT = Path(__file__).resolve().parents[2]
-FUSED = dict(ops.signatures.defined_in(compiled.MODULES))
+FUSED = {name: inspect.unwrap(version) for name, version in VERSIONS[np.ndarray].items()}
 cpu = SimpleNamespace(**FUSED)  # the operations alone
 
 
@@ -163,28 +164,7 @@ def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-def experts_case(tokens: int, experts: int, used: int, width: int) -> dict[str, Callable[[], list[Any]]]:
-    """Rows of experts of which some have none; the weights of a router."""
-    logits, hidden = numbers(tokens, experts), width + 3
-    _, _, rows, _, weights, starts = reference.route(logits, used, True)
-    x, dy, gate = numbers(len(rows), width), numbers(len(rows), hidden), numbers(len(rows), hidden, seed=1)
-    w, up = numbers(experts, hidden, width), numbers(len(rows), hidden, seed=2)
-    dw = numbers(experts, hidden, width, seed=1)
-    return {
-        "route": lambda: [logits, used, True],
-        "route, plain": lambda: [logits, used, False],
-        "weighted_swiglu": lambda: [gate, up, weights],
-        "weighted_swiglu_backward": lambda: [dy, gate, up, weights],
-        "grouped_linear": lambda: [x, w, starts],
-        "grouped_linear, plus": lambda: [x, w, starts, dy],
-        "grouped_linear_backward_x": lambda: [dy, w, starts],
-        "grouped_linear_backward_x, into": lambda: [dy, w, starts, numbers(len(rows), width, seed=4)],
-        "grouped_linear_backward_w": lambda: [dy, x, dw, starts],
-    }
-
-
 SHAPES = [
-    (experts_case, [(1, 1, 1, 1), (5, 9, 2, 7), (40, 4, 4, 33), (300, 16, 3, 8)]),
     (norm_case, [(1, 1), (3, 1), (2, 5, 7), (5, 384), (1, 1025), (0, 8)]),
     (pointwise_case, [(1,), (0, 3), (2, 3, 5), (37, 65), (1000,)]),
     (linear_case, [((1,), 1, 1), ((2, 3), 7, 5), ((33,), 65, 130), ((1, 1), 64, 300), ((40,), 1, 2)]),
@@ -197,24 +177,27 @@ CASES = [
     for shape in shapes
     for name, make in cases(*shape).items()
 ]
-WRITTEN = {  # which arguments an operation adds into
-    "linear_backward_x": [2],
-    "linear_backward_w": [2],
-    "grouped_linear_backward_x": [3],
-    "grouped_linear_backward_w": [2],
-    "linear_backward_b": [1],
-    "linear_cross_entropy": [5, 6],
-    "embedding_backward": [2],
-    "positions_backward": [1],
-    "rms_norm_backward": [4],
-    "layer_norm_backward": [5, 6],
-}
+ELSEWHERE = {"causal_attention", "causal_attention_backward", "adamw", "chunk_squares", "moving_average"}
+ELSEWHERE |= {"dequantize"}
+CASES += [  # all others by their signatures
+    (f"{name} {width}", name, lambda name=name, width=width: [*misfits.fitting(C=width)[name].values()])
+    for name in FUSED.keys() - ELSEWHERE - {case[1] for case in CASES}
+    for width in (1, 5, 130)
+]
+
+
+def written_by(name: str) -> list[int]:
+    """Which arguments an operation adds into."""
+    written = {entry.name for entry in OPERATIONS[name].signature.entries if entry.written}
+    return [
+        i for i, argument in enumerate(inspect.signature(OPERATIONS[name]).parameters) if argument in written
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize(("name", "make"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_fused_is_the_reference(name, make, layout):
-    written = [i for i in WRITTEN.get(name, []) if i < len(make())]
+    written = [i for i in written_by(name) if i < len(make())]
     given = [
         (np.copy if i in written else layout)(x) if isinstance(x, np.ndarray) and x.ndim else x
         for i, x in enumerate(make())
@@ -230,12 +213,9 @@ def test_fused_is_the_reference(name, make, layout):
             assert x.tobytes() == before[i], f"argument {i} was written"
 
 
-def test_all_operations_are_fused_and_tested():
-    exported = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
-    elsewhere = "causal_attention causal_attention_backward adamw chunk_squares moving_average dequantize"
-    fused = exported - {*reference.UNCOMPILED}
-    assert fused == set(FUSED) == {case[1] for case in CASES} | set(elsewhere.split())
-    assert all(inspect.unwrap(vars(ops)[name].dispatch(np.ndarray)) is FUSED[name] for name in fused)
+def test_all_operations_are_fused():
+    assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # small, or a product
+    assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
 
 
 def test_gradients_may_be_views_of_any_kind():
@@ -269,7 +249,7 @@ def test_float64_goes_to_the_reference():
 
 def test_the_exponential_is_exact_to_float32_and_ends_in_zero_and_infinity():
     x = np.concatenate([np.linspace(-87.5, 88.2, 200_001), [0.0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
-    kernel = jit.kernel(jit.given(1), jit.filled(1))(spread_exponential)
+    kernel = jit.kernel("f1 f1+")(spread_exponential)
     y = np.empty_like(x)
     kernel(x, y)
     np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=3e-7)
@@ -421,7 +401,7 @@ def test_the_same_bits_again_in_other_places(name, make):
         found = leaves(FUSED[name](*given))
         return [
             x.tobytes()
-            for x in [*found, *leaves(tuple(given[i] for i in WRITTEN.get(name, []) if i < len(given)))]
+            for x in [*found, *leaves(tuple(given[i] for i in written_by(name) if i < len(given)))]
         ]
 
     first = once(0)

@@ -64,12 +64,12 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     assert found["steps"] == -(-3 * windows // 4)
     assert found["warmup"] == round(0.09 * found["steps"])
     assert f"70 conversations ({int(room < longest)} cut) in " in printed
-    assert f"steps:     {found['steps']}, 3.0 times through the data; rate " in printed
+    assert f"steps:     {found['steps']}, 3.0 epochs; rate " in printed
     command = ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"]
     status, said, _ = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0
     assert f"steps      {found['steps']} of {4 * found['context']} tokens: " in said
-    assert f" after {found['warmup']} of warm-up" in said
+    assert f" after {found['warmup']} warmup steps" in said
 
 
 @needs_mpiexec
@@ -97,7 +97,7 @@ def test_a_jump_of_the_rate_is_a_caution(folder):
     printed = train(2, folder / "out", *flags, "--steps", "40", "--dry-run")
     last, now = (1e-4 + 9e-4 * (1 + math.cos(math.pi * done)) / 2 for done in (2 / 3, 3 / 39))
     (line,) = [line for line in printed.splitlines() if "rate jumps" in line]
-    assert f" {last:.3g} at step 4 to {now:.3g} at step 5:" in line
+    assert f" {last:.3g} at step 4 to {now:.3g} at step 5" in line
     assert f"--lr {last:.3g}" in line
 
 

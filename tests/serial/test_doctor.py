@@ -40,7 +40,6 @@ def place(*nodes, **options):
 
 
 def only(found):
-    """The one row that there is."""
     (row,) = found
     return row
 
@@ -85,7 +84,6 @@ def limited(**other):
 
 
 def limit(**other):
-    """The row of a limit on a host of four ranks."""
     host = [limited(**other)], place((0, 1, 2, 3))
     return only(
         row for row in (system_limits.memory(*host), *system_limits.limits(*host)) if row.verdict != OK
@@ -93,7 +91,6 @@ def limit(**other):
 
 
 def folder(*blind, **other):
-    """The row of a run folder that is not ok."""
     fine = {"system": KINDS["ext4"], "free": 1 << 40, "written": 16 << 20, "synced": 0.1}
     told = output_folder.rows(Path("run"), output_folder.Trial(**fine | other), list(blind))
     return only(row for row in told if row.verdict != OK)
@@ -121,9 +118,9 @@ ROWS = [
     (lambda: software.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
     (lambda: software.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
     (lambda: software.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
-    (lambda: software.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 a host"),
+    (lambda: software.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 "),
     (lambda: software.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
-    (lambda: software.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 a host"),
+    (lambda: software.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 "),
     (lambda: software.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
     (lambda: software.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
     (lambda: software.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
@@ -138,7 +135,7 @@ ROWS = [
     (lambda: software.binding([node(*map(seat, ([0], [1])))]), OK, ""),
     (lambda: list(speed.rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
     (lambda: list(speed.rows([1e11, 9e10], TWO))[1], OK, "90 %"),
-    (lambda: next(speed.rows([1e11, 6e10], TWO)), OK, "160 in all"),
+    (lambda: next(speed.rows([1e11, 6e10], TWO)), OK, "160 in total"),
     (lambda: limit(group_cores=1.5), NOTE, "1.5 of 8 cores on a"),
     (lambda: limit(group_memory=1 << 30, group_room=1 << 29), NOTE, "128 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
@@ -147,8 +144,8 @@ ROWS = [
     (lambda: limit(files=64), NOTE, "ulimit -n 4096"),
     (lambda: folder(synced=10.0), NOTE, "--async-save"),
     (lambda: folder(free=1 << 29), NOTE, "--keep"),
-    (lambda: folder(system=KINDS["tmpfs"]), NOTE, "on a disk"),
-    (lambda: folder("b"), BAD, "not on b"),
+    (lambda: folder(system=KINDS["tmpfs"]), NOTE, "--out DIR"),
+    (lambda: folder("b"), BAD, "b cannot see"),
     (lambda: speed.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
     (lambda: speed.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
     (lambda: speed.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
@@ -421,11 +418,3 @@ def test_a_check_that_hangs_is_named_and_ended(tmp_path):
     assert status == 86, said + errors
     assert "speed of products" in errors
     assert "run folder" in said
-
-
-@needs_mpiexec
-def test_help_and_bad_flags_of_a_job_are_told_once():
-    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--help"], timeout=50)
-    assert (status, said.count("usage:"), errors) == (0, 1, "")
-    status, said, errors = run_job(2, ["-m", "zero_mpi", "doctor", "--max-mb", "x"], timeout=50)
-    assert (status, said, errors.count("--max-mb")) == (2, "", 1)

@@ -163,7 +163,7 @@ def test_a_resume_names_checkpoint_and_ranks_and_what_may_change_bits(story):
     warnings = [entry["text"] for entry in read(out) if entry["event"] == "warning"]
     entries = {entry["event"]: entry for entry in read(out)}
     assert (entries["resumed"]["folder"], entries["resumed"]["from_ranks"]) == ("step-00000003", 2)
-    assert "last heard of at" in entries["lost"]["reason"]
+    assert "rank 0 on " in entries["lost"]["reason"]
     assert ["threads 1, now 2" in text for text in warnings] == [True, False]
     assert "0.0022 at step 3" in warnings[1]
     assert printed.count("[0/3] warning: the checkpoint was made with threads") == 1

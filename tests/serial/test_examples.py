@@ -28,7 +28,8 @@ README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-SHORT = [name for name in EXAMPLES if name != "finetune_smollm2"]  # that is test_finetune.py's
+OF_SMOLLM2 = ("finetune_smollm2", "preferences")  # those are test_finetune.py's
+SHORT = [name for name in EXAMPLES if name not in OF_SMOLLM2]
 # Their micro-batches do not depend on the ranks.
 EXACT = ("custom_loop", "custom_model", "lion", "mlp_digits", "save_and_load")
 NAMED = re.compile(r"(?P<owner>\w+)(?:\.(?P<member>\w+))?(?:\((?P<arguments>.*)\))?")

@@ -25,9 +25,9 @@ from oracles import greedy, open_server, smollm2, tokenize
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.mixes import FILE_TYPES
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.commands.export.command import command
-from zero_mpi.commands.export.encode import FILE_TYPES
 from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.world import World
@@ -456,7 +456,10 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
         (["m.gguf", "x", "--shard-size", "5 bananas"], "--shard-size 5 bananas: "),
         (["m.gguf", "x", "--shard-size", "0"], "--shard-size 0: "),
         (["none.gguf", "x.gguf"], "none.gguf: "),
-        (["m.gguf", "x.gguf", "--type", "q3_k"], "'q3_k'"),
+        (["m.gguf", "x.gguf", "--type", "q7_k"], "'q7_k'"),
+        (["m.gguf", "x", "--split-size", "1GB"], "--split-size 1GB: "),
+        (["m.gguf", "x.gguf", "--split-size", "1XB"], "--split-size 1XB: "),
+        (["m.gguf", "x.gguf", "--imatrix", "m.gguf"], "m.gguf: "),
         (["m.gguf"], "target"),
         ([".", "x.gguf"], "model.gguf"),
         (["state.gguf", "x.gguf"], "model.gguf"),

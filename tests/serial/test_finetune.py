@@ -116,7 +116,7 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     out, told = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
     (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = record["val_loss_before"], record["val_loss"]
-    assert told.startswith(f"{before:.3f} nats a token before, {after:.3f} after\n")
+    assert told.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
     assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in told
     assert told.count("\n  before  ") == told.count("\n  after   ") == told.count("\nWhat does ") == 3
     assert len(GGUFFile.open(out / "latest" / "adapter.gguf").tensors) == 2 * 7 * 30
@@ -128,6 +128,19 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     answers = [pair["completion"] for side in pairs for pair in side]
     assert len(set(answers)) == len(answers) > 1000, "nothing held out is learned by heart"
     assert all(20 <= len(answer) <= 300 for answer in answers)
+
+
+def test_the_example_of_preferences_shows_what_was_gained(tmp_path):
+    small = ["--steps", "1", "--warmup", "1", "--context", "96", "--batch-size", "2", "--eval-windows", "2"]
+    command = [EXAMPLE.parent / "preferences.py", *small]
+    status, printed, errors = run_job(2, command, timeout=300, env=COMPILED, cwd=tmp_path)
+    assert (status, errors) == (0, ""), f"{printed}\n{errors}"
+    (line,) = (tmp_path / "runs" / "preferences" / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["loss"] == pytest.approx(math.log(2), rel=1e-9)
+    for name in ("accuracies", "margins"):
+        before, after = record[f"val_rewards/{name}_before"], record[f"val_rewards/{name}"]
+        assert f"{name} of held-out pairs: {before:.3f} before, {after:.3f} after\n" in printed
 
 
 @pytest.mark.parametrize(

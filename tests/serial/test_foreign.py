@@ -175,7 +175,7 @@ def test_what_lies_at_a_path(tmp_path):
 def test_what_the_system_refuses_to_say_is_no_answer(look, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", "x" * 300, "a\0b"):
-        with pytest.raises(FileError, match=r"^[^\n]{1,300}: cannot be looked at: "):
+        with pytest.raises(FileError, match=r"^[^\n]{1,300}: cannot be accessed: "):
             look(path)
 
 

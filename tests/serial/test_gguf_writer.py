@@ -244,7 +244,7 @@ def test_closing_too_early_names_what_is_missing(tmp_path: Path) -> None:
     stream.write("token_embd.weight", tensors()["token_embd.weight"])
     with pytest.raises(ValueError, match=r"2 of 3 tensors, from 'output_norm\.weight' on"):
         stream.close()
-    with pytest.raises(ValueError, match="this one is closed"):
+    with pytest.raises(ValueError, match="the stream is closed"):
         stream.write("output_norm.weight", tensors()["output_norm.weight"])
     with pytest.raises(GGUFError, match="expected data up to byte"):
         GGUFFile.open(tmp_path / "m.gguf")
@@ -256,7 +256,7 @@ def test_leaving_by_an_exception_claims_nothing_and_closes(tmp_path: Path) -> No
         GGUFStream(tmp_path / "m.gguf", "llama", {}, SHAPES) as stream,
     ):
         raise KeyError("mine")
-    with pytest.raises(ValueError, match="this one is closed"):
+    with pytest.raises(ValueError, match="the stream is closed"):
         stream.write("token_embd.weight", tensors()["token_embd.weight"])
 
 
@@ -295,7 +295,7 @@ def test_another_number_of_bytes_ends_the_stream(tmp_path: Path, pieces: list[by
     stream = GGUFStream(tmp_path / "m.gguf", "llama", {}, MIXED)
     with pytest.raises(ValueError, match=f"tensor 'a': expected 60 bytes, got {found}"):
         stream.write_raw("a", pieces)
-    with pytest.raises(ValueError, match="this one is closed"):
+    with pytest.raises(ValueError, match="the stream is closed"):
         stream.write_raw("a", [b"x" * 60])
 
 

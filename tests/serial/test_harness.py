@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import jobs
 import pytest
 from jobs import run_command, run_job
 from run_sizes import NO_VERDICT, read_verdict
@@ -129,87 +128,6 @@ def test_ranks_with_different_tests_stop(tmp_path):
     assert "ranks 0 and 1 collected different tests: tests/mpi/test_mpi_suite.py::test_mine" in output
 
 
-MORE = """
-import pytest
-
-
-@pytest.mark.parametrize("case", ["a", pytest.param("b", marks=pytest.mark.long)])
-def test_cases(case):
-    pass
-
-
-@pytest.mark.world(1)
-def test_only_alone():
-    pass
-
-
-@pytest.mark.world(4, 8)
-def test_four():
-    pass
-
-
-@pytest.mark.long
-def test_more():
-    pass
-"""
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(
-    ("ranks", "flags", "passed", "left_out"),
-    [
-        (1, ["--quick"], 1, {"more of the same: make test-all": 3, "for other world sizes than 1": 1}),
-        (3, ["--quick"], 1, {"more of the same: make test-all": 2, "for other world sizes than 3": 2}),
-        (4, ["--quick"], 1, {"more of the same: make test-all": 3, "for other world sizes than 4": 1}),
-        (4, [], 4, {"for other world sizes than 4": 1}),
-    ],
-)
-def test_quick_leaves_out_what_is_more_of_the_same_and_says_so(ranks, flags, passed, left_out, tmp_path):
-    make_suite(tmp_path, MORE)
-    status, output, errors = run_job(ranks, [*PYTEST, *flags, "tests/mpi"], cwd=tmp_path, timeout=30)
-    assert status == 0, output + errors
-    assert f"{passed} passed" in output
-    said = re.findall(r"deselected (\d+): (.*)", output)
-    assert {reason: int(count) for count, reason in said} == left_out
-
-
-PAIRS = """
-from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(params=["mpi", "shared"])
-def transport(request):
-    return request.param
-
-
-@pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2)])
-@pytest.mark.parametrize("c", ["x", "y"])
-def test_three(transport, a, b, c):
-    with Path("ran").open("a") as log:
-        log.write(f"{transport} {b} {c}\\n")
-
-
-@pytest.mark.parametrize(("a", "b"), [(0, 1), (0, 2)])
-def test_two(transport, a, b):
-    pass
-"""
-
-
-def test_what_no_pair_of_values_needs_is_left_out(tmp_path):
-    """Two fixtures' and cases' values meet in each way; a row of several parameters is one value."""
-    make_suite(tmp_path, WORLD_TESTS)
-    (tmp_path / "tests" / "serial" / "test_pairs.py").write_text(PAIRS)
-    command = [sys.executable, *PYTEST, "tests/serial/test_pairs.py"]
-    status, output, _ = run_command(command, cwd=tmp_path, timeout=30)
-    assert status == 0, output
-    assert "8 passed, 4 deselected" in output
-    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        assert len({(case[first], case[second]) for case in ran}) == 4
-
-
 @needs_mpiexec
 def test_run_sizes_ends_with_one_closing_line(tmp_path):
     make_suite(tmp_path, WORLD_TESTS)
@@ -242,21 +160,3 @@ def test_run_sizes_ends_with_one_closing_line(tmp_path):
 def test_verdict_of_a_part(status, output, expected):
     verdict = read_verdict(status, output)
     assert (verdict.status, verdict.counts) == expected
-
-
-RULE = "-" * 74 + "\n"
-SAID = "zero_mpi: rank 1 of 3 failed\n"
-WARNING = f"{RULE}WARNING: no device was found\n\n  Local host: node1\n{RULE}"
-NOTES = [  # of Open MPI 5.0
-    "prterun detected that one or more processes exited with non-zero status,\nthus\n\n  Exit code:    75\n",
-    'prterun has exited due to process rank 1 with PID 0 on node n calling\n"abort". This may have\n',
-    "prterun noticed that process rank 1 with PID 12628 on node n exited on\nsignal 9 (Killed).\n",
-    "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n\nNOTE: that\n",
-]
-
-
-@pytest.mark.parametrize("end", ["", "\0"])
-@pytest.mark.parametrize("notes", [[note] for note in NOTES] + [NOTES[::-1]])
-def test_what_a_launcher_adds_is_told_from_what_ranks_say(notes, end):
-    added = "".join(f"{RULE}{note}{RULE}" for note in notes) + end
-    assert jobs.ranks_said(f"{WARNING}{SAID}{added}{SAID}") == f"{WARNING}{SAID}{SAID}"

@@ -28,7 +28,6 @@ def compiled():
 
 
 def with_token(keys, token, kind=NORMAL):
-    """Keys with one token more."""
     found = keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"], token]}
     found["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], np.int32(kind))
     if "tokenizer.ggml.scores" in keys:
@@ -37,7 +36,6 @@ def with_token(keys, token, kind=NORMAL):
 
 
 def circle():
-    """A charsmap whose only letter leads back to the first node."""
     nodes = np.zeros(256, "<u4")
     nodes[97] = 97 << 10 | 97
     return np.frombuffer((4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"x\0", np.uint8)

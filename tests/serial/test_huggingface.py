@@ -145,7 +145,7 @@ def test_any_range_is_the_slice_of_the_whole(
             np.testing.assert_array_equal(room[start:stop], whole[start:stop])
     with pytest.raises(ValueError, match="is not inside"):
         source.read("token_embd.weight", 0, 1 << 30)
-    with pytest.raises(UsageError, match="expected a tensor 'z', the folder has none"):
+    with pytest.raises(UsageError, match="the folder has no tensor 'z'"):
         source.read("z")
 
 
@@ -223,7 +223,7 @@ def test_a_copy_of_a_tied_head_is_dropped(tmp_path: Path) -> None:
     embedding = hf_models.random_tensors(hf_models.CONFIGS["llama, tied"])["model.embed_tokens.weight"]
     source = open_weights(make(tmp_path / "same", "llama, tied", lm_head__weight=embedding))
     assert "output.weight" not in source.tensors
-    with pytest.raises(UsageError, match=r"lm_head\.weight is not the embedding"):
+    with pytest.raises(UsageError, match=r"lm_head\.weight .*tie_word_embeddings"):
         open_weights(make(tmp_path / "other", "llama, tied", lm_head__weight=embedding + 1))
 
 
@@ -269,8 +269,8 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("llama", {"num_attention_heads": 2, "head_dim": 6}, "q_proj.weight': expected 12 rows"),
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("llama, tied", {"tie_word_embeddings": ...}, "lm_head.weight is missing, and tie_word_embeddings"),
-    ("llama", {"attention_bias": True}, "speaks of a bias of attn_q, and the folder has none"),
-    ("llama, biases", {"mlp_bias": False}, "speaks of no bias of ffn_gate, and the folder has one"),
+    ("llama", {"attention_bias": True}, "sets a bias for attn_q, "),
+    ("llama, biases", {"mlp_bias": False}, "sets no bias for ffn_gate, "),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected False"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full"),
     ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads: expected a number"),
@@ -299,7 +299,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     (
         "phi3",
         {"rope_scaling": hf_models.LONGROPE | {"original_max_position_embeddings": 8}},
-        "original_max_position_embeddings: expected 8",
+        "original_max_position_embeddings: expected .*8",
     ),
     ("gemma3", {"rope_parameters": {"rope_theta": 500.0}}, "rope_parameters: expected an object for each"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: expected gelu_new"),
@@ -322,11 +322,11 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, name: str, edits
     [
         ({"score__weight": np.zeros((2, 24), np.float32)}, "tensor 'score.weight'"),
         ({"model__layers__00__mlp__up_proj__weight": np.zeros(3, np.float32)}, "is not one of a llama model"),
-        ({"norm__weight": np.zeros(24, np.float32)}, "expected once, found under another spelling too"),
+        ({"norm__weight": np.zeros(24, np.float32)}, "expected once, found again"),
         ({"model__norm__weight": np.zeros(24)}, "model.norm.weight': expected F32, F16 or BF16, found F64"),
         ({"model__norm__weight": np.zeros(24, np.int64)}, "expected F32, F16 or BF16, found I64"),
-        ({"model__norm__weight": np.zeros(0, np.float32)}, "expected elements in it"),
-        ({"model__layers__0__self_attn__q_proj__weight": np.float32(1)}, "expected elements in it"),
+        ({"model__norm__weight": np.zeros(0, np.float32)}, "expected at least one element"),
+        ({"model__layers__0__self_attn__q_proj__weight": np.float32(1)}, "expected at least one element"),
     ],
 )
 def test_tensors_that_have_no_place_are_refused(tmp_path: Path, tensors: Edit, message: str) -> None:
@@ -433,8 +433,8 @@ def test_dropout_that_is_asked_for_is_told(tmp_path: Path, name: str, edits: Edi
     """gpt2 has some where its configuration does not say."""
     folder = make(tmp_path, name, edits)
     said = passed_over(open_weights(folder))
-    wanted = f"{folder / 'config.json'} asks for dropout ({expected}): training here has none"
-    assert said == ([wanted] if expected else [])
+    assert len(said) == bool(expected)
+    assert all(str(folder / "config.json") in line and f"dropout ({expected})" in line for line in said)
     assert passed_over(None) == []
 
 
@@ -456,13 +456,13 @@ class Fake:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"blk__0__attn_q__bias": 0}, "biases of attn_q alone"),
-        ("llama", {"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not of Llama 3's kind"),
+        ("llama", {"blk__0__attn_q__bias": 0}, "biases of attn_q "),
+        ("llama", {"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not "),
         ("llama", {"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ"),
         ("llama", {"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba'"),
         ("phi3", {"metadata": {"phi3.rope.scaling.factor": np.float32(2)}}, "by keys, .*config.json of phi3"),
-        ("phi3", {"metadata": {"phi3.rope.scaling.attn_factor": np.float32(2)}}, "attn_factor alone"),
-        ("phi3", {"rope_factors_long__weight": [1.0, 1.5, 2.0]}, "rope_factors_long.weight alone"),
+        ("phi3", {"metadata": {"phi3.rope.scaling.attn_factor": np.float32(2)}}, "attn_factor "),
+        ("phi3", {"rope_factors_long__weight": [1.0, 1.5, 2.0]}, "rope_factors_long.weight "),
     ],
 )
 def test_what_a_configuration_cannot_say_is_refused(

@@ -187,7 +187,7 @@ def test_dropout_that_a_folder_asks_for_is_told_at_the_start(models, text, tmp_p
     folder = as_folder(models["gpt2"], tmp_path / "hf")
     flags = ["--init", str(folder), "--data", *text, *RUN, "--steps", "0"]
     printed = train(2, tmp_path / "out", *flags)
-    assert printed.count("asks for dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
+    assert printed.count("dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
 
 
 AS_BEFORE = """
@@ -214,6 +214,7 @@ def test_a_run_that_began_without_the_rules_of_a_folder_s_tokenizer_goes_on_with
     before = [str(tmp_path / "before.py"), "--out", str(out), *flags, "--steps", "1"]
     assert run_job(1, before, timeout=60)[0] == 0
     train(2, out, *flags, "--steps", "2")
+    assert run_job(2, ["-m", "zero_mpi", "verify", str(out)], timeout=60)[0] == 0
     assert len(fields(out)) == 2
     keys = GGUFFile.open(out / "latest" / "model.gguf").metadata
     assert "tokenizer.huggingface.rules" not in keys

@@ -149,7 +149,7 @@ def test_of_very_many_keys_the_first_are_shown_unless_all_are_wanted(tmp_path, c
     assert inspect(World(0, 1), [str(path)]) == 0
     shown = capfd.readouterr().out
     assert shown.count("\n") < 300
-    assert "more: --keys shows all" in shown
+    assert "--keys" in shown
     assert inspect(World(0, 1), [str(path), "--keys"]) == 0
     assert "more.19999 = 19,999" in capfd.readouterr().out
 

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import architectures
@@ -452,6 +453,25 @@ def test_every_layer_class_has_a_case():
     covered = {type(case.layer) for case in CASES}
     missing = {cls.__qualname__ for cls in layer_classes()} - {cls.__qualname__ for cls in covered | abstract}
     assert not missing, f"add a case for {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rope: nn.Chain(nn.Multiply(2.0), rope, nn.CausalAttention(1.0)),
+        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.MergeHeads()),
+        lambda rope: nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope),
+        nn.Residual,
+        nn.Recompute,
+        partial(nn.Stage, "blk.0"),
+    ],
+)
+def test_a_layer_that_overwrites_its_input_stands_only_between_layers_that_keep_nothing(build):
+    rope = nn.RoPE(1e4, interleaved=True, in_place=True)
+    with pytest.raises(ValueError, match="RoPE"):
+        build(rope)
+    build(nn.RoPE(1e4, interleaved=True))
+    nn.Chain(nn.ProjectQKV("blk.0", 8, GROUPED), rope, nn.CausalAttention(1.0))
 
 
 def test_what_is_no_chain_is_refused():

@@ -88,11 +88,6 @@ def test_a_command_says_a_line_once_where_the_root_logger_has_a_handler(capsys):
         logging.getLogger().removeHandler(handler)
 
 
-def test_installing_again_replaces_the_handler(capsys):
-    log.install(0, 2, "debug")
-    assert heard(capsys, 0, 2, "warning") == (PLAIN[1:], [])
-
-
 def test_cautions_are_warnings_and_notes_are_not(capsys):
     log.install(0, 1)
     log.tell("100 % of it")
@@ -111,13 +106,6 @@ def test_lines_go_beside_a_bar_while_there_is_one(capsys):
     assert capsys.readouterr().out == "two\n"
 
 
-@pytest.mark.parametrize("level", log.LEVELS)
-def test_whether_a_level_is_shown(level):
-    assert not log.says(level), "nobody speaks yet"
-    log.install(0, 1, "warning")
-    assert log.says(level) == (level in ("warning", "error"))
-
-
 def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
     """A log on a full disk ends the run with its cause; the logging module would print it and go on."""
 
@@ -129,12 +117,3 @@ def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(OSError, match="No space left"):
         log.info("a fact")
-
-
-def test_phases_are_timed_at_debug(capsys):
-    log.install(0, 2, "debug")
-    phase = log.Phases()
-    phase("the model")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("[0/2] the model ")
-    assert line.endswith(" s since the start")

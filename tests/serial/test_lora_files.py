@@ -123,14 +123,14 @@ def test_an_adapter_of_a_tied_head_makes_a_head_of_its_own(arch, tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     model, weights, base, adapter = written(tmp_path, LLAMA, ALL)
-    with pytest.raises(UsageError, match=r"adapter.gguf: has rank 3 and alpha 4.5; give --lora 3 --lora-al"):
+    with pytest.raises(UsageError, match=r"adapter.gguf: has rank 3 and alpha 4.5; .*--lora 3 --lora-al"):
         open_adapter(adapter, replace(model, lora=LoRA(4, 4.5)))
-    with pytest.raises(UsageError, match=r"has shape .* it is of other --lora-targets or another model"):
+    with pytest.raises(UsageError, match=r"has shape .*--lora-targets"):
         open_adapter(adapter, replace(model, lora=replace(ALL, targets=TARGETS[:1])))
     with pytest.raises(UsageError, match=r"expected an adapter: general\.type adapter"):
         open_adapter(base, model)
     other = write_model(tmp_path / "other.gguf", GPT, random_weights(GPT))
-    with pytest.raises(UsageError, match="give the model that it was trained on"):
+    with pytest.raises(UsageError, match="the model that it was trained on"):
         open_merged(other, adapter)
     half = {name: array for name, array in weights.items() if name.endswith("lora_a")}
     lone = write_tensors(tmp_path / "half.gguf", "llama", metadata(ALL), half)

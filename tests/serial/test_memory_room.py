@@ -104,14 +104,14 @@ def node(memory=8 << 30, **other):
     ("found", "said"),
     [
         (node(), None),
-        (node(1 << 20), "parameters, gradients and moments alone are planned to take 2.9 MiB on a "),
-        (node(6 << 20), r"arrays and text of 2 rank\(s\) are planned to take \d+.\d MiB on a "),
+        (node(1 << 20), "parameters, gradients and moments .* 2.9 MiB on a "),
+        (node(6 << 20), r"arrays and text of 2 rank\(s\) .* \d+.\d MiB on a "),
         (
             node(group_room=6 << 20, group_memory=1 << 30),
-            "arrays .* and its control group has 6.0 MiB left of 1.0 GiB: ask for more .Slurm: --mem",
+            "arrays .* its control group has 6.0 MiB left of 1.0 GiB: .*--mem",
         ),
-        (node(address_space=1 << 30), "a rank on a .* of address space, and ulimit -v allows 1.0 GiB: say"),
-        (node(data=1 << 28), "a rank on a .* of private memory, and ulimit -d allows 256.0 MiB: say"),
+        (node(address_space=1 << 30), "a rank on a .* of address space, .*ulimit -v allows 1.0 GiB: "),
+        (node(data=1 << 28), "a rank on a .* of private memory, .*ulimit -d allows 256.0 MiB: "),
     ],
 )
 def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
@@ -119,7 +119,7 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
     config = Config(data=[str(tmp_path / "text")], **{k: v for k, v in SIZES.items() if k != "vocab_size"})
     problem = memory_check.find_problem([found], config, Llama.from_flags(SIZES), 2)
     assert bool(problem) == bool(said)
-    assert said is None or re.match(f"no memory for this run: {said}", problem)
+    assert said is None or re.search(f": {said}", problem)
     assert "\n" not in problem
 
 
@@ -147,7 +147,7 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]
     status, said, errors = run_command(command, timeout=60, cwd=tmp_path)
     assert (status, said) == (2, ""), errors
-    assert re.fullmatch(r"zero_mpi train: error: no memory for this run: .*\n", ranks_said(errors))
+    assert re.fullmatch(r"zero_mpi train: error: .*memory.* on .*\n", ranks_said(errors))
 
 
 def resident_pages(job, folder):
@@ -191,7 +191,7 @@ def test_what_is_asked_for_is_what_ranks_take(tmp_path):
     where another test has filled its folder, so it counts as what may be too much."""
     data = write_text(tmp_path)
     most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
-    asked = float(re.search(r"ask for ([0-9.]+) GiB a node", said)[1]) * 2**30
+    asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30
     assert most <= asked
     assert asked <= 1.25 * (most + (64 << 20))
     command = ["-m", "zero_mpi", "plan", "--ranks", "2", "--data", *data, *MODEL, "--transport", "shared"]

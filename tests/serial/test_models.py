@@ -191,10 +191,10 @@ def test_flags_go_where_they_belong():
 
 @pytest.mark.parametrize("arch", [arch for arch, row in architectures.ROWS.items() if not row.ties])
 def test_a_tied_head_is_refused_where_llama_cpp_does(arch):
-    with refused(f"--tied: a file of {arch} has a head of its own"):
+    with refused(f"--tied: {arch} "):
         ARCHITECTURES[arch].from_flags(FLAGS | {"tied": True})
     names = (name for name in MODELS[arch].params() if name != "output.weight")
-    with refused(rf"a file: output\.weight is missing: a file of {arch} has a head of its own"):
+    with refused(rf"a file: output\.weight is missing: {arch} "):
         config_from_gguf(keys_of(MODELS[arch]), names, "a file")
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("numba")
 from zero_mpi import ops
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.cpu import onednn, products
+from zero_mpi.ops.registry import defined
 
 BF = np.dtype(ml_dtypes.bfloat16)
 LIBRARY, WHY = onednn.load()
@@ -51,7 +52,7 @@ def test_a_forward_is_what_is_defined(shape, by_library, monkeypatch):
     found = [ops.linear(*case) for case in cases]
     monkeypatch.undo()
     for ours, case in zip(found, cases, strict=True):
-        assert_near(ours, low_precision.defined.linear(*case))
+        assert_near(ours, defined.linear(*case))
 
 
 @needs_library
@@ -71,7 +72,7 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
 
     found = all_of(ops)
     monkeypatch.undo()
-    for ours, theirs in zip(found, all_of(low_precision.defined), strict=True):
+    for ours, theirs in zip(found, all_of(defined), strict=True):
         assert_near(ours, theirs)
 
 
@@ -87,7 +88,7 @@ def test_arrays_may_lie_in_any_way(by_library, monkeypatch):
     found = [ops.linear(*case) for case in cases]
     monkeypatch.undo()
     for ours, case in zip(found, cases, strict=True):
-        assert_near(ours, low_precision.defined.linear(*case))
+        assert_near(ours, defined.linear(*case))
 
 
 @needs_library
@@ -99,10 +100,10 @@ def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch
 
     monkeypatch.setattr(LIBRARY.own, "products", {})
     monkeypatch.setattr(onednn.Product, "__init__", refuses)
-    assert_near(ops.linear(x, w), low_precision.defined.linear(x, w))
+    assert_near(ops.linear(x, w), defined.linear(x, w))
     ops.linear_backward_w(ops.linear(x, w), x, dw)
     expected = np.ones((4, 9), np.float32)
-    low_precision.defined.linear_backward_w(ops.linear(x, w), x, expected)
+    defined.linear_backward_w(ops.linear(x, w), x, expected)
     assert_near(dw, expected)
 
 
@@ -118,7 +119,7 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
     alone, nothing = ops.linear_cross_entropy(x, w, b, targets, 0.1, need_dx=False)
     monkeypatch.undo()
     expected = np.ones((50, 24), kind)
-    there, slope = low_precision.defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
+    there, slope = defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
     assert loss == alone == pytest.approx(there, rel=1e-6)
     assert nothing is None
     assert (dx.dtype, dw.dtype) == (BF, kind)
@@ -192,7 +193,7 @@ def test_a_large_transposed_matrix_is_taken_by_pieces(rows, by_library, monkeypa
     assert taken == {100: [32, 32, 36], 64: [32, 32], 31: [31]}[rows]
     monkeypatch.undo()
     expected = np.ones((rows, 24), np.float32)
-    low_precision.defined.linear_backward_w(dy, x, expected)
+    defined.linear_backward_w(dy, x, expected)
     assert_near(dw, expected)
 
 
@@ -207,7 +208,7 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
     w = drawn(24, 40)
     for rows in [*range(1, 8), 7, 6, 1]:
         x = drawn(rows, 40)
-        assert_near(ops.linear(x, w), low_precision.defined.linear(x, w))
+        assert_near(ops.linear(x, w), defined.linear(x, w))
     assert (len(LIBRARY.own.products), len(given_back)) == (4, 4)
 
 
@@ -272,8 +273,8 @@ NOWHERE = {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        (NOWHERE, "/nowhere/libdnnl.so is no oneDNN 3"),
-        ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is no oneDNN 3"),
+        (NOWHERE, "/nowhere/libdnnl.so is not oneDNN 3"),
+        ({"ZERO_MPI_DNNL": "libm.so.6"}, "libm.so.6 is not oneDNN 3"),
         pytest.param({"DNNL_MAX_CPU_ISA": "AVX2"}, "no bfloat16 units", marks=needs_library),
         ({"ZERO_MPI_OPS": "reference"}, "ZERO_MPI_OPS=reference"),
         ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT"),
@@ -292,7 +293,7 @@ def test_without_a_library_that_can_results_are_right_and_it_is_known_why(enviro
 @pytest.mark.parametrize(
     ("precision", "environ", "expected"),
     [
-        ("bf16", NOWHERE, "--precision bf16 .*is no oneDNN 3"),
+        ("bf16", NOWHERE, "--precision bf16 .*is not oneDNN 3"),
         ("fp16", {}, "--precision fp16 "),
         pytest.param("bf16", {}, None, marks=needs_library),
         ("fp32", NOWHERE, None),

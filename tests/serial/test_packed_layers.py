@@ -11,10 +11,11 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
-from zero_mpi.nn.packed import Documents, reading
+from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
+from zero_mpi.nn.packed import Documents
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
-from zero_mpi.sharding.passes import ROW_STEPS, rows_that_count
 from zero_mpi.sharding.precision import BF16, FP32
 
 CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three
@@ -89,10 +90,10 @@ def test_in_float64_they_are_to_the_last_digits(name):
     rng, (ids, targets), begins = np.random.default_rng(0), drawn(), begins_of()
     p = {name: rng.standard_normal(param.shape) / 8 for name, param in model.params().items()}
     g, expected = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
-    with reading(Documents(begins)):
-        logits, saved = model.forward(p, ids)
-        loss, dlogits = cross_entropy(logits, targets, 0.01)
-        model.backward(p, saved, dlogits, g)
+    packed = Given(p, BatchContext(Documents(begins)))
+    logits, saved = model.forward(packed, ids)
+    loss, dlogits = cross_entropy(logits, targets, 0.01)
+    model.backward(packed, saved, dlogits, g)
     total = 0.0
     for part in documents(begins):
         own, saved = model.forward(p, ids[part])
@@ -149,9 +150,9 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
         first = np.maximum(begins, np.arange(length) - window + 1)
         expected, p = reference.causal_attention(*exact[:3], 0.4, first)
         wanted = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
-        with reading(Documents(begins) if len(cuts) > 1 else None):
-            y, saved = layer.forward({}, (q, k, v))
-            found = y, *layer.backward({}, saved, dy, {})
+        p = Given({}, BatchContext(Documents(begins) if len(cuts) > 1 else None))
+        y, saved = layer.forward(p, (q, k, v))
+        found = y, *layer.backward(p, saved, dy, {})
         for mine, want in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine.astype(np.float64), want, rtol=0, atol=tolerance)
     cache = Cache()
@@ -188,7 +189,7 @@ def test_without_a_scale_the_mean_is_over_what_counts():
     loss, _ = cross_entropy(logits, targets)
     assert loss == pytest.approx(cross_entropy(logits[[0, 2]], targets[[0, 2]])[0], rel=1e-14)
     assert cross_entropy(logits, np.full(4, UNCOUNTED))[0] == 0
-    with pytest.raises(ValueError, match="from 0 to 4, one of that many logits, or -1"):
+    with pytest.raises(ValueError, match=r"from 0 to 4, .*-1"):
         cross_entropy(logits, np.array([1, -2, 2, 0]))
 
 

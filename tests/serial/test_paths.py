@@ -117,8 +117,8 @@ def test_one_line_and_status_2_wherever_the_system_says_no(commands, places, qui
 
 ON_ALL_RANKS = {
     "train --out": "--out locked/in: cannot write there: Permission denied",
-    "train --data": "--data locked/in: cannot be looked at: Permission denied",
-    "train --init": "locked/in: cannot be looked at: Permission denied",
+    "train --data": "--data locked/in: cannot be accessed: Permission denied",
+    "train --init": "locked/in: cannot be accessed: Permission denied",
     "train --config": "--config locked/in: cannot be read: Permission denied",
 }
 

@@ -424,7 +424,7 @@ def test_a_plan_of_gpus_as_text_and_numbers(tmp_path, capsys):
     flags = ["--device", "cuda", "--precision", "bf16", "--offload", "moments"]
     numbers = planned(*flags, "--ranks", "8", "--nodes", "2", folder=tmp_path)
     said = capsys.readouterr().out
-    assert "cuda, a GPU a rank; bf16, gradients bf16; moments on the host" in said
+    assert "cuda, one GPU per rank; bf16, gradients bf16; moments on the host" in said
     assert "GB/s to the host" in said
     assert re.search(r"\(in the host's memory\) +\d", said)
     assert [plan["strategy"] for plan in numbers["plans"]] == ["full-shard", "shard-grad-op", "no-shard"]
@@ -465,7 +465,7 @@ def test_a_sweep_names_what_ends_the_scaling():
     assert [point.nodes for point in points] == [1, 1, 1, 2, 4, 8, 16]
     assert points[0].efficiency == 1
     reasons = limits(case, points)
-    assert "from 32 ranks on there is less than one micro-batch a rank" in reasons
+    assert "from 32 ranks on there is less than one micro-batch per rank" in reasons
 
 
 def test_limits_hold_up_to_the_end_and_the_first_comes_first():
@@ -477,16 +477,16 @@ def test_limits_hold_up_to_the_end_and_the_first_comes_first():
 
     assert limits(case, points([100, 60, 59.9, 40], [1, 0.9, 0.8, 0.7])) == []
     assert limits(case, points([100, 60, 59.9, 59.5, 59.4], [1, 0.9, 0.4, 0.6, 0.3])) == [
-        "from 4 ranks on memory of a rank no longer falls",
+        "from 4 ranks on memory per rank no longer falls",
         "from 16 ranks on efficiency is below 50%",
-        "from 16 ranks on there is less than one micro-batch a rank",
+        "from 16 ranks on there is less than one micro-batch per rank",
     ]
 
 
 def test_the_report_compares_strategies(capsys):
     assert command(World(0, 1), ["--ranks", "8", "--nodes", "2", "--memory", "64M"]) == 0
     printed = capsys.readouterr().out
-    for text in ("full-shard", "shard-grad-op", "no-shard", "activations", "sent_bytes", "of it waited for"):
+    for text in ("full-shard", "shard-grad-op", "no-shard", "activations", "sent_bytes", "exposed"):
         assert text in printed
     assert "largest that fits into 64.0 MiB" in printed
     assert "assumed: " in printed

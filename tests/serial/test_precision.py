@@ -3,6 +3,7 @@
 import json
 import math
 
+import misfits
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from jobs import run_job
 from zero_mpi import SerialComm, ShardedAdamW, UsageError, load, ops, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.ops import low_precision, reference
+from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.sharding.loss_scale import FIRST_EXPONENT, GROWTH_STEPS, MAX_EXPONENT, LossScale
 from zero_mpi.sharding.precision import BF16, FP16, FP32, as_kind, floats, precision_named
 
 KINDS = [ml_dtypes.bfloat16, np.float16]
+ops.prepare()
 
 
 def drawn(kind, *shape):
@@ -66,16 +69,6 @@ def test_statistics_and_losses_stay_wide(kind):
     assert (np.dtype(type(loss)), dx.dtype) == (np.float64, kind)
 
 
-def test_every_operation_that_takes_activations_has_its_roles():
-    """A new operation must say what is low in it."""
-    plain = {"embedding", "dequantize"}  # they gather, and unpack what is of no type of ours
-    plain |= {"linear_wide", "route"}  # their results are never low
-    plain |= {"adamw", "chunk_squares", "moving_average"}  # of float32 slices
-    operations = {name for name, value in vars(ops).items() if hasattr(value, "registry")}
-    assert operations == set(low_precision.ROLES) | plain
-    assert all(hasattr(reference, name) for name in operations)
-
-
 def test_adamw_rounds_what_it_wrote():
     p, g = drawn(np.float32, 4096), drawn(np.float32, 4096)
     m, v, low = np.zeros_like(p), np.zeros_like(p), np.zeros(4096, ml_dtypes.bfloat16)
@@ -91,12 +84,12 @@ def test_kernels_round_as_the_definition_does():
     """Every bfloat16 comes back; a float32 of any kind goes to the nearest, of two to the even one."""
     jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
 
-    @jit.kernel(jit.given(1, jit.EITHER), jit.filled(1, jit.EITHER))
+    @jit.kernel("e1 e1+")
     def copied(x, y):
         for i in range(x.size):
             y[i] = jit.narrow(y, jit.wide(x[i]))
 
-    @jit.kernel(jit.given(1), jit.filled(1, jit.LOW))
+    @jit.kernel("f1 l1+")
     def rounded(x, y):
         for i in range(x.size):
             y[i] = jit.narrow(y, x[i])
@@ -121,7 +114,6 @@ def test_kernels_round_as_the_definition_does():
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
 TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # each of the rows below, most of them often
-STACK, STARTS, SHARES = drawn(BF, 3, 48, 48), np.array([0, 10, 10, 33]), drawn(np.float32, 33, 1)
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
@@ -149,25 +141,6 @@ CALLS = {
     "positions_backward": lambda o: [
         added(o.positions_backward, X[:, ::-1], kind=kind) for kind in (BF, np.float32)
     ],
-    "weighted_swiglu": lambda o: o.weighted_swiglu(GATE, GATE[::-1], SHARES),
-    "weighted_swiglu_backward": lambda o: o.weighted_swiglu_backward(GATE[:, ::-1], GATE, GATE[::-1], SHARES),
-    "grouped_linear": lambda o: [
-        o.grouped_linear(GATE, STACK, STARTS),
-        o.grouped_linear(GATE, STACK, STARTS, GATE),
-    ],
-    "grouped_linear_backward_x": lambda o: [
-        o.grouped_linear_backward_x(GATE, STACK, STARTS),
-        o.grouped_linear_backward_x(GATE, STACK, STARTS, GATE.copy()),
-    ],
-    "grouped_linear_backward_w": lambda o: [
-        added(
-            lambda dy, x, dw: o.grouped_linear_backward_w(dy, x, dw.reshape(3, 11, 48), STARTS),
-            GATE[:, :11],
-            GATE[::-1],
-            kind=kind,
-        )
-        for kind in (BF, np.float32)
-    ],
     "rope": lambda o: [
         o.rope(X.reshape(5, 33, 2, 24), np.cos(ANGLES), np.sin(ANGLES), flag) for flag in (True, False)
     ],
@@ -185,6 +158,24 @@ def norm_backwards(o, kind):
     return results
 
 
+def by_signature(o, name):
+    given = misfits.in_low_precision(name, misfits.fitting(C=48)[name])
+    result = getattr(o, name)(*given.values())
+    written = [given[entry.name] for entry in OPERATIONS[name].signature.entries if entry.written]
+    results = result if isinstance(result, tuple) else (result,)
+    return [x for x in (*results, *written) if x is not None]
+
+
+ELSEWHERE = {"rms_norm_backward", "layer_norm_backward", "causal_attention", "causal_attention_backward"}
+ELSEWHERE |= {name for name in OPERATIONS if name.startswith("linear")}  # test_onednn.py
+ELSEWHERE |= OPERATIONS.keys() - VERSIONS.get(np.ndarray, OPERATIONS).keys()
+ELSEWHERE |= {
+    name for name, version in VERSIONS.get(np.ndarray, {}).items() if getattr(version, "native", None) == ()
+}
+CALLS |= {
+    name: lambda o, name=name: by_signature(o, name)
+    for name in low_precision.ROLES.keys() - CALLS.keys() - ELSEWHERE
+}
 CALLS |= {
     f"norm_backward, {np.dtype(kind)}": lambda o, kind=kind: norm_backwards(o, kind)
     for kind in (BF, np.float32)
@@ -196,7 +187,7 @@ def test_kernels_of_bfloat16_do_what_is_defined(name):
     """Only where a float32 lies at the middle of two may a kernel's last bit decide otherwise."""
     pytest.importorskip("numba")
     ops.prepare()
-    found, expected = CALLS[name](ops), CALLS[name](low_precision.defined)
+    found, expected = CALLS[name](ops), CALLS[name](defined)
     pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype
@@ -263,17 +254,10 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
     """Neither copies nor the reference: the kernels themselves."""
     pytest.importorskip("numba")
-    from zero_mpi.ops import cpu
-
     ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
     for name in set(CALLS) - {"norm_backward, float32"}:
         CALLS[name](ops)
-    tried = set(CALLS) | {f"{name}_backward" for name in ("rms_norm", "layer_norm", "causal_attention")}
-    tried |= {"causal_attention"}
-    tried |= {name for name in vars(ops) if name.startswith("linear")}  # test_onednn.py
-    on_copies = {operation.__name__ for operation in cpu.ON_COPIES}
-    assert set(low_precision.ROLES) <= tried | on_copies | {*reference.UNCOMPILED}
 
 
 def test_numbers_that_are_not_finite_stay_so():

@@ -62,7 +62,6 @@ def kinds(path: Path) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A chain of four steps, of which 2 and 4 were saved."""
     write(tmp_path / "proof.jsonl", JobStart(0, RUN), range(1, 5), (2, 4))
     return tmp_path / "proof.jsonl"
 

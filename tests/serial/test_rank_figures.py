@@ -32,10 +32,10 @@ def test_a_rank_is_named_the_third_time_in_a_row_and_once(said):
     warned, recovered = said.records
     assert warned.levelname == "WARNING"
     assert warned.getMessage().startswith(
-        "rank 2 on b is slow: 1.5 s a micro-batch, 50 % more than the median"
+        "rank 2 on b is slow: 1.5 s per micro-batch, 50 % more than the median"
     )
     assert warned.facts == {"rank": 2, "host": "b", "behind": 0.5}
-    assert recovered.getMessage() == "rank 2 on b keeps up again"
+    assert recovered.getMessage() == "rank 2 on b is no longer slow"
 
 
 def test_who_is_behind_now_and_then_is_not_named(said):

@@ -194,7 +194,7 @@ def test_the_last_line_says_what_the_job_took(tmp_path, capsys, clock):
     clock[0] += 3725
     written.step(record(4))
     written.close()
-    assert capsys.readouterr().out.endswith("  1:02:05 in all\n")
+    assert capsys.readouterr().out.endswith("  total 1:02:05\n")
 
 
 LARGE = {"loss": 11.25, "tokens_per_second": 123456.7, "mfu": 1.0, "memory_bytes": [int(79.9 * 2**30)]}

@@ -18,11 +18,9 @@ from zero_mpi.commands.report import command
 from zero_mpi.commands.report.page import about, figures, page
 from zero_mpi.commands.report.runs import (
     MEMORY,
-    MOST_HISTORY,
     NUMBERS,
     Curves,
     Entry,
-    read_events,
     read_run,
     read_runs,
 )
@@ -34,22 +32,18 @@ HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e{{ 7 * 7 }}"
 
 
 def run_command(*arguments):
-    """The status of the command in this process."""
     return command.command(World(0, 1), [str(argument) for argument in arguments])
 
 
 def page_of(*folders):
-    """The page of some runs."""
     return page(read_runs(folders), NOW)
 
 
 def data_of(html):
-    """The figure in a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
 
 
 def curve(figure, name):
-    """The trace whose name ends so."""
     return next(trace for trace in figure["data"] if trace.get("name", "").endswith(name))
 
 
@@ -122,13 +116,6 @@ def test_values_of_other_types_are_gaps(tmp_path, value):
     Tree(page_of(tmp_path))
 
 
-def test_memory_does_not_grow_with_events(tmp_path):
-    long = [event("warning", 1, text="x" * 900) for _ in range(MOST_HISTORY // 900 + 500)]
-    assert sum(
-        len(json.dumps(one)) for one in read_events(write_run(tmp_path, events=long) / "events.jsonl")
-    ) <= (MOST_HISTORY)
-
-
 @pytest.mark.parametrize(
     ("updated", "state"),
     [("2026-11-21T18:00:30Z", "running"), ("2026-11-21T17:00:00Z", "lost"), ("nonsense", "running")],
@@ -137,15 +124,6 @@ def test_a_silent_run_is_lost(tmp_path, updated, state):
     run = read_run(write_run(tmp_path, status=status("running", updated=updated)))
     run.now = NOW
     assert run.state == state
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"state": 5}', "\0" * 99])
-def test_a_status_or_configuration_that_is_none(tmp_path, text):
-    folder = write_run(tmp_path)
-    for name in ("status.json", "config.toml"):
-        (folder / name).write_text(text)
-    assert read_run(folder).state == ""
-    Tree(page_of(folder))
 
 
 # ------------------------------------------------------------------------------------------------ the page

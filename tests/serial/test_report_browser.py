@@ -97,7 +97,6 @@ def show(browser, tmp_path):
 
 
 def drawn(browser):
-    """The curves that are drawn, by name."""
     names = "document.getElementById('curves').data.filter((one) => one.name).map((one) => one.name)"
     return browser.execute_script(f"return {names}")
 

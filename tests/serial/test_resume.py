@@ -76,12 +76,6 @@ def test_goes_on_at_another_number_of_ranks(ranks, strategy, stopped, flags, unb
     assert fields(stopped, "lr", "tokens") == fields(unbroken, "lr", "tokens")
 
 
-def test_goes_on_twice(stopped, flags, unbroken):
-    train(2, stopped, *flags, *CONSTANT, "--steps", "4")
-    train(3, stopped, *flags, *CONSTANT, "--steps", "6")
-    assert_same_run(stopped, unbroken)
-
-
 def test_goes_on_from_a_named_folder_into_another(stopped, flags, unbroken, tmp_path):
     """As if the first part had been elsewhere: the records begin after it."""
     folder = str(stopped / "step-00000003")
@@ -164,7 +158,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, fla
             assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
         finally:
             end(process)
-    assert "run the same command to go on" in (tmp_path / "log").read_text()
+    assert "stopped after step " in (tmp_path / "log").read_text()
     go_on_to_the_end(2, out, flags, endless)
 
 
@@ -192,34 +186,6 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(flags, endless, tmp_path)
     assert (status, errors) == (REQUEUE, ""), printed
     assert len(fields(tmp_path / "out")) == 5
     go_on_to_the_end(1, tmp_path / "out", flags, endless)
-
-
-EARLY = """
-import os, signal
-from zero_mpi.train import command as train_command, trainer as train
-
-resolve = train_command.resolve
-
-def signalled_resolve(world, config):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    return resolve(world, config)
-
-train_command.resolve = signalled_resolve
-train_command.main()
-"""
-
-
-def test_a_signal_while_a_run_is_prepared_stops_it_before_its_first_step(flags, endless, tmp_path):
-    script = tmp_path / "early.py"
-    script.write_text(EARLY)
-    command = [str(script), "--out", str(tmp_path / "out"), *flags, *ENDLESS]
-    status, printed, errors = run_job(2, command, timeout=30)
-    assert (status, errors) == (REQUEUE, ""), printed
-    assert "stopped by SIGUSR1 before the first step" in printed
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
-    train(1, tmp_path / "out", *flags, *ENDLESS)
-    assert_same_run(tmp_path / "out", endless)
 
 
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
@@ -263,7 +229,7 @@ def test_another_training_is_refused_by_the_first_difference(more, named, stoppe
 
 def test_another_corpus_is_refused(stopped, flags, tmp_path):
     line = refused(2, stopped, *SMALL, *CONSTANT, "--data", *write_text(tmp_path, seed=1))
-    assert "the text of --data" in line
+    assert "--data" in line
 
 
 def test_the_same_corpus_elsewhere_is_the_same(stopped, flags, unbroken, tmp_path):
@@ -278,14 +244,6 @@ def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped,
     (stopped / "step-00000003").rename(stopped.parent / "elsewhere")
     assert "latest" in refused(2, stopped, *flags, *CONSTANT, "--steps", "6")
     assert (stopped / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(("keep", "expected"), [(2, [4, 5]), (0, [2, 4, 5])])
-def test_the_newest_checkpoints_are_kept(keep, expected, flags, tmp_path):
-    out = tmp_path / "out"
-    train(2, out, *flags, "--steps", "5", "--save-every", "2", "--keep", str(keep))
-    assert sorted(path.name for path in out.glob("step-*")) == [f"step-{step:08d}" for step in expected]
-    assert os.readlink(out / "latest") == "step-00000005"  # relative: the folder may be moved
 
 
 @pytest.fixture(scope="module")

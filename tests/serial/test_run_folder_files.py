@@ -10,7 +10,6 @@ from report_runs import record, status, write_run
 from zero_mpi.commands.report import command
 from zero_mpi.commands.report.page import figures
 from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
-from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch.watchdog import RankReports, RankState
@@ -165,43 +164,6 @@ def test_texts_of_a_run_are_cut_and_escaped_on_the_page(tmp_path, capfd):
     said = capfd.readouterr().out
     assert printable(said, keep="\n") == said
     assert max(map(len, said.splitlines())) <= 2000
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "nested", "not UTF-8", "long key"])
-def test_settings_are_read_from_a_toml_file_and_nothing_else(tmp_path, kind):
-    path = tmp_path / "run.toml"
-    put(path, kind)
-    with pytest.raises(UsageError, match=r"^--config [^\n]{1,500}$"):
-        parse(["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "layers = 0x" + "f" * 10_000,
-        "lr = " + "9" * 400,
-        "seed = " + "9" * 400,
-        'threads = "' + "9" * 10_000 + '"',
-        "max_time = 0x" + "f" * 10_000,
-        'trace_steps = "' + "9" * 10_000 + ':1"',
-        'arch = "' + "x" * 500_000 + '\\u001b"',
-        '"' + "k" * 500_000 + '\\n" = 1',
-        "data = [" + "1, " * 50_000 + "]",
-    ],
-)
-def test_values_of_settings_that_no_flag_has_are_refused_in_one_short_line(tmp_path, line):
-    (tmp_path / "run.toml").write_text(line)
-    with pytest.raises(UsageError) as refused:
-        parse(["--config", str(tmp_path / "run.toml")])
-    assert printable(str(refused.value)) == str(refused.value)
-    assert len(str(refused.value)) < 600
-
-
-@pytest.mark.parametrize("flag", ["--steps=", "--arch=", "--strategy=", "--", ""])
-def test_a_flag_is_shown_on_one_short_line(flag):
-    with pytest.raises(UsageError) as refused:
-        parse([f"{flag}a\nb\x1b[31m{'x' * 100_000}"])
-    assert len(str(refused.value)) < 600
 
 
 def test_a_roll_call_takes_only_what_a_rank_signs(tmp_path):

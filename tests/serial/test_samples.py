@@ -6,7 +6,7 @@ import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
-from zero_mpi.commands.samples.command import command
+from zero_mpi.commands.samples import command
 from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -41,7 +41,7 @@ Sum
 
 
 3 conversations: 124 tokens, 13 of them counted (10.5 %); the longest has 56
-conversations without an answer left out: 1
+skipped conversations without an answer: 1
 """
 
 

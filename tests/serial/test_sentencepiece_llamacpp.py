@@ -40,7 +40,6 @@ KINDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer]:
-    """llama.cpp and our tokenizer on one vocabulary."""
     keys = KINDS[request.param]()
     path = tmp_path_factory.mktemp("vocabulary") / "model.gguf"
     return open_server(write_model(path, keys)), tokenizer_from_metadata(keys)

@@ -11,8 +11,11 @@ import pytest
 
 from zero_mpi import GradAccum, SerialComm, ShardedModule, nn, ops
 from zero_mpi.nn import CrossEntropy, Stage
-from zero_mpi.ops import signatures
+from zero_mpi.ops import low_precision, registry, trial
 from zero_mpi.ops.low_precision import BFLOAT16
+from zero_mpi.ops.registry import OPERATIONS
+from zero_mpi.plan import fake_ops
+from zero_mpi.plan.workspaces import Compiled
 
 ops.prepare(kind=BFLOAT16)
 
@@ -21,7 +24,6 @@ class Plain(np.ndarray):
     """Arrays that the reference computes with, wherever compiled operations are installed."""
 
 
-OPERATIONS = {name: value for name, value in vars(ops).items() if hasattr(value, "registry")}
 for operation in OPERATIONS.values():
     operation.register(Plain, operation.dispatch(object))
 
@@ -42,10 +44,6 @@ def placed(kind: type) -> Callable[[np.ndarray], Any]:
 versions = pytest.mark.parametrize("kind", [Plain, np.ndarray], ids=["reference", "compiled"])
 
 
-def test_every_operation_has_a_signature_and_a_case():
-    assert set(OPERATIONS) == set(signatures.SIGNATURES) == set(misfits.fitting())
-
-
 @versions
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_does_not_fit_is_refused(name, kind):
@@ -54,22 +52,12 @@ def test_what_does_not_fit_is_refused(name, kind):
         assert misfits.is_refused(name, given, placed(kind)) != fits, label
 
 
-def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with arrays in bfloat16 that may be: what the optimizer reads and statistics may not."""
-    float_only = name in ("adamw", "moving_average", "chunk_squares")
-    wide = ("r", "mean", "cos", "sin", "p", "logits", *(given if float_only else ()))
-    wide += ("w",) if "weighted" in name or name == "route_backward" else ()
-    wide += ("plus",) if name == "linear_wide" else ()
-    low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}
-    return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in given.items()}
-
-
 @versions
 @pytest.mark.parametrize("kept_low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_arrays_with_gaps_give_what_contiguous_ones_give(name, kept_low, kind):
     given = misfits.fitting()[name]
-    given = in_low_precision(name, given) if kept_low else given
+    given = misfits.in_low_precision(name, given) if kept_low else given
     expected = leaves(misfits.call(name, given, placed(kind)))
     for argument, whole in given.items():
         if isinstance(whole, np.ndarray):
@@ -93,7 +81,46 @@ def test_what_attention_kept_of_other_sequences_is_refused(kind):
         batch, queries, keys = map(slice, lengths)
         q, k, v = given["q"][batch, queries], given["k"][batch, keys], given["v"][batch, keys]
         kept = ops.causal_attention(*map(placed(kind), (q, k, v)), 0.7)[1]
-        assert misfits.is_refused(name, given | {"kept": kept}, placed(kind)), lengths
+        assert misfits.is_refused(name, given | {"p": kept}, placed(kind)), lengths
+
+
+def test_a_definition_and_a_version_are_all_that_an_operation_needs(monkeypatch):
+    """Dispatch, checks, low precision, what a plan counts and the trial follow from the two decorators."""
+    monkeypatch.setattr(registry, "OPERATIONS", made := {})
+    monkeypatch.setattr(registry, "VERSIONS", {})
+    monkeypatch.setattr(low_precision, "ROLES", {})
+
+    @registry.operation("x ... C, w C, dw?+ C real -> ... C, ... 1 wide")
+    def weighed(x: Any, w: Any, power: float, dw: Any = None) -> Any:
+        return x * w, x.sum(axis=-1, keepdims=True)
+
+    calls = []
+
+    @registry.implements(weighed, low=())
+    def faster(x: Any, w: Any, power: float, dw: Any = None) -> Any:
+        calls.append(x.dtype)
+        return weighed(x, w, power, dw)
+
+    monkeypatch.setattr(ops, "weighed", made["weighed"], raising=False)
+    x, w = np.ones((2, 5), BFLOAT16), np.ones(5, BFLOAT16)
+    assert ops.weighed(x, w, 1.0)[0].dtype == BFLOAT16
+    registry.register(np.ndarray)
+    assert [y.dtype for y in ops.weighed(x, w, 1.0)] == [BFLOAT16, np.float32]
+    assert calls == [np.float32]
+    with pytest.raises(ValueError, match=r"^weighed: .*w \(C=5\)"):
+        ops.weighed(x, w[1:], 1.0)
+    memory = Compiled()
+    fakes = fake_ops.one_pass(ops.weighed, memory.outside((9, 5)), memory.outside((5,)), 1.0)
+    assert [y.shape for y in fakes] == [(9, 5), (9, 1)]
+    assert memory.moved == 4 * (45 + 5 + 45 + 9)
+    monkeypatch.setattr(trial, "OPERATIONS", made)
+    shapes = [y.shape for y in trial.others(trial.numbers)]
+    assert shapes == 2 * [(67, 193), (193,), (193,), (67, 193), (67, 1)] + 2 * [
+        (67, 193),
+        (193,),
+        (67, 193),
+        (67, 1),
+    ]
 
 
 def test_an_array_of_another_type_is_named_with_what_was_expected():

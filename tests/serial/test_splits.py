@@ -107,9 +107,8 @@ def test_another_part_than_the_first_names_the_first(tmp_path: Path, number: int
     by_gguf(tmp_path)
     with pytest.raises(UsageError) as caught:
         GGUFFile.open(part(tmp_path, number))
-    assert f"this is part {number} of 3 of a model: name the first part, {part(tmp_path, 1)}" in str(
-        caught.value
-    )
+    assert f"this is part {number} of 3 of a model: " in str(caught.value)
+    assert str(part(tmp_path, 1)) in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -134,10 +133,10 @@ def test_a_part_under_another_name(tmp_path: Path) -> None:
         ({3: {"split.no": None}}, "00003.*key split.no: expected UINT16 of 0 or more, found nothing"),
         ({3: {"split.count": "3"}}, "00003.*key split.count: expected UINT16 .*found 'str 3'"),
         ({1: {"split.count": np.uint32(3)}}, "key split.count: expected UINT16 .*found 'uint32 3'"),
-        ({1: {"split.tensors.count": np.int32(6)}}, "expected 5, as many as the parts hold, found 6"),
+        ({1: {"split.tensors.count": np.int32(6)}}, "expected 5, .*, found 6"),
         ({1: {"split.tensors.count": None}}, "split.tensors.count: expected INT32 .*found nothing"),
         ({3: {"split.tensors.count": np.int32(-5)}}, "00003.*expected INT32 of 0 or more, found 'int32 -5'"),
-        ({2: {"split.tensors.count": np.int32(4)}}, "00002.*expected 5, as many as the parts hold, found 4"),
+        ({2: {"split.tensors.count": np.int32(4)}}, "00002.*expected 5, .*, found 4"),
         ({2: {"llama.context_length": 9}}, "00002.*key 'llama.context_length': expected only split"),
         ({2: {"general.architecture": "gpt2"}}, "00002.*expected architecture 'llama'"),
     ],

@@ -48,7 +48,7 @@ def in_floats(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("floats") / "run"
     status, printed, _ = run_job(1, ["-c", IN_FLOATS, *base, "--out", str(out)])
     assert status == 0
-    assert "are kept as floats: no kernel unpacks these blocks" in printed
+    assert "are kept as floats" in printed
     return out
 
 
@@ -86,7 +86,7 @@ def test_sizes_and_a_type_are_planned_as_the_file_is(base, capsys):
     planned = capsys.readouterr().out
     assert command(World(0, 1), [*SIZES, *base[2:], "--base", "q4_0", "--ranks", "2"]) == 0
     assert capsys.readouterr().out == planned
-    with pytest.raises(UsageError, match="--base f16: the file of --init has a type: leave one of them out"):
+    with pytest.raises(UsageError, match=r"--base f16: .*--init"):
         command(World(0, 1), [*base, "--base", "f16"])
 
 
@@ -146,11 +146,11 @@ def module_kinds(module):
 
 def test_what_is_in_blocks_has_no_elements_to_write(module, tmp_path):
     for ask in (module.parameters, module.shard_info, lambda: list(module.named_parameters())):
-        with pytest.raises(ValueError, match="is kept in the blocks of a file, not in elements"):
+        with pytest.raises(ValueError, match="quantized blocks"):
             ask()
-    with pytest.raises(ValueError, match="fill it by load_stored"):
+    with pytest.raises(ValueError, match="load_stored"):
         module.initialize(0)
-    with pytest.raises(ValueError, match=r"save: expected a module in floats, got .* blocks \(stored\)"):
+    with pytest.raises(ValueError, match=r"save: expected .*\(stored\)"):
         save(tmp_path / "saved", module, ShardedAdamW(module))
     assert not any(tmp_path.iterdir())
 

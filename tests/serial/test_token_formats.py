@@ -206,7 +206,7 @@ def test_documents_of_token_files_are_packed(tmp_path):
     paths = [str(write_arrow(tmp_path))]
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": None, "vocab_size": VOCABULARY}
     assert load_corpus(paths, packs=True, **options).train.ends.tolist() == ENDS
-    with pytest.raises(UsageError, match=r"do not tell where documents end \(tokens.npy\): use text, or"):
+    with pytest.raises(UsageError, match=r"tokens.npy does not mark the ends of documents"):
         load_corpus([str(write_npy(tmp_path))], packs=True, **options)
 
 

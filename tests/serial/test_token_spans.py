@@ -90,10 +90,10 @@ def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
     with pytest.raises(JobError, match=r"cannot read 200 bytes at byte 4 of .*0.bin: it ends at byte 50; a"):
         all_of(spans)
     other = TokenSpans([FileSpan(str(folder / "gone"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY)
-    with pytest.raises(JobError, match=r"gone: no such file; a file of --data must stay"):
+    with pytest.raises(JobError, match=r"gone: no such file; .*--data"):
         all_of(other)
     (folder / "long").write_bytes(bytes(12))
-    with pytest.raises(JobError, match=r"long has 12 bytes, when the run began 10; a file"):
+    with pytest.raises(JobError, match=r"long has 12 bytes, .*10 .*--data"):
         all_of(TokenSpans([FileSpan(str(folder / "long"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY))
     with pytest.raises(JobError, match=r"1.bin: id 80000 at byte 8 is outside the vocabulary of 70000"):
         all_of(in_files(folder, [1], [5, 80_000]))
@@ -217,6 +217,6 @@ def test_a_file_that_is_cut_ends_the_job_with_a_word_and_what_was_saved_stays(tm
         2, [str(tmp_path / "cut.py"), *flags, "--data", str(tmp_path / "ids.npy")], timeout=50
     )
     assert status == 1, said + errors
-    assert "ids.npy: it ends at byte 200; a file of --data must stay as it is" in errors
+    assert "ids.npy: it ends at byte 200; " in errors
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "latest").exists()

@@ -26,7 +26,6 @@ ENOUGH = 40.0  # seconds for a job on a busy machine
 
 
 def tokenize(ranks, *flags, out, status=0):
-    """What a job printed, and said on stderr."""
     found, printed, errors = run_job(ranks, [*TOKENIZE, *map(str, flags), "--out", str(out)], timeout=ENOUGH)
     assert found == status, f"status {found}\n{printed}\n{errors}"
     return printed, errors
@@ -60,7 +59,6 @@ def some(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(some, tmp_path_factory):
-    """What an undisturbed job on one rank makes of it."""
     out = tmp_path_factory.mktemp("whole") / "out"
     tokenize(1, *some, out=out)
     assert len(list(out.glob("*.bin"))) > 20

@@ -29,12 +29,10 @@ PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
 
 
 def waiting(what, seconds=2.0, doing="step 3"):
-    """A rank in a collective."""
     return RankState(doing, what, "barrier", seconds, f"stacks in {what}")
 
 
 def elsewhere(seconds=2.0):
-    """A rank in none."""
     return RankState("step 3", "", "allgather of parameters blk.0", seconds, "stacks of the loader")
 
 

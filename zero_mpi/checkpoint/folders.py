@@ -4,7 +4,7 @@
 
 and ema.gguf where a run keeps a moving average.
 
-A checkpoint is written into a temporary folder beside its place; files and folder are fsynced, then one
+A checkpoint is written into a temporary folder next to its target; files and folder are fsynced, then one
 rename makes it visible, and another rename replaces `latest`. The checkpoint that `latest` names is complete
 even if the process is killed at any moment. One rank calls these functions.
 """
@@ -115,7 +115,7 @@ def replace_folder(folder: Path, final: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders in one step; return False where system or file system cannot."""
+    """Exchange the names of two folders in one step; return False if system or file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -206,8 +206,8 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 def candidates(out: Path) -> list[Path]:
     """Return the folders to resume from, the best first: that of `latest`, then older ones, newest first.
 
-    A later step comes before `latest` if it was also written later: its job ended before it replaced the
-    link. Other later ones belong to an abandoned run. Without a usable link the highest step comes first.
+    A later step written after `latest` precedes it: its job ended before it replaced the link. Other later
+    ones belong to an abandoned run. Without a usable link the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():

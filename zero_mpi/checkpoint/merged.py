@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.checkpoint.huggingface.peft import ALPHA, KIND, PEFT_CONFIG, TYPE, PeftFolder
+from zero_mpi.checkpoint.sound import keys_of
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
+from zero_mpi.files.gguf_keys import ARCHITECTURE
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import LoRA, is_adapter
@@ -41,7 +41,7 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
     alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
-            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; give --lora {found.rank} "
+            f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
             f"--lora-alpha {alpha!s}"
         )
     wanted = {name: param.shape for name, param in model.params().items() if is_adapter(name)}
@@ -49,8 +49,8 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
         shape = file.tensors[name].shape if name in file.tensors else None
         if shape != wanted.get(name):
             raise UsageError(
-                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it is of other "
-                "--lora-targets or another model"
+                f"--lora-init {path}: {name} has shape {shape}, expected {wanted.get(name)}: it was trained "
+                "with other --lora-targets or on another model"
             )
     return file
 
@@ -69,12 +69,12 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
 
 def is_adapter_file(file: WeightSource) -> bool:
     """Return whether the keys of the file name it an adapter."""
-    return GGUFKeys(file.metadata, str(file.path)).text(TYPE) == "adapter"
+    return keys_of(file).text(TYPE) == "adapter"
 
 
 def lora_of(file: WeightSource) -> LoRA:
     """Return rank, alpha and targets of an adapter's file; raise UsageError for any other file."""
-    keys = GGUFKeys(file.metadata, str(file.path))
+    keys = keys_of(file)
     ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
@@ -105,11 +105,12 @@ class MergedWeights:
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
+        self.path, self.metadata = base.path, base.metadata
         self._scale = np.float32(lora.alpha / lora.rank)
-        self._specs = dict(base.tensors)
+        self.tensors = dict(base.tensors)
         self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes one of its own
         for name in lora.targets:
-            self._specs[name] = self._adapted(name, lora.rank)
+            self.tensors[name] = self._adapted(name, lora.rank)
 
     def _adapted(self, name: str, rank: int) -> TensorSpec:
         """Return name, shape and type of the merged tensor; raise UsageError unless both factors fit it."""
@@ -119,36 +120,20 @@ class MergedWeights:
         if spec is None or shapes != [(*stack, rank, width), (*stack, rows, rank)]:
             found = "none" if spec is None else spec.shape
             raise UsageError(
-                f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, and "
-                f"{self._base.path} has {found}: give the model that it was trained on"
+                f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, but "
+                f"{self._base.path} has {found}: use the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
 
-    @property
-    def path(self) -> Path:
-        """The path of the base."""
-        return self._base.path
-
-    @property
-    def metadata(self) -> Metadata:
-        """The keys of the base."""
-        return self._base.metadata
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Name -> shape and type; merged tensors are float32."""
-        return self._specs
-
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
-        """Return elements of a tensor; see `WeightSource.read`."""
-        stop = self._specs[name].size if stop is None else stop
+        stop = self.tensors[name].size if stop is None else stop
         values = self._base.read(self._stored.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # the check below refuses values that are not finite
                 added = self._product(name, start, stop)
                 values += added
             if not np.isfinite(added).all():
-                raise UsageError(f"{self._adapter.path}: what it adds to {name} is not finite")
+                raise UsageError(f"{self._adapter.path}: its update of {name} is not finite")
         return values
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
@@ -156,7 +141,7 @@ class MergedWeights:
 
         Of a stack it is the product of each matrix that has some of the rows.
         """
-        (height, width), rank = self._specs[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
+        (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)
         b = self._adapter.read(name + SECOND, first * rank, last * rank).reshape(-1, rank)
         used = range(first // height, -(-last // height))
@@ -167,8 +152,7 @@ class MergedWeights:
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def tensor(self, name: str) -> Floats:
-        """Return the full tensor; see `WeightSource.tensor`."""
-        return self.read(name).reshape(self._specs[name].shape)
+        return self.read(name).reshape(self.tensors[name].shape)
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:

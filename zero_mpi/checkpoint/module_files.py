@@ -43,7 +43,7 @@ FOLDER = str | os.PathLike[str]
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
-    The folder is written beside its place and renamed: at any moment it is complete or as it was before. It
+    The folder is written next to its target and renamed: at any moment it is complete or as it was before. It
     must be new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if
     the optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved: call it between steps.
     Returns the folder's path.
@@ -74,7 +74,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     except JobError as error:
         if comm.rank == 0:
             shutil.rmtree(folders.beside(final), ignore_errors=True)
-        raise JobError(f"save: {error}; what was in {final} before is as it was") from error
+        raise JobError(f"save: {error}; {final} is unchanged") from error
     finally:
         comm.close()
     return final
@@ -103,12 +103,12 @@ def check_place(final: Path) -> None:
     if not exists(final):
         return
     if not is_folder(final):
-        raise UsageError(f"save: {final}: expected a folder or nothing, found a file; name another place")
+        raise UsageError(f"save: {final}: is a file; use another folder")
     surplus = sorted({path.name for path in final.iterdir()} - OURS)
     if surplus:
         raise UsageError(
-            f"save: {final}: expected a new folder, or one with {folders.MODEL} and {folders.OPTIMIZER} "
-            f"alone, which are replaced; found {some(surplus)}; name another place"
+            f"save: {final}: expected a new folder, or one with only {folders.MODEL} and "
+            f"{folders.OPTIMIZER}, which are replaced; found {some(surplus)}; use another folder"
         )
 
 
@@ -150,12 +150,12 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     """Raise ValueError for invalid arguments."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{what}: folder: expected the name of a folder, got {came(folder)}")
-    example = "a ShardedAdamW, whose moments are saved too (parameters alone: state_dict, load_state_dict)"
+    example = "a ShardedAdamW, whose moments are saved too (parameters only: state_dict, load_state_dict)"
     instance(f"{what}: optimizer", optimizer, ShardedOptimizer, example)
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
-        raise ValueError(f"{what}: expected a module in floats, got one with parameters in blocks (stored)")
+        raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")
 
 
 def check_model(model: WeightSource, params: dict[str, Param]) -> None:
@@ -164,8 +164,8 @@ def check_model(model: WeightSource, params: dict[str, Param]) -> None:
     surplus = [name for name in model.tensors if name not in params]
     if missing or surplus:
         raise UsageError(
-            f"{model.path}: expected the parameters of the module; missing {some(missing)}; "
-            f"surplus {some(surplus)}; make the module that was saved"
+            f"{model.path}: expected the parameters of the module; missing {some(missing)}; surplus "
+            f"{some(surplus)}; create the module as it was saved"
         )
     for name, param in params.items():
         found = tuple(model.tensors[name].shape)

@@ -154,16 +154,13 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Content:
-    """Content of one file: (name, shape) in the file's order, and the contributions of values.
-
-    `constants` are tensors that all ranks have; rank 0 writes them.
-    """
+    """Content of one file: (name, shape) in the file's order, and the contributions of values."""
 
     path: Path
     architecture: str
     tensors: Sequence[tuple[str, tuple[int, ...]]]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)  # that all ranks have: rank 0 writes them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
@@ -280,7 +277,6 @@ class Output:
         self.put(start, *parts)
 
     def put(self, offset: int, *data: Array | bytes) -> None:
-        """Write bytes at an offset of the file."""
         if self._file is not None and data:
             self.attempt(self._file.write_at, offset, *data)
 
@@ -385,7 +381,7 @@ def write_together(
             output.stamp(keys)
     agree(comm, outputs)  # all have written: the rank that syncs for its host syncs all of the host's data
     for output in outputs:
-        tick(f"bringing {output.content.path.name} to disk")
+        tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
     agree(comm, outputs)
 
@@ -432,7 +428,7 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
 
 
 def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
-    """Return tensors' digests made of those of pieces, which are in order of ranks and of elements."""
+    """Return tensors' digests made of those of pieces, which are in rank order and of elements."""
     parts = defaultdict[str, list[bytes]](list)
     for name, pieces in (entry for rank in found for entry in rank):
         parts[name].append(pieces)

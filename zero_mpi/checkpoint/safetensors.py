@@ -149,7 +149,7 @@ def json_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         value = parse_json(raw, unique=True, most_values=MAX_VALUES)
     except ValueError as error:
-        raise FileError(f"{path}: expected JSON, found what is not: {error}") from None
+        raise FileError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise FileError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -216,7 +216,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _check_part(folder: Path, name: str, expected: set[str], found: set[str]) -> None:
     for what, names in (("without", expected - found), ("besides", found - expected)):
         if names:
-            raise FileError(f"{folder / name}: {what} {show(min(names))}, unlike what {INDEX} says")
+            raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
 
 
 class SafetensorsStream(TensorStream):

@@ -46,15 +46,12 @@ Parts = dict[str, list[Contribution]]  # by the role of the file
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint; `digest` is of all its tensors, the same at any number of ranks.
-
-    id: a hash of all keys of its files, digests included; only rank 0 has id and digest
-    """
+    """A complete checkpoint; only rank 0 has id and digest."""
 
     folder: Path
     step: int
-    digest: str
-    id: str
+    digest: str  # of all its tensors, the same at any number of ranks
+    id: str  # a hash of all keys of its files, digests included
     seconds: float
 
 
@@ -115,7 +112,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until no save is in progress. Collective; raise its error on all ranks."""
         if self._thread is not None:
-            with spans.during(spans.CHECKPOINT, "wait for the save behind training"):
+            with spans.during(spans.CHECKPOINT, "wait for the background save"):
                 self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -164,7 +161,7 @@ class Saver:
     def _rest(self) -> str:
         """Return the part of the message that names the checkpoint that still exists."""
         link = self.out / folders.LATEST
-        return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier one is there"
+        return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier checkpoint exists"
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:

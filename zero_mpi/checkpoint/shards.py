@@ -19,16 +19,13 @@ Run = tuple[str, int, Array]  # a tensor's name, the first element in it, the el
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank's slice of one unit's values; in the file a tensor is named `prefix` + its parameter's name.
-
-    names: the parameters that have such a value; None: all
-    """
+    """A rank's slice of one unit's values; in the file a tensor is named `prefix` + its parameter's name."""
 
     prefix: str
     unit: Unit
     partition: Partition
     values: Array
-    names: frozenset[str] | None = None
+    names: frozenset[str] | None = None  # the parameters that have such a value; None: all
 
     def on_host(self, inside: slice) -> Array:
         """Return a part of this rank's slice in host memory: a view, or a copy from the GPU."""

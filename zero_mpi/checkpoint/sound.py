@@ -122,8 +122,8 @@ def check_files(files: CheckpointFiles) -> None:
         found = keys_of(file).text(ID)
         if found is None or found != own:
             raise UsageError(
-                f"{state.path.parent}: {file.path.name} and {folders.OPTIMIZER} are not of one checkpoint "
-                f"(ids {show(str(found))} and {show(str(own))})"
+                f"{state.path.parent}: {file.path.name} and {folders.OPTIMIZER} belong to different "
+                f"checkpoints (ids {show(str(found))} and {show(str(own))})"
             )
     check_signature(files)
 
@@ -143,13 +143,13 @@ def check_signature(files: CheckpointFiles) -> None:
     if signature(*(file.metadata for file in (*weights.values(), state))) != state.metadata[ID]:
         names = ", ".join(file.path.name for file in weights.values())
         raise UsageError(
-            f"{state.path.parent}: {names} or {folders.OPTIMIZER} has a key that is not the one "
-            "that was written"
+            f"{state.path.parent}: {names} or {folders.OPTIMIZER} has a key that was changed after it was "
+            "written"
         )
     for role, file in weights.items():
         recorded = from_lines(keys_of(state).texts(DIGESTS[role]))
         if from_lines(keys_of(file).texts(TENSOR_DIGESTS)) != recorded:
-            raise UsageError(f"{file.path}: the key {TENSOR_DIGESTS} is not the one that was written")
+            raise UsageError(f"{file.path}: the key {TENSOR_DIGESTS} was changed after it was written")
 
 
 def digest_of_files(digests: Mapping[str, Mapping[str, str]]) -> str:
@@ -184,5 +184,5 @@ def check_digests(
         pieces = file.raw_pieces(name, READ_AT_ONCE) if name in file.tensors else ()
         if name not in file.tensors or digest_of_pieces(map(piece_digests, pieces)) != digest:
             raise UsageError(
-                f"{file.path}: tensor {show(name)} is not the one that was written (its checksum differs)"
+                f"{file.path}: tensor {show(name)} was changed after it was written (its checksum differs)"
             )

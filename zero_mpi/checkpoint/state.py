@@ -44,16 +44,11 @@ LOSS, STEP, SINCE = (f"training.best_{name}" for name in ("val_loss", "iteration
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest held-out loss so far.
+    """The lowest validation loss so far."""
 
-    loss    nats per token; infinite before the first evaluation
-    step    number of steps done when it was measured; 0: not measured yet
-    since   number of evaluations after that one
-    """
-
-    loss: float = math.inf
-    step: int = 0
-    since: int = 0
+    loss: float = math.inf  # nats per token; infinite before the first evaluation
+    step: int = 0  # number of steps done when it was measured; 0: not measured yet
+    since: int = 0  # number of evaluations after that one
 
     def after(self, step: int, loss: float) -> Best:
         """Return the best after the evaluation of `step` gave `loss`; NaN is never better."""
@@ -85,18 +80,14 @@ MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a norm not finite.
-
-    scale_*: state of the loss scale (`sharding.loss_scale`), its exponent None if losses are not scaled;
-    best: the best evaluation, if there is one.
-    """
+    """Progress of a run: steps done, tokens and samples seen, and steps skipped for a norm not finite."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None
+    scale_exponent: int | None = None  # of the loss scale (`sharding.loss_scale`); None: there is none
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 
@@ -113,21 +104,15 @@ SCALE_COUNTS = {"training.loss_scale_exponent": "scale_exponent", "training.loss
 
 @dataclass(frozen=True)
 class Description:
-    """Metadata of a checkpoint.
-
-    model: the GGUF keys of architecture and tokenizer; settings: values that must not change on resume;
-    machine: values that may change but change the last bits (threads, library versions); plan: values that
-    may change and change the rest of the run (learning rates, steps); constants: tensors of the model that
-    are not trained; weights: the file of the model, or of adapters alone.
-    """
+    """Metadata of a checkpoint."""
 
     architecture: str
-    model: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    constants: Mapping[str, Array] = field(default_factory=dict)
-    weights: str = folders.MODEL
+    model: Mapping[str, Any]  # the GGUF keys of architecture and tokenizer
+    settings: Mapping[str, Any]  # values that must not change on resume
+    machine: Mapping[str, Any]  # values that change the last bits (threads, library versions)
+    plan: Mapping[str, Any] = field(default_factory=dict)  # values that change the rest of the run (rates)
+    constants: Mapping[str, Array] = field(default_factory=dict)  # tensors of the model that are not trained
+    weights: str = folders.MODEL  # the file of the model, or of adapters alone
 
     @property
     def is_adapter(self) -> bool:
@@ -217,7 +202,7 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     state, average, module = files.state, files.average, optimizer.module
     if (average is None) != (optimizer.average is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
-        raise UsageError(f"{state.path.parent}: found {found}: give ema as it was")
+        raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
     expected = dict(state_tensors(optimizer))
     trained = [(name, param.shape) for name, param in module.params.items() if module.is_trainable(name)]
     wanted: list[tuple[GGUFFile, str, tuple[int, ...]]] = [(state, *each) for each in expected.items()]
@@ -229,7 +214,7 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
             raise UsageError(f"{file.path}: {name} is {found}, expected shape {shape}")
     surplus = [name for name in state.tensors if name not in expected]
     if surplus:
-        raise UsageError(f"{state.path}: {surplus[0]} is surplus: this run trains no such tensor")
+        raise UsageError(f"{state.path}: unexpected tensor {surplus[0]}: this run does not train it")
 
 
 Read = Callable[[str, int, int], Array]
@@ -280,7 +265,7 @@ def read_count(state: GGUFFile, key: str) -> int:
     """Return a count of the state; raise UsageError if it is missing."""
     value = keys_of(state).whole(key)
     if value is None:
-        raise UsageError(f"{state.path}: the key {key} is missing or no count")
+        raise UsageError(f"{state.path}: the key {key} is missing or not a count")
     return value
 
 

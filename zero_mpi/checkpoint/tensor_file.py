@@ -232,7 +232,7 @@ class TensorStream:
     def expect_next(self, name: str) -> None:
         """Raise ValueError unless `name` is the next tensor to be written."""
         if self._file.closed:
-            raise ValueError(f"{self.path}: expected an open stream, this one is closed: open a new one")
+            raise ValueError(f"{self.path}: the stream is closed: open a new one")
         if self._order[self._done : self._done + 1] != [name]:
             left = self._order[self._done :]
             expected = show(left[0]) if left else "no further tensor"

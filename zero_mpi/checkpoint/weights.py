@@ -49,7 +49,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     folder (config.json and safetensors). Raise UsageError for any other or invalid path."""
     if not is_folder(path):
         if os.fspath(path).endswith(".safetensors"):
-            raise FileError(f"{path}: expected a folder with {CONFIG}, found one file of it: name its folder")
+            raise FileError(f"{path}: expected a folder with {CONFIG}, found a file: use its folder")
         return GGUFFile.open(path)
     folder = Path(path)
     if exists(folder / MODEL):
@@ -59,9 +59,9 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
     held = next((name for name in (ADAPTER, PEFT_CONFIG) if exists(folder / name)), None)
     if held is not None:
         raise FileError(
-            f"{folder}: holds {held} and no model: name the model that it was trained on, and this folder "
-            "by --lora (generate) or --merge (export); export --base MODEL writes it alone, a run goes on by "
-            "--lora-init"
+            f"{folder}: contains {held}, not a model. Use the model that it was trained on, and this folder "
+            "with --lora (generate), --merge (export) or --lora-init (train); export --base MODEL converts "
+            "only the adapter"
         )
-    run = f"; it is a run directory: name {folder / LATEST}" if exists(folder / LATEST) else ""
+    run = f"; it is a run folder: use {folder / LATEST}" if exists(folder / LATEST) else ""
     raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{run}")

@@ -60,11 +60,11 @@ ELSEWHERE = {  # names that other trainers have for our flags
     "--warmup-steps": "--warmup",
 }
 REMOVED = {  # flags that 0.1.0 had, and their replacements
-    "--audit": "zero-mpi verify RUN finds wrong steps afterwards",
-    "--audit-action": "zero-mpi verify RUN finds wrong steps afterwards",
+    "--audit": "use zero-mpi verify RUN after the run",
+    "--audit-action": "use zero-mpi verify RUN after the run",
     "--peer-checkpoint": "save checkpoints on disk more often: --save-every N --async-save",
-    "--text": "the page of zero-mpi report, or metrics.jsonl",
-    "--why": "give the two run folders alone",
+    "--text": "use the page of zero-mpi report, or metrics.jsonl",
+    "--why": "give only the two run folders",
 }
 
 
@@ -91,13 +91,13 @@ def version_lines() -> list[str]:
 def with_choices(text: str, choices: Sequence[str]) -> str:
     """Return a flag's text, with its choices unless the text names them all."""
     named = all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices)
-    return text if named else f"{text} [{'|'.join(choices)}]"
+    return text if named else f"{text} [{', '.join(choices)}]"
 
 
 def refuse_empty(name: str, value: Any) -> None:
     """Raise UsageError for an empty text, which an unset shell variable gives in place of a path."""
     if value == "" or (isinstance(value, list) and "" in value):
-        raise UsageError(f"{name} '': expected something, found an empty text; is a variable not set?")
+        raise UsageError(f"{name} '': expected a value, got an empty text; is a shell variable unset?")
 
 
 class Help(argparse.HelpFormatter):
@@ -192,7 +192,7 @@ class Parser(argparse.ArgumentParser):
                 name = (action.option_strings or [str(action.metavar or action.dest)])[0]
                 refuse_empty(name, getattr(found, action.dest, None))
         if surplus:
-            raise UsageError(f"unexpected {show(surplus[0])}: it belongs to no flag; see --help")
+            raise UsageError(f"unexpected {show(surplus[0])}: it does not belong to a flag; see --help")
         return found
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -7,7 +7,7 @@ to make. `meter` counts bytes and waits.
 
 Exact reductions do not use the sums of the MPI library, whose order changes with the library and the number
 of ranks. Each owner receives its slice from every rank, in pieces of 1 MiB with two in flight, and adds them
-in the order of ranks: ((out + rank 0) + rank 1) + ... in float32. `fast` shares all code but this: it calls
+in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` shares all code but this: it calls
 Reduce_scatter and Allreduce of the library in pieces of 4 MiB.
 
 Neither MPICH nor Open MPI moves a nonblocking collective while nobody calls into the library. Where cores are

@@ -29,8 +29,8 @@ KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
     """Return the first item of look(), once its facts are the same on all ranks. Collective.
 
-    `what` names the thing to be made, for people. Raises on all ranks the ValueError that `look` raises on
-    any of them, and UsageError where the facts differ. `look` must not communicate.
+    `what` names the thing to be made, for messages. Raises on all ranks the ValueError that `look` raises
+    on any of them, and UsageError where the facts differ. `look` must not communicate.
     """
     return alike(comm, look, (ValueError,), partial(first_difference, what))
 
@@ -44,7 +44,7 @@ def together(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def results(comm: Comm, action: Callable[[], T]) -> list[T]:
-    """Return action() of every rank, in order of ranks; raises as `together`. Collective."""
+    """Return action() of every rank, in rank order; raises as `together`. Collective."""
     return exchange(comm, action, REFUSALS, lambda result: result)[1]
 
 

@@ -25,7 +25,7 @@ from zero_mpi.device.types import Array
 
 
 class Handle:
-    """A collective under way; `kind` and `label` name it for those who wait."""
+    """A collective in progress; `kind` and `label` name it for those who wait."""
 
     kind, label = "collective", ""
 
@@ -59,7 +59,7 @@ class ModuleMemory:
     """Memory that a transport gives a module for its units.
 
     wholes    for each requested partition: one array that all ranks see and each writes its slice of, or
-              None where each rank keeps its slice to itself
+              None if each rank keeps its slice to itself
     buffers   pool for gradients before they are reduced
     gathers   pool for gathered parameters that have no whole
     """
@@ -74,14 +74,14 @@ class Comm(ABC):
 
     rank: int
     size: int
-    exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
+    exact: bool  # reductions add in rank order; otherwise the library chooses the order
     kind: Transport = MPI  # the kind of this transport; messages by default
     replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
     sums_in_place = False  # `full` may be `out` before anything was added: one rank's sum is its own
 
     @property
     def about(self) -> str:
-        """A description, for people, of what the transport uses."""
+        """Description of what the transport uses, for messages."""
         return self.kind.name
 
     @cached_property
@@ -126,7 +126,7 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return every rank's `value` in order of ranks on `root`, else None; any small object; blocking."""
+        """Return every rank's `value` in rank order on `root`, else None; any small object; blocking."""
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -134,7 +134,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in order of ranks; any small object; blocking."""
+        """Return every rank's `value`, in rank order; any small object; blocking."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -146,7 +146,7 @@ class Comm(ABC):
 
     @abstractmethod
     def split(self, group: int) -> Comm:
-        """Return a transport of the ranks that give the same number, in the order of ranks. Collective."""
+        """Return a transport of the ranks that give the same number, in rank order. Collective."""
 
     def nodes(self) -> list[int]:
         """Return the node of each rank, by number. Collective."""
@@ -184,10 +184,10 @@ class Comm(ABC):
         return Offset(0.0, 0.0, time.perf_counter())
 
     def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
-        """Push the transfers under way; the runtime calls it between layers."""
+        """Push the transfers in progress; the runtime calls it between layers."""
 
     def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
-        """Release what the transport holds; nothing may be under way. Collective."""
+        """Release what the transport holds; nothing may be in progress. Collective."""
 
     def sum_vector(self, values: Array) -> Array:
         """Return the sum over ranks of float64 vectors; in each place at most one rank has a non-zero.

@@ -217,10 +217,10 @@ class GuardedComm(NumberedComm):
         owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
         if owner is not None:
             raise ThreadError(
-                f"rank {self.rank}: thread {me.name!r} starts {what}, but the collectives of this "
-                f"communicator are those of thread {owner.name!r}: those of two threads have no order that "
-                "ranks could share; use a communicator and its modules in one thread, and for another thread "
-                "make one more by connect(), on all ranks in the same order"
+                f"rank {self.rank}: thread {me.name!r} starts {what}, but this communicator belongs to "
+                f"thread {owner.name!r}: collectives of two threads have no common order on all ranks; use "
+                "each communicator and its modules in one thread, and create another one for a second "
+                "thread with connect(), on all ranks in the same order"
             )
         self._thread = me.ident
 

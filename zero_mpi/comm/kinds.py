@@ -22,7 +22,7 @@ class Transport:
 
     name            in one word
     flag            the value of --transport that asks for it; empty: none does
-    text            how things travel, for people
+    text            how things travel, for messages
     on_gpu          carries arrays that lie on GPUs
     adds            has sums of the library, in an order of its own (`--reduction fast`)
     stages          what GPUs send goes through pinned memory of the host
@@ -50,19 +50,19 @@ class Transport:
         return scratch.pinned(ranks) if self.stages and ranks > 1 else 0
 
 
-SERIAL = Transport("serial", "", "one process, nothing travels", spans_nodes=False)
+SERIAL = Transport("serial", "", "one process, no communication", spans_nodes=False)
 MPI = Transport("mpi", "mpi", "messages", adds=True, takes=scratch.of_messages)
 SHARED = Transport(
     "shared",
     "shared",
-    "memory that the ranks of the node share",
+    "shared memory of the node",
     shares_memory=True,
     spans_nodes=False,
 )
 NODES = Transport(
     "nodes",
     "shared",
-    "memory that the ranks of a node share, messages between nodes",
+    "shared memory inside nodes, messages between nodes",
     shares_memory=True,
     takes=scratch.of_nodes,
 )
@@ -82,9 +82,9 @@ def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
 def check_flag(flag: str, on_gpu: bool) -> None:
     """Raise UsageError for a value of --transport that is of the other device only."""
     if flag != AUTO and not asked_for(flag, on_gpu):
-        why = "it carries a GPU's arrays; use --device cuda or --transport mpi"
+        why = "it needs GPU arrays; use --device cuda or --transport mpi"
         if on_gpu:
-            why = "ranks cannot share the memory of GPUs in this way; with --device cuda use "
+            why = "it cannot share GPU memory; with --device cuda use "
             why += "auto, mpi, staged or nccl"
         raise UsageError(f"--transport {flag}: {why}")
 

@@ -84,5 +84,5 @@ def meters() -> list[Meter]:
 
 
 def collective(what: tuple[str, str]) -> str:
-    """Return the name of a collective from its kind and label, for people."""
+    """Return the name of a collective from its kind and label, for messages."""
     return " of ".join(part for part in what if part)

@@ -39,7 +39,7 @@ TAGS = 1 << 14
 class MPIComm(MessageComm):
     """The ranks of an MPI communicator (the world, unless another is given).
 
-    exact     reductions add in the order of ranks; otherwise the library adds, in an order of its own
+    exact     reductions add in rank order; otherwise the library chooses the order
     threaded  a thread pushes transfers on while the rank computes; left out: where that gains something
     poll      seconds between two looks of the thread
     patient   waits sleep instead of spinning, for the calls of a thread in the background
@@ -131,7 +131,7 @@ class MPIComm(MessageComm):
     def _exact_reduce(
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
     ) -> Running:
-        """Reduce in rounds: post the next piece, wait for the oldest, add its slices in order of ranks."""
+        """Reduce in rounds: post the next piece, wait for the oldest, add its slices in rank order."""
         tag = next(self._tags) % TAGS
         starts = range(0, max(partition.counts), self._exact_piece)
         scratch = [self._take(contributors, full.dtype) for _ in starts[:EXACT_DEPTH]]

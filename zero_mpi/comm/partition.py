@@ -62,7 +62,7 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int) -> Partition:
-    """Return a partition, one object for all callers with these arguments: its bounds take 72 bytes a rank.
+    """Return a partition, one object for all callers with these arguments: its bounds take 72 bytes per rank.
 
     A model has many units and few lengths.
     """

@@ -1,7 +1,7 @@
 """A thread that pushes transfers on while layers compute, politely.
 
 Neither MPICH nor Open MPI moves a nonblocking collective unless somebody calls into the library. Where
-a core is free one thread tests what is under way and sleeps between rounds; where ranks fill the cores
+a core is free one thread tests what is in progress and sleeps between rounds; where ranks fill the cores
 such a thread would only take time from the computation, and the runtime tests between layers instead.
 """
 
@@ -16,7 +16,7 @@ POLL_SECONDS = 2e-4  # seconds; a busier or an adaptive poll hid no more in meas
 
 
 class ProgressEngine:
-    """The transfers under way, pushed by a thread of its own or by calls of `push`."""
+    """The transfers in progress, pushed by a thread of its own or by calls of `push`."""
 
     def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
         self._active: list[Handle] = []
@@ -34,7 +34,7 @@ class ProgressEngine:
             self._changed.notify()
 
     def push(self) -> None:
-        """Test everything under way once, unless the thread does that."""
+        """Test everything in progress once, unless the thread does that."""
         if self._thread is None:
             self._test_all()
 
@@ -56,7 +56,7 @@ class ProgressEngine:
             time.sleep(self._poll)
 
     def close(self) -> None:
-        """End the thread; what is under way must have been waited for."""
+        """End the thread; what is in progress must have been waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,6 +1,6 @@
-"""A transport whose ranks do things for each other that no library does for them while they wait.
+"""A transport whose waiting ranks must also push the transfers of others.
 
-So whoever waits goes on pushing everything that is under way: another rank may need it to get as far.
+So whoever waits goes on pushing everything that is in progress: another rank may need it to get as far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProgressingWrapper(CommWrapper):
         self._crowded = ranks_here > environment.node_cores()
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push the transfers under way until `ready()`; `kind` and `label` name what is waited for."""
+        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
 
         def pushed() -> bool:
             self.progress()

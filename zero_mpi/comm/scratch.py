@@ -22,9 +22,9 @@ LEAST_CHAIN_PIECE = 1 << 13  # elements: shorter ones are polled for longer than
 CHAIN_DEPTH = 4  # pieces on their way at once
 
 # Arrays of a GPU (`comm.gpu`).
-TRANSFERS = 4  # under way at once: gathers of prefetched stages, and reductions behind backward
+TRANSFERS = 4  # in progress at once: gathers of prefetched stages, and reductions behind backward
 AWARE_PIECE = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the rooms
-AWARE_DEPTH = 2  # rounds under way
+AWARE_DEPTH = 2  # rounds in progress
 NCCL_PIECE = 1 << 20  # elements of a slice per round of an exact reduction
 NCCL_DEPTH = 1  # everything is in the order of one stream, so that rooms are used again at once
 STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' pieces
@@ -39,9 +39,9 @@ class Reductions:
 
     slices          elements of its slice of each unit that is trained
     itemsize        bytes of an element of a gradient on its way
-    in_flight       reductions under way at once, at most
+    in_flight       reductions in progress at once, at most
     contributors    the different numbers of ranks that give something to a round
-    exact           sums are in the order of ranks
+    exact           sums are in rank order
     accumulates     sums are added to those of earlier rounds
     replicated      every node has all slices
     """
@@ -78,7 +78,7 @@ def of_messages(asked: Reductions) -> int:
 def in_order(asked: Reductions) -> int:
     """Return the bytes of pages for pieces of the other ranks' slices in an exact reduction over messages.
 
-    Each reduction under way has up to two pieces of every contributor; rounds with fewer contributors have
+    Each reduction in progress has up to two pieces of every contributor; rounds with fewer contributors have
     rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
     """
     place = -(-min(asked.longest, EXACT_PIECE) * asked.itemsize // PAGE) * PAGE
@@ -130,7 +130,7 @@ def through_host(asked: Reductions) -> int:
 
 
 def rooms(asked: Reductions, depth: int, place: int) -> int:
-    """Return the bytes on a GPU for pieces of `place` elements of other ranks, for reductions under way."""
+    """Return the bytes on a GPU for pieces of `place` elements of other ranks, for reductions in progress."""
     return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
 
 
@@ -145,6 +145,8 @@ def staged_piece(others: int) -> int:
 
 
 def pinned(ranks: int) -> int:
-    """Return the bytes of pinned memory of the host, for as many transfers as may be under way through it."""
+    """Return the bytes of pinned memory of the host, for as many transfers as may be in progress through
+    it.
+    """
     others = ranks - 1
     return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(others) * others

@@ -2,7 +2,7 @@
 
 Traffic between nodes costs ten times that inside a node, so the transports that know several nodes let ranks
 of the same position on their nodes carry it, each its share: such ranks form a lane. That needs nodes with
-equally many ranks; and where sums pass from node to node in the order of ranks, each node's ranks must follow
+equally many ranks; and where sums pass from node to node in rank order, each node's ranks must follow
 one another.
 
 With ZERO_MPI_RANKS_PER_NODE=n in the environment every n ranks count as a node of their own, whatever the
@@ -56,12 +56,12 @@ class Topology:
     def problem(self) -> str:
         """The reason why no lanes can be formed that keep the order of ranks, or an empty text."""
         if self.nodes == 1:
-            return "there is one node"
+            return "there is only one node"
         counts = sorted({len(ranks) for ranks in self.members})
         if len(counts) > 1:
             return f"the nodes have unequal numbers of ranks ({counts[0]} to {counts[-1]})"
         if list(chain.from_iterable(self.members)) != list(range(self.nodes * counts[0])):
-            return "the ranks of a node do not follow one another (fill one node after the other)"
+            return "the ranks of a node are not consecutive (fill one node after the other)"
         return ""
 
 

@@ -27,7 +27,7 @@ class Transfer(Handle):
     """Runner of a generator that yields what it needs next; `test` and `wait` drive it.
 
     The lock lets the progress thread and the owner push the same transfer. `record`: that of the collective
-        which this is a part of, for the time line.
+        which this is a part of, for the timeline.
     """
 
     def __init__(

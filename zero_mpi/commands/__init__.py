@@ -1,1 +1,1 @@
-"""Commands beside `train`: `zero-mpi NAME`, each a package with `command`, or a file."""
+"""Commands other than `train`: `zero-mpi NAME`, each a package with `command`, or a file."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from zero_mpi.cli.parser import Parser
@@ -21,14 +21,14 @@ from zero_mpi.launch.world import World, run
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 FILES, FOLDERS = ("FILE", "PATH", "WHICH", "WHAT"), ("DIR",)  # metavars whose values are names of files
 INSTALL = """\
-Where the script belongs:
+Install the script as:
 
   bash  ~/.local/share/bash-completion/completions/zero-mpi
   zsh   _zero-mpi in a folder of $fpath
   fish  ~/.config/fish/completions/zero-mpi.fish
-  tcsh  a file that ~/.tcshrc sources
+  tcsh  a file sourced by ~/.tcshrc
 
-Examples, the second for this session of bash only:
+Examples (the second is for the current bash session only):
 
   zero-mpi completion fish > ~/.config/fish/completions/zero-mpi.fish
   eval "$(zero-mpi completion bash)\""""
@@ -38,7 +38,7 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi completion",
-        description="Print a script that lets a shell complete what begins with zero-mpi.",
+        description="Print a shell script that completes the commands and flags of zero-mpi.",
         epilog=INSTALL,
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
@@ -74,6 +74,4 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Run the command."""
-    run("completion", command, sys.argv[1:], alone=True)
+main = partial(run, "completion", command, alone=True)

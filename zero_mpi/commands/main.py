@@ -10,23 +10,23 @@ from zero_mpi.launch import stopping
 
 COMMANDS = {
     "train": "train a model, sharded over MPI ranks",
-    "tokenize": "text into token files, in parallel, with an index of documents",
-    "evaluate": "loss and perplexity of a text, right answers to questions",
-    "verify": "whether a run is what its folder says, by computing it again",
-    "generate": "text from a GGUF model",
-    "samples": "conversations as training reads them, and which of their tokens count",
-    "inspect": "what a model file or checkpoint holds, and whether it is sound",
-    "export": "a model as F16, BF16, Q8_0, ... or safetensors",
-    "supervise": "starts a run again where a rank or a host was lost, on the hosts that are left",
-    "plan": "memory, traffic and time of a run, before it is started",
-    "hostfile": "a hostfile in the form that MPICH or Open MPI reads",
-    "doctor": "whether a job would run well on these hosts, and what to do where not",
-    "trace": "where the time of each rank went, from a time line of --trace",
-    "report": "curves and figures of runs as one page for a browser, or in the terminal",
-    "completion": "a script that completes commands and flags in your shell",
+    "tokenize": "convert text to token files, in parallel",
+    "evaluate": "measure loss and perplexity on a text, or accuracy on questions",
+    "verify": "recompute steps of a run and compare every bit with its records",
+    "generate": "generate text from a GGUF model",
+    "samples": "show conversations as training sees them, and the tokens in the loss",
+    "inspect": "show and check a model file or checkpoint, or compare two",
+    "export": "convert a model to F16, BF16, Q8_0, ... or safetensors",
+    "supervise": "restart a run on the remaining hosts when a rank or host dies",
+    "plan": "estimate memory, traffic and time of a run before it starts",
+    "hostfile": "write a hostfile for MPICH or Open MPI",
+    "doctor": "check hosts, MPI and limits before a job, and measure speed",
+    "trace": "summarize where the time went, from a timeline of --trace",
+    "report": "write curves and events of runs as one HTML page",
+    "completion": "print a shell script that completes commands and flags",
 }
 EXAMPLES = """\
-mpirun -n 8 zero-mpi train        train on 8 ranks, here on Python's own library
+mpirun -n 8 zero-mpi train        train on 8 ranks, on Python's standard library
 zero-mpi COMMAND --help           the flags of a command"""
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start(name: str) -> None:
-    """Run a command with the arguments in sys.argv behind its name."""
+    """Run a command with the arguments after its name in sys.argv."""
     stopping.start(name, module_of(name))
 
 

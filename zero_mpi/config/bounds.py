@@ -21,11 +21,12 @@ LEAST = {
     "eval_every": 0, "patience": 1, "eval_windows": 1, "log_every": 1, "decay_steps": 0,
     "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0,
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,
-    "writers_per_node": 1,
+    "writers_per_node": 1, "label_smoothing": 0, "simpo_gamma": 0, "balance_loss": 0, "z_loss": 0,
+    "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
-LARGEST = 1 << 62  # whole number: fits 64 bits, with room for additions
+LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
 Number = TypeVar("Number", int, float)
-BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1}
+BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5}
 
 
 def check(config: Config) -> None:
@@ -45,6 +46,8 @@ def check(config: Config) -> None:
             raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
     if config.ema is not None and not 0 < config.ema < 1:
         raise UsageError(f"--ema {config.ema}: expected more than 0 and less than 1, such as 0.999")
+    if not 0 < config.preference_beta < math.inf:
+        raise UsageError(f"--preference-beta {config.preference_beta}: expected more than 0, such as 0.1")
     if not 0 < config.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
     thread_count(config.threads)

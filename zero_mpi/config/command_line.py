@@ -42,33 +42,44 @@ METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choi
     "reduce_dtype": "TYPE",
 }
 OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
+FIRST = {  # flags that --help shows; --help-all shows all
+    "out", "steps", "epochs", "resume", "dry_run", "init", "arch", "layers", "dim", "heads", "context",
+    "lora", "data", "tokenizer", "batch_size", "micro_batch", "lr", "warmup", "strategy", "device",
+    "precision", "threads", "save_every", "eval_every", "max_time",
+}  # fmt: skip
+EVERY = "--help-all"
 EXAMPLES = """\
-Any switch --x is turned off by --no-x. Examples:
+--no-x turns off a switch --x. The same command resumes a stopped run.
+
+Examples:
 
   mpirun -n 8 python -m zero_mpi.train
   mpirun -n 8 python -m zero_mpi.train --data TEXT --out runs/mine
-  mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data TEXT --lr 1e-4
-
-The same command goes on where a run stopped; with --dry-run it says what it would do."""
+  mpirun -n 2 python -m zero_mpi.train --init MODEL.gguf --data TEXT --lr 1e-4"""
 
 
-def make_parser() -> Parser:
-    """Return the command line's parser, in groups. Flags that are not given are absent from the result."""
+def make_parser(every: bool = True) -> Parser:
+    """Return the command line's parser, in groups. Flags that are not given are absent from the result.
+
+    every: whether --help shows all flags, or those of FIRST.
+    """
     parser = Parser(
         prog="mpirun -n N python -m zero_mpi.train",
         usage="%(prog)s [flags]",
-        description="Train a transformer sharded over MPI ranks, into a GGUF that llama.cpp opens.",
+        description="Train a transformer, sharded over MPI ranks. The result is a GGUF file for llama.cpp.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file that sets the same names as the flags")
+    parser.add_argument(EVERY, action="help", help="show all flags and exit")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings, named as the flags")
     groups: dict[str, Any] = {}
     for field in FIELDS.values():
         about = field.metadata
         group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
         groups[about["group"]] = group
         others = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
-        group.add_argument(spelled(field.name), *others, **argument(field))
+        hidden = {} if every or field.name in FIRST else {"help": argparse.SUPPRESS}
+        group.add_argument(spelled(field.name), *others, **argument(field) | hidden)
     return parser
 
 
@@ -106,7 +117,7 @@ def given(
 
 def parse(arguments: Sequence[str]) -> Config:
     """Return the configuration of a command line; raises UsageError for invalid settings."""
-    flags = vars(make_parser().parse_args(arguments))
+    flags = vars(make_parser(EVERY in arguments).parse_args(arguments))
     path = flags.pop("config", None)
     removed: list[str] = []
     settings = read_toml(Path(path), removed) if path else {}

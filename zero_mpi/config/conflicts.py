@@ -29,63 +29,70 @@ class Contradiction(NamedTuple):
     why: str
 
 
-ADAPTERLESS = "of no adapter: give --lora RANK as well"
+ADAPTERLESS = "needs an adapter: add --lora RANK"
 CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
     Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),
     Contradiction(
-        "ema", lambda c: c.offload != "none", "cannot be had with --offload {offload}: leave one of them out"
+        "ema",
+        lambda c: c.offload != "none",
+        "cannot be combined with --offload {offload}: remove one of them",
     ),
     Contradiction(
         "optimizer",
         lambda c: c.optimizer != "adamw" and c.lora is not None,
-        "updates whole matrices, not the adapters of --lora: give adamw",
+        "updates full matrices, not the adapters of --lora: use adamw",
     ),
     Contradiction(
         "optimizer",
         lambda c: c.optimizer != "adamw" and c.offload != "none",
-        "cannot be had with --offload {offload}: leave one of them out",
+        "cannot be combined with --offload {offload}: remove one of them",
     ),
-    Contradiction("epochs", lambda c: c.steps is not None, "expected that or --steps {steps}, not both"),
-    Contradiction("trace_steps", lambda c: c.trace is None, "of no time line: give --trace FILE as well"),
+    Contradiction("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
+    Contradiction("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
     Contradiction(
         "min_lr",
         lambda c: c.min_lr is not None and c.min_lr > c.lr,
-        "expected at most --lr {lr}, from where the rate falls to it",
+        "expected at most --lr {lr}",
     ),
     Contradiction(
         "decay_steps",
         lambda c: c.schedule != "wsd",
-        "of no decay at the end: give --schedule wsd as well",
+        "needs a decay at the end: add --schedule wsd",
     ),
     Contradiction(
         "decay_steps",
         lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
-        "expected no more than --steps {steps} has after --warmup {warmup}",
+        "expected at most --steps {steps} minus --warmup {warmup}",
     ),
     Contradiction(
         "bits",
         lambda c: c.bits == NATIVE and portable.active,
-        "this process is pinned: take ZERO_MPI_BITS out of the environment",
+        "ZERO_MPI_BITS=portable is set: remove it from the environment",
     ),
     Contradiction(
         "bits",
         lambda c: c.bits == PORTABLE and c.precision != "fp32",
-        "cannot be had with --precision {precision}, whose products are the processor's own: give fp32",
+        "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32",
     ),
     Contradiction(
         "bits",
         lambda c: c.bits == PORTABLE and c.reduction != "exact",
-        "--reduction {reduction} has no bits to keep: give --reduction exact",
+        "--reduction {reduction} is not reproducible: use --reduction exact",
     ),
     Contradiction(
         "bits",
         lambda c: c.bits == PORTABLE and c.device == "cuda",
-        "cannot be had on a GPU: give --device cpu",
+        "not available on a GPU: use --device cpu",
     ),
-    Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 holds nothing out"),
-    Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates at the end alone"),
+    Contradiction(
+        "loss",
+        lambda c: c.loss != "cross-entropy" and not c.data,
+        "needs pairs: add --data FILE.jsonl",
+    ),
+    Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
+    Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
 
 
@@ -110,26 +117,40 @@ class Idle(NamedTuple):
     why: str
 
 
-NO_TEXT = "--data are token files, without a tokenizer"
-IDS = "--data are token files, whose ids are taken as they are"
+CONSTANTS = {"label_smoothing": "dpo", "simpo_gamma": "simpo"}
+CONSTANTS |= {"desirable_weight": "kto", "undesirable_weight": "kto"}
+
+
+def of_losses() -> Iterator[Idle]:
+    """Yield a row for each constant that only some losses have."""
+    why = "--loss {loss} has no such constant"
+    yield Idle("preference_beta", lambda s: s.config.preference is None, why)
+    for name, loss in CONSTANTS.items():
+        yield Idle(name, lambda s, loss=loss: s.config.loss != loss, why)  # type: ignore[misc]
+    yield Idle("loss_on", lambda s: s.config.preference is not None, "answers count with --loss {loss}")
+
+
+NO_TEXT = "the token files of --data have no tokenizer"
+IDS = "the token files of --data are used unchanged"
 IDLE = (
-    Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant never falls to it"),
+    *of_losses(),
+    Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant has no decay"),
     Idle("bucket_mb", lambda s: s.config.strategy != "no-shard", "only --strategy no-shard has buckets"),
     Idle(
         "prefetch",
         lambda s: s.config.strategy in ("no-shard", "shard-grad-op"),
-        "--strategy {strategy} gathers no parameters ahead",
+        "--strategy {strategy} keeps parameters gathered",
     ),
-    Idle("val_fraction", lambda s: bool(s.config.val_data), "what is held out is --val-data"),
-    Idle("eval_every", lambda s: not s.config.holds_out, "--val-fraction 0 holds nothing out"),
-    Idle("eval_windows", lambda s: not s.config.holds_out, "--val-fraction 0 holds nothing out"),
+    Idle("val_fraction", lambda s: bool(s.config.val_data), "--val-data is the validation data"),
+    Idle("eval_every", lambda s: not s.config.holds_out, "--val-fraction 0 leaves no validation data"),
+    Idle("eval_windows", lambda s: not s.config.holds_out, "--val-fraction 0 leaves no validation data"),
     Idle(
         "writers_per_node",
         lambda s: s.config.checkpoint_io == "gather",
         "--checkpoint-io gather: rank 0 writes",
     ),
     Idle("prompt", lambda s: not s.is_text, NO_TEXT),
-    Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 shows no text"),
+    Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 prints no text"),
     Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
     Idle("tokenizer", lambda s: not s.is_text, IDS),
     Idle("bos", lambda s: s.config.bos == ALWAYS and (not s.is_text or s.are_ids), IDS),
@@ -137,7 +158,7 @@ IDLE = (
     Idle(
         "micro_batch",
         lambda s: s.config.micro_batch > s.config.batch_size,
-        "a forward has --batch-size {batch_size} at most",
+        "--batch-size {batch_size} is smaller",
     ),
 )
 

@@ -39,34 +39,32 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
     """Yield warnings on the length of a run whose steps read the data so many times."""
     if config.steps <= 2 * config.warmup > 2:
         yield (
-            f"--warmup {config.warmup}: half of --steps {config.steps} or more have a rate below --lr "
+            f"--warmup {config.warmup} takes half of --steps {config.steps} or more, at rates below --lr "
             f"{config.lr:g}; try --warmup {ANY['warmup']}"
         )
     if epochs > MANY_EPOCHS:
-        yield f"--steps {config.steps} read the data {epochs:.1f} times; try --epochs 3 or more --data"
+        yield f"--steps {config.steps} reads the data {epochs:.1f} times; try --epochs 3, or add data"
 
 
 def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[str]:
     """Yield notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
     if config.removed:
-        yield f"--config: without effect, for they were removed: {', '.join(config.removed)}"
+        yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
-        yield f"--lr {config.lr:g}: the default with --init, for weights that are trained already"
+        yield f"--lr {config.lr:g}: the default for pretrained weights (--init)"
     if config.init is not None and not config.data:
-        yield Caution(
-            f"--init without --data: trains the model on {named(config.data)}; --data names other text"
-        )
+        yield Caution(f"--init without --data: training on {named(config.data)}; use --data for other text")
     yield from map(Caution, without_effect(FlagContext(config, is_text, are_ids)))
     for variable in environment.crowded():
-        yield Caution(f"{variable}: this rank may run on {cores()}, more threads only take turns on them")
+        yield Caution(f"{variable}: this rank has {cores()}; more threads only compete for them")
 
 
 def threads_within(wanted: int | None) -> int | None:
     """Return `wanted` if this rank has that many cores; else raise UsageError."""
     if wanted is not None and wanted > environment.cores():
         raise UsageError(
-            f"--threads {wanted}: this rank may run on {cores()}: give as many or less, or auto, or bind "
-            f"each rank to more cores: {environment.binding(wanted)}"
+            f"--threads {wanted}: this rank has {cores()}: use fewer threads or auto, or bind each rank to "
+            f"more cores: {environment.binding(wanted)}"
         )
     return wanted
 

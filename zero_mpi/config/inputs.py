@@ -18,6 +18,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.command_line import OF_TEMPLATES
+from zero_mpi.config.optimizer import auxiliary_scales
 from zero_mpi.config.settings import Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
@@ -54,10 +55,10 @@ def open_init(config: Config) -> WeightSource | None:
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """Return what the configuration of a model asks for and training here lacks."""
+    """Return the features of a model's configuration that training ignores."""
     if not isinstance(init, HuggingFaceFolder) or not init.dropout:
         return []
-    return [f"{init.path / CONFIG} asks for dropout ({init.dropout}): training here has none"]
+    return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
 
 
 def read_model(init: WeightSource) -> ModelConfig:
@@ -74,7 +75,9 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type.
     """
     if config.lora is not None and init is None:
-        raise UsageError(f"--lora {config.lora}: of what: give --init BASE.gguf, which stays as it is")
+        raise UsageError(
+            f"--lora {config.lora} needs a base model: add --init BASE.gguf (its weights stay frozen)"
+        )
     model = replace(model, lora=config.adapters)
     names = model.params()
     if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
@@ -94,9 +97,12 @@ def shortened(config: Config, model: ModelConfig) -> Config:
 def check_model(config: Config, model: ModelConfig) -> None:
     """Raise UsageError for a context beyond the model's, and for patterns that are invalid."""
     if config.context > model.context_length:
-        raise UsageError(f"--context {config.context}: the model of --init has {model.context_length}")
+        raise UsageError(
+            f"--context {config.context}: the model of --init allows at most {model.context_length}"
+        )
     if model.lora is not None:
         model.lora.check(model.layers())
+    auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None)
     names = model.params()
     try:
         check_patterns("frozen", config.frozen, names)
@@ -114,7 +120,7 @@ def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) ->
     if not others:
         return []
     types = ", ".join(sorted({init.tensors[name].type.name for name in others}))
-    return [f"{len(others)} tensors of type {types} are kept as floats: no kernel unpacks these blocks"]
+    return [f"{len(others)} tensors of type {types} are kept as floats: there is no kernel for this type"]
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -172,8 +178,8 @@ def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer)
     for place, (found, expected) in enumerate(zip(theirs, ours, strict=False)):
         if found != expected:
             raise UsageError(
-                f"{flag} has another tokenizer than made the token files: expected token {place} to be "
-                f"{show(expected)}, as in {shown(path)}, found {show(found)}: tokenize the text with it"
+                f"{flag} does not match the token files: its token {place} is {show(found)}, but "
+                f"{shown(path)} has {show(expected)}: tokenize the text again"
             )
 
 
@@ -182,8 +188,8 @@ def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelCon
     tokenizer = with_template(open_tokenizer(config, init, model), config.chat_template)
     if model is not None and tokenizer.vocab_size != model.vocab_size:
         raise UsageError(
-            f"--tokenizer {shown(config.tokenizer or FROM_INIT)} has {tokenizer.vocab_size} tokens, "
-            f"the model of {shown(config.init)} {model.vocab_size}: use --tokenizer from-init, or token files"
+            f"--tokenizer {shown(config.tokenizer or FROM_INIT)} has {tokenizer.vocab_size} tokens, but the "
+            f"model of {shown(config.init)} has {model.vocab_size}: use --tokenizer from-init, or token files"
         )
     return tokenizer
 
@@ -203,9 +209,9 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag without meaning for this kind of data (conversations, or others)."""
     chats = kinds_of_data(config)
-    nothing = "--data holds no conversations, which are .jsonl files"
+    nothing = "--data has no conversations (.jsonl files)"
     why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing) | {
-        "control_tokens": "--data holds conversations, whose template writes control tokens: leave it out",
+        "control_tokens": "--data has conversations, whose chat template writes special tokens: leave it out",
     }
     for name, reason in why.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
@@ -226,7 +232,9 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
         name, _, value = text.partition("=")
         if "=" not in text or not name.isidentifier() or name in RESERVED:
             not_these = ", ".join(RESERVED)
-            raise UsageError(f"--template-var {shown(text)}: expected NAME=VALUE, NAME none of {not_these}")
+            raise UsageError(
+                f"--template-var {shown(text)}: expected NAME=VALUE, with NAME not one of {not_these}"
+            )
         try:
             variables[name] = parse_json(value)
         except ValueError:
@@ -239,7 +247,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
     try:
         return TemplateInputs(variables, options.system, date.fromisoformat(day).isoformat())
     except ValueError:
-        raise UsageError(f"--template-date {shown(day)}: expected a day as {DAY}") from None
+        raise UsageError(f"--template-date {shown(day)}: expected a date such as {DAY}") from None
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
@@ -273,7 +281,7 @@ def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, objec
             return tokenizer_from_json(beside, model.vocab_size).metadata()
     except UsageError as error:
         problem = str(error)
-    log.warning("%s: checkpoints will have no tokenizer, so no text can be made with them", problem)
+    log.warning("%s: checkpoints will have no tokenizer, so they cannot generate text", problem)
     return {TOKENIZER: "none"}
 
 
@@ -281,8 +289,7 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
     """Return the tokenizer of a GGUF file (its keys) or of a tokenizer.json; raises UsageError."""
     if not exists(path):
         raise UsageError(
-            f"--tokenizer {shown(path)}: there is no such file; expected byte, from-init, a GGUF or a "
-            "tokenizer.json"
+            f"--tokenizer {shown(path)}: no such file; expected byte, from-init, a GGUF or a tokenizer.json"
         )
     return tokenizer_in(path)
 
@@ -340,7 +347,7 @@ def sizes_of(model: ModelConfig) -> dict[str, Any]:
 def settled(config: Config, model: ModelConfig) -> Config:
     """Return the configuration with the sizes of the model of `--init`, if one is named.
 
-    Raises UsageError for a flag that contradicts them. The vocabulary is left to the tokenizer.
+    Raises UsageError for a flag that contradicts them. The vocabulary size comes from the tokenizer.
     """
     if config.init is None:
         return config
@@ -350,7 +357,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
         if flag is not None and flag != size:
             raise UsageError(
                 f"{as_flag(name, flag)}: the model of --init {config.init} has {as_flag(name, size)}; leave "
-                "it out, or leave out --init for a model from nothing"
+                "it out, or train a new model without --init"
             )
     return dataclasses.replace(config, **{name: sizes[name] for name in SIZES if name != "vocab_size"})
 

@@ -25,7 +25,7 @@ WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that ma
 
 
 def recorded(config: Config) -> Config:
-    """Return the settings as they are to be read again, from any folder."""
+    """Return the settings in a form that can be read again from any folder."""
     settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
     if not os.path.isfile(config.chat_template or ""):
         settings["chat_template"] = config.chat_template  # the name of one of the tokenizer's templates
@@ -47,6 +47,6 @@ def write_config(out: Path, config: Config) -> None:
     """
     place = out / NAME
     if place.is_dir() and not place.is_symlink():
-        raise UsageError(f"--out: {shown(place)} is a folder, expected a file or nothing: move it away")
+        raise UsageError(f"--out: {shown(place)} is a folder: move it away")
     with writing():
         write_whole(place, write_toml(recorded(config)).encode(errors="surrogateescape"))

@@ -21,11 +21,13 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
+from zero_mpi.nn.preference import PREFERENCES, Preference
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
 FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a language model
 ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
 LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
+CROSS_ENTROPY = "cross-entropy"
 LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}
@@ -39,13 +41,15 @@ def batch_size(windows: int) -> int:
 
 
 def told(name: str) -> str:
-    """Return the `--help` text of a setting in the tables above; empty for another."""
+    """Return the default of a setting in the tables above, for `--help`; empty for another setting."""
     if name in ANY:
-        return f" (default: {ANY[name]}{'' if name == 'warmup' else '; with --init by the conversations'})"
+        return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
     if name not in FROM_NOTHING:
         return ""
-    lora = f", with --lora {ADAPTERS[name]} or {LR_TIMES_WIDTH} / width" if name in ADAPTERS else ""
-    return f" (default: {FROM_NOTHING[name]}; with --init {FURTHER.get(name, 'that of the model')}{lora})"
+    if name not in FURTHER:
+        return f" (default: {FROM_NOTHING[name]}, or that of --init)"
+    lora = f"{ADAPTERS[name]}, at most {LR_TIMES_WIDTH} / width"
+    return f" (default: {FROM_NOTHING[name]}; with --init: {FURTHER[name]}; with --lora: {lora})"
 
 
 def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
@@ -54,9 +58,9 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
         return None
     found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
     if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"{given}: expected FIRST:STOP from 1 on; 10:13 is 10, 11 and 12")
+        raise UsageError(f"{given}: expected FIRST:STOP with FIRST at least 1; 10:13 is steps 10, 11 and 12")
     if steps is not None and int(found[1]) > steps:
-        raise UsageError(f"{given}: expected a step of the run, which ends with --steps {steps}")
+        raise UsageError(f"{given}: expected a step up to --steps {steps}")
     return int(found[1]), int(found[2])
 
 
@@ -64,7 +68,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
     """Return `--warmup` as a number; a share stays text until `steps` are known. Raises UsageError."""
     found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
     if not found or float(found[2] or 0) > 100:
-        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a share of all such as 5%")
+        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
     if found[1]:
         return int(found[1])
     share: int = wanted if steps is None else round(float(found[2]) / 100 * steps)
@@ -91,222 +95,175 @@ class Config:
 
     removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; not annotated, so it is no field
 
-    out: str = flag("runs/default", str, "run", "run directory")
+    # fmt: off
+    out: str = flag("runs/default", str, "run", "folder for checkpoints, metrics and settings of the run")
     steps: int = flag(None, int, "run", "optimizer steps (default: 440; conversations with --init: 3 epochs)")
-    epochs: int | None = flag(None, int, "run", "times through the data, instead of --steps")
-    seed: int = flag(0, int, "run", "of the first weights and the order of data", fixed=True)
-    resume: str = flag("auto", str, "run", "auto: newest in OUT; never; or a folder")
-    dry_run: bool = flag(False, bool, "run", "say what the run would take and do, and stop")
-    sample: int = flag(400, int, "run", "tokens of text to show at the end; 0: none")
-    prompt: str = flag("def ", str, "run", "what that text continues")
+    epochs: int | None = flag(None, int, "run", "passes over the training data, instead of --steps")
+    seed: int = flag(0, int, "run", "random seed for weight initialization and data order", fixed=True)
+    resume: str = flag(
+        "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
+    dry_run: bool = flag(False, bool, "run", "print what the run would do and need, then exit")
+    sample: int = flag(400, int, "run", "length of the sample text at the end, in tokens; 0: none")
+    prompt: str = flag("def ", str, "run", "beginning of the sample text")
 
-    arch: str | None = flag(None, str, "model", "architecture", choices=tuple(ARCHITECTURES))
-    layers: int | None = flag(None, int, "model", "blocks")
-    dim: int | None = flag(None, int, "model", "width")
-    heads: int | None = flag(None, int, "model", "query heads")
-    kv_heads: int | None = flag(None, int, "model", "key/value heads (default: as many as heads)")
-    ffn: int | None = flag(None, int, "model", "feed-forward width (default: by architecture)")
+    arch: str | None = flag(None, str, "model", "model architecture", choices=tuple(ARCHITECTURES))
+    layers: int | None = flag(None, int, "model", "number of transformer blocks")
+    dim: int | None = flag(None, int, "model", "model width")
+    heads: int | None = flag(None, int, "model", "number of attention heads")
+    kv_heads: int | None = flag(
+        None, int, "model", "number of key/value heads (default: as --heads)")
+    ffn: int | None = flag(None, int, "model", "feed-forward width (default: depends on --arch)")
     experts: int | None = flag(None, int, "model", "experts of each feed-forward (default: no mixture)")
     experts_used: int | None = flag(None, int, "model", "experts that each token uses (default: 2)")
     expert_ffn: int | None = flag(None, int, "model", "width of an expert (default: --ffn)")
     context: int = flag(None, int, "model", "tokens per training window", fixed=True)
-    tied: bool | None = flag(None, bool, "model", "head tied to the embedding (default: gpt2)")
-    vocab_size: int | None = flag(None, int, "model", "vocabulary, for token files")
-    init: str | None = flag(None, str, "model", "GGUF or safetensors folder to start from instead")
+    tied: bool | None = flag(
+        None, bool, "model", "share weights of output head and embedding (default: only for --arch gpt2)")
+    vocab_size: int | None = flag(
+        None, int, "model", "vocabulary size, needed only for token files without a tokenizer")
+    init: str | None = flag(None, str, "model", "model to start from: GGUF file or Hugging Face folder")
     freeze: list[str] = flag(
-        None, list, "model", "parameters to leave as they are, by their names", fixed=True
-    )
+        None, list, "model", "name patterns of parameters that are not trained", fixed=True)
 
     lora: int | None = flag(
-        None, int, "adapter", "train adapters of this rank and leave the model of --init as it is", fixed=True
-    )
-    lora_alpha: float | None = flag(
-        None, float, "adapter", "products count alpha / rank times (default: twice the rank)", fixed=True
-    )
-    lora_targets: list[str] = flag(
-        None,
-        list,
-        "adapter",
-        "weights that have one, by their names (default: blk.*.attn_*.weight blk.*.ffn_*.weight)",
-        fixed=True,
-    )
-    lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to go on from, of the same rank")
+        None, int, "adapter", "rank of LoRA adapters to train on the frozen model of --init", fixed=True)
+    lora_alpha: float | None = flag(None, float, "adapter",
+        "LoRA scaling: the update is multiplied by alpha / rank (default: twice the rank)", fixed=True)
+    lora_targets: list[str] = flag(None, list, "adapter",
+        "name patterns of weights with adapters (default: blk.*.attn_*.weight blk.*.ffn_*.weight)",
+        fixed=True)
+    lora_init: str | None = flag(None, str, "adapter", "adapter.gguf to start from; its rank must be R")
 
-    data: list[str] = flag(
-        None,
-        list,
-        "data",
-        "text, token files, or conversations as .jsonl; PATH=SHARE mixes (default: Python's library)",
-    )
-    tokenizer: str | None = flag(None, str, "data", "byte, from-init (default with --init), or a file")
-    control_tokens: str | None = flag(
-        None,
-        str,
-        "data",
-        "what text means that spells one, as <|im_start|>: parse: the token; plain: the letters (default: "
-        "plain, with a warning)",
-        choices=READINGS,
-    )
-    bos: str = flag(
-        AUTO,
-        str,
-        "data",
-        "bos token in front of each window of text and each conversation; auto: if the model asks for one",
-        fixed=True,
-        choices=BOS,
-    )
+    data: list[str] = flag(None, list, "data",
+        "text, token files or conversations (.jsonl); PATH=SHARE sets mixing shares (default: Python's "
+        "library)")
+    tokenizer: str | None = flag(
+        None, str, "data", "byte (default), from-init (default with --init), or a tokenizer file")
+    control_tokens: str | None = flag(None, str, "data",
+        "special tokens such as <|im_start|> in text: parse as tokens, or plain characters (default: plain)",
+        choices=READINGS)
+    bos: str = flag(AUTO, str, "data",
+        "BOS token before each window or conversation: always, never, or auto (if the model expects one)",
+        fixed=True, choices=BOS)
     chat_template: str | None = flag(
-        None, str, "data", "Jinja file, or name of one of the tokenizer's templates, for conversations"
-    )
+        None, str, "data", "chat template: Jinja file, or name of a template of the tokenizer")
     template_var: list[str] = flag(
-        None, list, "data", "NAME=VALUE: variables of the chat template; a value is JSON or text"
-    )
+        None, list, "data", "variables of the chat template, NAME=VALUE; VALUE is JSON or text")
     enable_thinking: str | None = flag(
-        None, str, "data", "that variable of the chat template", choices=("true", "false")
-    )
-    system: str | None = flag(None, str, "data", "system message of conversations that have none")
-    template_date: str | None = flag(
-        None, str, "data", "day for the template's strftime_now, as 2024-07-26 (default: of the beginning)"
-    )
-    loss_on: str | None = flag(
-        None,
-        str,
-        "data",
-        "what counts of conversations: answers, those of the assistant; all (default: answers)",
-        choices=LOSSES,
-    )
-    skip_bad: bool = flag(False, bool, "data", "leave out rows of conversations that cannot be read")
-    packing: str | None = flag(
-        None,
-        str,
-        "data",
-        "documents: windows hold whole ones, which do not see each other; none: text runs on from window to "
-        "window, a conversation has one of its own (default: none for text, documents for conversations)",
-        fixed=True,
-        choices=PACKINGS,
-    )
-    val_fraction: float = flag(0.05, float, "data", "of the documents to hold out; 0: none", fixed=True)
-    val_data: list[str] = flag(None, list, "data", "what to hold out instead, as --data")
+        None, str, "data", "value of the chat template's variable enable_thinking", choices=("true", "false"))
+    system: str | None = flag(None, str, "data", "system message for conversations without one")
+    template_date: str | None = flag(None, str, "data",
+        "date of the chat template's strftime_now, e.g. 2024-07-26 (default: date of the first start)")
+    loss_on: str | None = flag(None, str, "data",
+        "tokens that count in the loss: answers (assistant replies) or all (default: answers)",
+        choices=LOSSES)
+    skip_bad: bool = flag(False, bool, "data", "skip conversations that cannot be read")
+    packing: str | None = flag(None, str, "data",
+        "documents: whole documents in a window, no attention between them; none: text cut at window "
+        "borders (default: none; conversations: documents)", fixed=True, choices=PACKINGS)
+    val_fraction: float = flag(
+        0.05, float, "data", "fraction of the documents held out for validation; 0: none", fixed=True)
+    val_data: list[str] = flag(
+        None, list, "data", "validation data, instead of --val-fraction; same forms as --data")
 
-    batch_size: int = flag(None, int, "batch", "sequences per step over all ranks", fixed=True)
-    micro_batch: int = flag(2, int, "batch", "sequences per forward", fixed=True)
+    batch_size: int = flag(None, int, "batch", "sequences per step, over all ranks", fixed=True)
+    micro_batch: int = flag(2, int, "batch", "sequences per forward pass", fixed=True)
 
-    lr: float = flag(None, float, "optimizer", "learning rate after the warm-up")
-    min_lr: float | None = flag(None, float, "optimizer", "learning rate at the end (default: lr / 10)")
-    warmup: int = flag(None, str, "optimizer", "steps of linear warm-up, or a share of all")
-    schedule: str = flag(
-        "cosine",
-        str,
-        "optimizer",
-        "decay; wsd: at the end alone",
-        choices=("cosine", "linear", "constant", "wsd"),
-    )
+    lr: float = flag(None, float, "optimizer", "peak learning rate")
+    min_lr: float | None = flag(None, float, "optimizer", "final learning rate (default: lr / 10)")
+    warmup: int = flag(None, str, "optimizer", "linear warmup, in steps or percent of all steps")
+    schedule: str = flag("cosine", str, "optimizer",
+        "learning-rate decay; wsd: linear, in the last steps only",
+        choices=("cosine", "linear", "constant", "wsd"))
     decay_steps: int | None = flag(
-        None, int, "optimizer", "last steps, in which wsd falls linearly (default: a tenth of all)"
-    )
+        None, int, "optimizer", "steps of the decay of --schedule wsd (default: 10% of all)")
     lr_scale: list[str] = flag(
-        None, list, "optimizer", "learning rate times X where names match; the last match wins"
-    )
-    optimizer: str = flag(
-        "adamw",
-        str,
-        "optimizer",
-        "adamw; or muon: for the matrices of blocks, adamw for the rest; --lr and --weight-decay serve both",
-        choices=("adamw", "muon"),
-        fixed=True,
-    )
-    weight_decay: float = flag(0.1, float, "optimizer", "decay of matrices")
-    beta1: float = flag(0.9, float, "optimizer", "decay of the first moment")
-    beta2: float = flag(0.95, float, "optimizer", "decay of the second moment")
-    eps: float = flag(1e-8, float, "optimizer", "added to the second moment's root")
-    ema: float | None = flag(
-        None, float, "optimizer", "keep an average of the parameters too: X of it stay each step", fixed=True
-    )
-    grad_clip: float = flag(1.0, float, "optimizer", "largest norm of the gradient; 0: any")
+        None, list, "optimizer", "learning-rate factor X for parameters matching W; the last match wins")
+    optimizer: str = flag("adamw", str, "optimizer",
+        "adamw, or muon for the matrices of blocks and adamw for the rest",
+        choices=("adamw", "muon"), fixed=True)
+    weight_decay: float = flag(0.1, float, "optimizer", "weight decay of matrices")
+    beta1: float = flag(0.9, float, "optimizer", "decay rate of the first moment")
+    beta2: float = flag(0.95, float, "optimizer", "decay rate of the second moment")
+    eps: float = flag(1e-8, float, "optimizer", "AdamW epsilon, added to the root of the second moment")
+    ema: float | None = flag(None, float, "optimizer",
+        "decay of an exponential moving average of the weights, saved as a second model (e.g. 0.999)",
+        fixed=True)
+    grad_clip: float = flag(1.0, float, "optimizer", "maximum norm of the gradient; 0: no limit")
+    balance_loss: float | None = flag(None, float, "optimizer",
+        "factor of the loss that balances experts, as router_aux_loss_coef (default: 0.001; with --lora: 0)")
+    z_loss: float | None = flag(None, float, "optimizer",
+        "factor of the squared log-sum-exp of router logits, e.g. 0.001 (default: 0)")
 
-    strategy: str = flag(
-        "full-shard",
-        str,
-        "sharding",
-        "what is sharded; hybrid-shard: full-shard inside a node",
-        choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"),
-    )
-    bucket_mb: float = flag(25.0, float, "sharding", "MiB per bucket of no-shard")
-    prefetch: int | None = flag(
-        None, int, "sharding", "stages to gather parameters ahead (default: 1; 2 with --device cuda)"
-    )
-    recompute: bool = flag(False, bool, "sharding", "keep only each block's input for backward")
-    reduction: str = flag(
-        "exact", str, "sharding", "exact: same bits on any ranks; or fast", choices=("exact", "fast")
-    )
-    transport: str = flag(
-        "auto",
-        str,
-        "sharding",
-        "mpi: messages; shared: memory that the ranks of a node share; auto: shared where it is possible. "
-        "On a GPU, mpi: straight from it; staged: through host memory; nccl; auto: mpi where MPI can do it",
-        choices=CHOICES,
-    )
-    device: str = flag("auto", str, "machine", "where arrays live", choices=("auto", "cpu", "cuda"))
-    precision: str = flag("fp32", str, "machine", "of what is computed", choices=("fp32", "bf16", "fp16"))
+    loss: str = flag(CROSS_ENTROPY, str, "loss",
+        "loss function; all but cross-entropy learn from --data with chosen and rejected answers",
+        choices=(CROSS_ENTROPY, *PREFERENCES), fixed=True)
+    preference_beta: float = flag(
+        0.1, float, "loss", "strength of the preference; of ipo its tau", fixed=True)
+    label_smoothing: float = flag(
+        0.0, float, "loss", "share of wrong labels that dpo assumes, below 0.5", fixed=True)
+    simpo_gamma: float = flag(0.5, float, "loss", "target margin of simpo", fixed=True)
+    desirable_weight: float = flag(1.0, float, "loss", "weight of chosen answers in kto", fixed=True)
+    undesirable_weight: float = flag(1.0, float, "loss", "weight of rejected answers in kto", fixed=True)
+
+    strategy: str = flag("full-shard", str, "sharding",
+        "sharding strategy; hybrid-shard: full-shard inside each node",
+        choices=("full-shard", "shard-grad-op", "no-shard", "hybrid-shard"))
+    bucket_mb: float = flag(25.0, float, "sharding", "bucket size of --strategy no-shard, in MiB")
+    prefetch: int | None = flag(None, int, "sharding",
+        "stages whose parameters are gathered ahead (default: 1; 2 with --device cuda)")
+    recompute: bool = flag(False, bool, "sharding", "recompute activations in backward, to save memory")
+    reduction: str = flag("exact", str, "sharding",
+        "summation of gradients. exact: same bits on any number of ranks; fast: order of the MPI library",
+        choices=("exact", "fast"))
+    transport: str = flag("auto", str, "sharding",
+        "auto, mpi (messages) or shared (shared memory of a node); on GPUs: auto, mpi (CUDA-aware MPI), "
+        "staged (through host memory) or nccl", choices=CHOICES)
+    device: str = flag(
+        "auto", str, "machine", "device of arrays and computation", choices=("auto", "cpu", "cuda"))
+    precision: str = flag("fp32", str, "machine",
+        "dtype of parameters, activations and matmuls", choices=("fp32", "bf16", "fp16"))
     reduce_dtype: str | None = flag(
-        None, str, "machine", "of gradients on their way (default: --precision's)"
-    )
-    offload: str = flag(
-        "none",
-        str,
-        "machine",
-        "from the GPU to the host's memory: moments; or state, with the fp32 parameters of bf16",
-        choices=("none", "moments", "state"),
-    )
-    bits: str = flag(
-        None,
-        str,
-        "machine",
-        "native: of the best code for the processor; portable: the same on any with AVX2, of Intel or AMD "
-        "(default: native, or what ZERO_MPI_BITS says)",
-        fixed=True,
-        choices=portable.CHOICES,
-    )
-    threads: str | None = flag(None, str, "machine", "per rank, auto: its cores (default: 1)")
+        None, str, "machine", "dtype in which gradients are sent (default: as --precision)")
+    offload: str = flag("none", str, "machine",
+        "GPU data kept in host memory: moments, or state (also the fp32 weights of bf16 training)",
+        choices=("none", "moments", "state"))
+    bits: str = flag(None, str, "machine",
+        "native: fastest kernels for this CPU; portable: same results on every AVX2 CPU (default: "
+        "ZERO_MPI_BITS, else native)", fixed=True, choices=portable.CHOICES)
+    threads: str | None = flag(None, str, "machine", "CPU threads per rank; auto: all its cores (default: 1)")
 
     save_every: int | None = flag(
-        None, int, "records", "steps between checkpoints; 0: at the end only (default: every ten minutes)"
-    )
-    keep: int = flag(3, int, "records", "checkpoints to keep; 0: all")
-    async_save: bool = flag(False, bool, "records", "go on training while a checkpoint is written")
-    checkpoint_io: str = flag(
-        "gather",
-        str,
-        "records",
-        "gather: rank 0 writes; parallel: as many ranks as the file system is best served by",
-        choices=("gather", "parallel"),
-    )
-    writers_per_node: int | None = flag(None, int, "records", "so many ranks of each node write (parallel)")
-    eval_every: int = flag(110, int, "records", "steps between evaluations; 0: at the end")
-    patience: int | None = flag(
-        None, int, "records", "end after N evaluations without a new best, which OUT/best names"
-    )
-    eval_windows: int = flag(128, int, "records", "held-out windows per evaluation")
-    log_every: int = flag(20, int, "records", "steps between lines where no progress bar is shown")
-    log_level: str = flag(
-        "info", str, "records", "least level of what is said", choices=("debug", "info", "warning", "error")
-    )
-    tensorboard: bool = flag(False, bool, "records", "TensorBoard's event files in OUT/tensorboard")
+        None, int, "records", "steps between checkpoints; 0: only at the end (default: every 10 minutes)")
+    keep: int = flag(3, int, "records", "number of checkpoints to keep; 0: all")
+    async_save: bool = flag(False, bool, "records", "write checkpoints in the background, during training")
+    checkpoint_io: str = flag("gather", str, "records",
+        "gather: rank 0 writes; parallel: several ranks write", choices=("gather", "parallel"))
+    writers_per_node: int | None = flag(
+        None, int, "records", "ranks per node that write, with --checkpoint-io parallel")
+    eval_every: int = flag(110, int, "records", "steps between evaluations; 0: only at the end")
+    patience: int | None = flag(None, int, "records",
+        "early stopping after N evaluations without improvement; OUT/best is the best checkpoint")
+    eval_windows: int = flag(128, int, "records", "validation windows per evaluation")
+    log_every: int = flag(20, int, "records", "steps between log lines, where no progress bar is shown")
+    log_level: str = flag("info", str, "records",
+        "lowest level of messages to print", choices=("debug", "info", "warning", "error"))
+    tensorboard: bool = flag(False, bool, "records", "write TensorBoard event files to OUT/tensorboard")
     prometheus: str | None = flag(
-        None, str, "records", "folder of node_exporter's textfile collector, for a file of the newest numbers"
-    )
-    wandb: str | None = flag(None, str, "records", "project of Weights & Biases for the records")
+        None, str, "records", "folder for a metrics file for node_exporter's textfile collector")
+    wandb: str | None = flag(None, str, "records", "Weights & Biases project for the metrics")
     mlflow: str | None = flag(
-        None, str, "records", "experiment of MLflow for the records (MLFLOW_TRACKING_URI says where)"
-    )
-    trace: str | None = flag(None, str, "records", "time line of all ranks to write: .json or .json.gz")
-    trace_steps: str | None = flag(None, str, "records", "as 10:13, which is 10 to 12 (default: three)")
+        None, str, "records", "MLflow experiment for the metrics (server: MLFLOW_TRACKING_URI)")
+    trace: str | None = flag(None, str, "records", "write a timeline of all ranks to FILE, .json or .json.gz")
+    trace_steps: str | None = flag(
+        None, str, "records", "steps in the timeline: 10:13 is 10 to 12 (default: three steps)")
     timeout: float = flag(
-        600.0, float, "records", "end the job after such seconds without progress; 0: never"
-    )
-    check_collectives: bool = flag(False, bool, "records", "compare ranks before each collective: slow")
-    max_time: str | None = flag(None, str, "records", "save and stop (status 75) within 3h50m, say")
+        600.0, float, "records", "seconds without progress after which the job is ended; 0: never")
+    check_collectives: bool = flag(
+        False, bool, "records", "check that ranks start the same collectives; slow")
+    max_time: str | None = flag(
+        None, str, "records", "time limit, e.g. 3h50m: then save and stop with status 75")
+    # fmt: on
 
     def __post_init__(self) -> None:
         self.bits = self.bits or portable.asked()
@@ -332,6 +289,14 @@ class Config:
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
+
+    @property
+    def preference(self) -> Preference | None:
+        """Preference loss, if it is one."""
+        if self.loss == CROSS_ENTROPY:
+            return None
+        names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+        return Preference(self.loss, self.preference_beta, *(getattr(self, name) for name in names))
 
     def stages_ahead(self, on_gpu: bool) -> int:
         """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""

@@ -75,7 +75,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FIL
         return KINDS[model](metadata, place)
     found = "no tokenizer" if model is None else f"the tokenizer {show(model)}"
     raise UsageError(
-        f"{place} has {found}, where text can only be read with a byte-level BPE (model 'gpt2') or one of "
-        "SentencePiece ('llama', 't5'): give --data as token files, 1-D .npy of uint16 or uint32 ids made "
-        "with the model's own tokenizer"
+        f"{place} has {found}, but text needs a byte-level BPE (model 'gpt2') or a SentencePiece tokenizer "
+        "('llama', 't5'): use token files for --data, 1-D .npy of uint16 or uint32 ids made with the "
+        "model's own tokenizer"
     )

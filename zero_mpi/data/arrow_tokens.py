@@ -65,7 +65,6 @@ def _batches(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
-    """Return the runs of all batches."""
     mapped.seek(0)
     base = mapped.read_buffer(mapped.size()).address
     runs, ends, kinds, total = list[tuple[int, int]](), list[NDArray[np.int64]](), set[str](), 0
@@ -83,14 +82,13 @@ def _layout(library: Any, mapped: Any, batches: list[Any]) -> TokenLayout:
         ends.append(offsets[1:] - offsets[0] + total)
         total += count
     if not batches:
-        raise ValueError("expected a batch of rows at least, found none")
+        raise ValueError("expected at least one batch of rows, found none")
     if len(kinds) != 1 or not kinds <= set(KINDS):
         raise ValueError(f"expected ids of one type, {', '.join(KINDS)}, found {', '.join(sorted(kinds))}")
     return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
 
 
 def _column(library: Any, batch: Any) -> Any:
-    """Return the lists of ids of a batch."""
     names = batch.schema.names
     if COLUMN not in names:
         raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
@@ -100,5 +98,5 @@ def _column(library: Any, batch: Any) -> Any:
     if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
         raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")
     if column.values.null_count:
-        raise ValueError(f"expected an id in each place of {COLUMN}, found none in some")
+        raise ValueError(f"expected an id at each position of {COLUMN}, found missing ones")
     return column

@@ -1,8 +1,9 @@
 """Reading of control tokens that are spelt in text, such as <|im_start|>: as characters or as the token.
 
 An author who writes about models means the characters. Text by strangers should be read so too: a token in
-it could end a turn. An author who writes a conversation by a template means the token. Text does not say
-which, so the reader is told. Without a setting the characters are taken, and the user gets a note.
+it could end a turn. An author who writes a conversation by a template means the token. The text itself does
+not show which is meant, so a flag decides. Without a setting the characters are taken, and the user gets a
+note.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class TextReader:
             found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(_NAMED)]
             more = ", ..." if len(self.spelt) > _NAMED else ""
             yield (
-                f"control tokens spelt in the text: {self.spelt.total():,} ({', '.join(found)}{more}), read "
-                f"as the letters they are; --control-tokens {PARSE} reads each as its token, "
-                f"--control-tokens {PLAIN} says that letters are meant"
+                f"special tokens in the text: {self.spelt.total():,} ({', '.join(found)}{more}), read as "
+                f"plain characters; --control-tokens {PARSE} reads them as tokens, --control-tokens {PLAIN} "
+                "confirms plain characters"
             )

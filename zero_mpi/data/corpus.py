@@ -104,24 +104,24 @@ def load_corpus(
     val_paths: Sequence[str] = (),
     batches: Batches | None = None,
     inputs: TemplateInputs = NO_INPUTS,
+    preferences: str = "",
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
     `paths`: `PATH=SHARE` for each makes each a source (`sources.sources_of`). `val_paths`: data to hold out
     instead. `any_bytes`: named files are read unchanged, text or not. `skip_bad`: bad rows of
     conversations are left out, with a note. `control_tokens`: how to read the spelling of one in text,
-    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer and ignore both. `bos`:
-    the id that begins each window of text and each conversation. `loss_on`: the tokens of conversations that
-    count, "answers" or "all". `packs`: windows hold whole documents, so these may be shorter than `context`;
-    conversations are always read so. Token files, and large text once it is encoded, stay on disk.
-    `batches`: the encoder. `inputs`: inputs that flags give to chat templates. Raises UsageError for what
-    the user can mend: paths, fraction, files, sizes.
+    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer. `bos`: the id that begins
+    each window of text and each conversation. `loss_on`: "answers" or "all". `packs`: windows hold whole
+    documents, which may be shorter than `context`. Token files and large encoded text stay on disk.
+    `inputs`: of templates. `preferences`: the loss that needs pairs. Raises UsageError for invalid values.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
     batches = batches or Batches()
     text = None if tokenizer is None else TextReader(run_by(tokenizer, batches), control_tokens)
-    reader = DocumentReader(text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad)
+    flags = text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad, preferences
+    reader = DocumentReader(*flags)
     fraction = 0.0 if val_paths else val_fraction
     splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
     if val_paths:
@@ -130,7 +130,6 @@ def load_corpus(
 
 
 def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
-    """Return the corpus of all sources."""
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
@@ -152,7 +151,7 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
 
 def _count(documents: _Documents) -> int:
     """Return the number of documents, counting those inside token files that tell where documents end."""
-    return sum(1 if document.ends is None else len(document.ends) for document in documents)
+    return sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in documents)
 
 
 def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
@@ -161,7 +160,7 @@ def _split(reader: DocumentReader, source: DataSource, fraction: float, context:
     least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
     total = sum(document.tokens.size for document in documents)
     if total < least:
-        need = f"context {context} needs at least {least} tokens, the data{of} holds {total}"
+        need = f"context {context} needs at least {least} tokens, the data{of} has {total}"
         raise UsageError(f"{need}: use a smaller --context or more --data")
     train, val = _hold_out(documents, fraction, seed)
     if fraction and (refusal := _too_small(train, val, least)):
@@ -177,7 +176,7 @@ def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Sp
     documents, notes = reader.documents("--val-data", paths)
     held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
     if held < least:
-        raise UsageError(f"--val-data holds {held} tokens, a window takes {least}: give more of it")
+        raise UsageError(f"--val-data has {held} tokens, but a window needs {least}: add more")
     said = [type(note)(f"--val-data: {note}") for note in notes]
     source = DataSource("", list(paths))
     return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
@@ -195,7 +194,8 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
     """
     if fraction == 0:
         return documents, []
-    if len(documents) == 1 or all(each.ends is not None and len(each.ends) > 1 for each in documents):
+    is_one = len(documents) == 1 and (documents[0].counted is None or documents[0].ends is None)
+    if is_one or all(each.is_divisible for each in documents):
         cut = [each.cut(each.tokens.size - math.ceil(fraction * each.tokens.size)) for each in documents]
         return [first for first, _ in cut], [last for _, last in cut]
     held = _draw([document.tokens.size for document in documents], fraction, seed)
@@ -225,11 +225,11 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
     """Return why this split is useless, for the user; empty if both sides have a window of `least` tokens."""
     left, held = (sum(document.tokens.size for document in side) for side in (train, val))
     if left < least:
-        return f"no held-out set: it would leave {left} tokens to train on, a window takes {least}"
+        return f"no validation set: it would leave {left} tokens for training, but a window needs {least}"
     if held < least:
         return (
-            f"no held-out set: it would have {held} tokens, a window takes {least}; "
-            "use a larger --val-fraction or a smaller --context"
+            f"no validation set: it would have {held} tokens, but a window needs {least}; use a larger "
+            "--val-fraction or a smaller --context"
         )
     return ""
 
@@ -257,6 +257,5 @@ def unigram_entropy(tokens: Ids) -> float:
 
 
 def _blocks(ids: Ids) -> Iterator[tuple[int, Ids]]:
-    """Yield `ids` in blocks, each with its start."""
     for start in range(0, len(ids), _BLOCK):
         yield start, ids[start : start + _BLOCK]

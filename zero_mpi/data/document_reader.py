@@ -16,9 +16,9 @@ import numpy as np
 
 from zero_mpi.data.control_tokens import PARSE, TextReader
 from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
-from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.formats import are_conversations, holds_conversations, holds_pairs
 from zero_mpi.data.conversations.row_facts import BadRows, Totals
-from zero_mpi.data.conversations.tokenized import ConversationReader
+from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader
 from zero_mpi.data.documents import Document, Remark
 from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
 from zero_mpi.data.file_kinds import HEAD, TextFilter
@@ -30,7 +30,7 @@ from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
 
 Text = tuple[str, bytes]
-"""The name of a text, and its bytes."""
+"""Name and bytes of a text."""
 
 _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, few compared with the ids
 
@@ -49,7 +49,7 @@ def separator(tokenizer: Tokenizer) -> int | None:
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a line if nothing closes a document."""
     if separator(tokenizer) is None:
-        yield "the tokenizer has neither eos nor bos: nothing stands between documents"
+        yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 
 
 def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -87,13 +87,14 @@ class DocumentReader(NamedTuple):
     bos: int | None = None
     inputs: TemplateInputs = NO_INPUTS
     skips_bad: bool = False
+    preferences: str = ""  # the loss that needs pairs
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Return every document that is not empty; raises UsageError if there is none."""
         read, notes = self._read(paths)
         documents = [document for document in read if document.tokens.size]
         if not documents:
-            nothing = f"{flag} holds no text and no tokens: {named(paths, LONGEST)}"
+            nothing = f"{flag} contains neither text nor tokens: {named(paths, LONGEST)}"
             raise UsageError("; ".join([nothing, *(note for note in notes if not isinstance(note, Remark))]))
         return documents, notes
 
@@ -103,16 +104,32 @@ class DocumentReader(NamedTuple):
 
     def _read(self, paths: Sequence[str]) -> Reading:
         files = collect_files(paths) if paths else library_files()
+        self._check_pairs(files)
         tokens = token_files(files)
         if tokens:
             return self._tokens(tokens), []
         if self.text is None:
-            raise UsageError("text cannot be read without a tokenizer: give --data as token files")
+            raise UsageError("text needs a tokenizer: use token files for --data")
         if self.vocab < self.text.tokenizer.vocab_size:
             size = self.text.tokenizer.vocab_size
-            raise UsageError(f"the tokenizer has {size} tokens, the model's vocabulary {self.vocab}")
+            raise UsageError(f"the tokenizer has {size} tokens, but the model's vocabulary {self.vocab}")
         encode, settings = self._encode(files, paths, self.text), self._settings(paths, self.text)
         return through(files, settings, self.vocab, encode, self.batches)
+
+    def _check_pairs(self, files: Files) -> None:
+        """Raise UsageError for pairs with a loss that takes none, and for other data with one that does."""
+        labels = self.preferences == "kto"
+        for _, path in files:
+            if self.preferences and not holds_pairs(path, labels):
+                label = ", or prompt, completion and label" * labels
+                raise UsageError(
+                    f"--loss {self.preferences}: expected rows with chosen and rejected{label} as .jsonl; "
+                    f"--data {shown(path)} holds other data"
+                )
+            if not self.preferences and holds_pairs(path) and not holds_conversations(path):
+                raise UsageError(
+                    f"--data {shown(path)} holds pairs of a chosen and a rejected answer: give --loss dpo"
+                )
 
     def _tokens(self, files: Files) -> list[Document]:
         """Return the documents of token files, none of which is read into memory."""
@@ -120,13 +137,16 @@ class DocumentReader(NamedTuple):
         silent = [each.name for each in documents if each.ends is None]
         if self.packs and silent:
             raise UsageError(
-                "--packing documents: --data are token files, which do not tell where documents end "
-                f"({shown(silent[0])}): use text, or files of Megatron or Arrow"
+                f"--packing documents: {shown(silent[0])} does not mark the ends of documents: use text, or "
+                "token files of Megatron or Arrow"
             )
         return documents
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
         """Return the function that encodes files: conversations or text."""
+        if self.preferences:
+            pairs = ConversationReader(text.tokenizer, ANSWERS, self.bos, self.inputs)
+            return lambda notes: _pairs(files, pairs, self, notes)
         if are_conversations(files):
             reader = ConversationReader(text.tokenizer, self.loss_on, self.bos, self.inputs)
             return lambda notes: _conversations(files, reader, self, notes)
@@ -142,6 +162,7 @@ class DocumentReader(NamedTuple):
             "bos": self.bos,
             "template": (dict(self.inputs.variables), *self.inputs[1:]),
             "skip bad": self.skips_bad,
+            "preferences": self.preferences,
             "named": named,
         }
 
@@ -155,6 +176,24 @@ def _conversations(
         totals.add(found.name, found.facts)
         if found.counted.any():
             yield Document(found.name, found.ids, found.digest, found.counted)
+    notes += map(Remark, totals.remarks())
+    notes += [*totals.cautions(), *(bad.notes() if bad else ())]
+
+
+def _pairs(
+    files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
+) -> Iterator[Document]:
+    """Yield each pair as a document, the better side first; skip those of which a side has no answer."""
+    totals, bad = Totals(), BadRows() if flags.skips_bad else None
+    for pair in reader.read_pairs(files, bad, flags.preferences == "kto"):
+        sides = [side for side in pair if side is not None]
+        for side in sides:
+            totals.add(side.name, side.facts)
+        if all(side.counted.any() for side in sides):
+            ids, counted = (np.concatenate([side[place] for side in sides]) for place in (2, 3))
+            ends = np.cumsum([0 if side is None else len(side.ids) for side in pair], dtype=np.int64)
+            digest = hashlib.sha256(b"".join(side.digest for side in sides) + ends.tobytes()).digest()
+            yield Document(sides[0].name, ids, digest, counted, ends)
     notes += map(Remark, totals.remarks())
     notes += [*totals.cautions(), *(bad.notes() if bad else ())]
 

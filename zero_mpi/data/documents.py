@@ -26,21 +26,20 @@ class Remark(str):
 
 
 class Document(NamedTuple):
-    """Ids in their order, and their origin.
+    """Ids in their order, and their origin."""
 
-    name      of the file or line, for people and for the digest of the corpus
-    tokens    ids (n,), uint16 or uint32, held or in a file; those of text include the separator
-    digest    sha256 of the bytes that it was made of, and of the result
-    counted   (n,): whether the loss counts a token as a target, never the first; None: all are counted
-    ends      (D,) int64: where the documents of a token file end, none of which is empty; None: one document,
-              or the file does not tell
-    """
-
-    name: str
-    tokens: Tokens
-    digest: bytes
-    counted: Counted | None = None
+    name: str  # of the file or line, for messages and for the digest of the corpus
+    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; those of text include the separator
+    digest: bytes  # sha256 of the bytes that it was made of, and of the result
+    counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
+    # (D,) where the documents of a token file end, none of which is empty; None: it is one, or does not tell.
+    # Of a pair, which has `counted`: where both sides end.
     ends: NDArray[np.int64] | None = None
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether some of its documents may be held out without the others."""
+        return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
         """Return the documents before a place and those from it on. One that crosses it is cut at the place,
@@ -60,25 +59,18 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents one after the other.
+    """Documents one after the other."""
 
-    ids       ids of all documents (n,), uint16 or uint32, held or in files
-    ends      (D,) int64: where each document ends
-    counted   (n,): whether the loss counts a token as a target; None: text, where all count
-    """
-
-    ids: Tokens
-    ends: NDArray[np.int64]
-    counted: Counted | None = None
+    ids: Tokens  # of all documents (n,), uint16 or uint32, held or in files
+    ends: NDArray[np.int64]  # (D,) where each document ends
+    counted: Counted | None = None  # (n,) whether the loss counts a token as a target; None: text, all count
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return int(self.ids.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the stream takes."""
         return sum(array.nbytes for array in (self.ids, self.ends, self.counted) if array is not None)
 
 

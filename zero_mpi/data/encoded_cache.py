@@ -1,4 +1,4 @@
-"""Cache of encoded texts: ids in a folder that is named by what they were made of.
+"""Cache of encoded texts: ids in a folder named by a digest of their inputs.
 
 Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids that lie in a
 file are also not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name
@@ -35,16 +35,17 @@ from zero_mpi.files.parse import parse_json
 LEAST = 4 << 20  # bytes of text; smaller texts are encoded in about a second
 MOST_DAYS = 30  # days since the last use of an entry
 MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on bytes and values of the record about the documents
-IDS, COUNTED, ABOUT, SUMS = "ids.bin", "counted.bin", "about.json", "sha256sums"
+IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
+DIGEST = "digest"  # key in a sealed table: digest of the rest
 NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
-"""Documents, and notes on them for the user."""
+"""Documents, and notes for the user."""
 Beat = Callable[[], object]  # called again and again during long work
 Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
-"""Encodes the documents, and puts what is to be said of them into the list when all are done."""
+"""Encodes the documents, then appends notes for the user to the list."""
 
 
 class Batches:
@@ -94,7 +95,7 @@ def through(
     entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
     kept = None if entry is None else found(entry, vocab, batches.beat)
     if entry is not None and kept is None:
-        shutil.rmtree(entry, ignore_errors=True)  # removes an unsound entry
+        shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
         with suppress(OSError):  # no room, or not ours
             make(entry, encode, batches)
             if entry_of(files, settings, batches.beat) != entry:
@@ -184,7 +185,7 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
 
 def write(scratch: Path, encode: Encode, beat: Beat) -> None:
     """Write ids and their facts as documents come; none is held."""
-    notes, documents = list[str](), list[tuple[str, int, str]]()
+    notes, documents = list[str](), list[tuple[str, int, str, list[int] | None]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
         for document in encode(notes):
@@ -194,49 +195,50 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
             ids.write(np.ascontiguousarray(document.tokens).data)
             if document.counted is not None:
                 counted.write(np.ascontiguousarray(document.counted).data)
-            documents.append((document.name, document.tokens.size, document.digest.hex()))
+            ends = None if document.ends is None else document.ends.tolist()
+            documents.append((document.name, document.tokens.size, document.digest.hex(), ends))
         has_counts = counted.tell() > 0
     about = {"dtype": kind.str, "counted": has_counts, "notes": notes, "documents": documents}
     about["remarks"] = [isinstance(note, Remark) for note in notes]
-    (scratch / ABOUT).write_text(json.dumps(about))
-    (scratch / SUMS).write_bytes(sums(scratch, beat))
-    for name in (IDS, COUNTED, ABOUT, SUMS):
+    about["sha256"] = {name: digest_of(scratch / name, beat) for name in (IDS, COUNTED)}
+    (scratch / ABOUT).write_text(json.dumps(sealed(about)))
+    for name in (IDS, COUNTED, ABOUT):
         with (scratch / name).open("rb") as file:
             os.fsync(file)
 
 
-def sums(entry: Path, beat: Beat, names: Sequence[str] = (IDS, COUNTED, ABOUT)) -> bytes:
-    """Return the digests of an entry's files, in the form of sha256sum. OSError if a file is missing."""
-    return "".join(f"{digest_of(entry / name, beat)}  {name}\n" for name in names).encode()
+def sealed(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with its digest, which shows any later change."""
+    text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
+    return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
-    """Return the documents of an entry, whose ids stay in its files, and the notes; None if it is unsound.
+    """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
     Only files that still have the digests from when they were written here are read.
     """
     try:
-        recorded = read_file(entry / SUMS, 1 << 10)
-        is_long = (entry / ABOUT).stat().st_size > MOST_ABOUT
-        if is_long or not recorded.endswith(sums(entry, beat, (ABOUT,))):
+        about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
+        if not isinstance(about, dict) or sealed(about) != about:
             return None
-        about: dict[str, Any] = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         kind, told = np.dtype(about["dtype"]), about["documents"]
-        total = sum(size for _, size, _ in told)
+        total = sum(size for _, size, *_ in told)
         is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
-        if is_longer or recorded != sums(entry, beat):  # files that have grown to gigabytes are not read
-            return None
+        if is_longer or any(digest_of(entry / name, beat) != was for name, was in about["sha256"].items()):
+            return None  # files that have grown to gigabytes are not read
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_) if about["counted"] else None
         os.utime(entry)  # marks it as used
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
-    for name, size, digest in told:
+    for name, size, digest, ends in told:
         part = slice(at, at + size)
         at += size
         counts = None if counted is None else counted[part]
-        documents.append(Document(name, ids[part], bytes.fromhex(digest), counts))
+        borders = None if ends is None else np.array(ends, np.int64)
+        documents.append(Document(name, ids[part], bytes.fromhex(digest), counts, borders))
     pairs = zip(about["notes"], about["remarks"], strict=True)
     return documents, [Remark(note) if is_remark else note for note, is_remark in pairs]
 

@@ -2,7 +2,7 @@
 
 Formats are known by their first bytes. Bytes that may also begin a text ("GGUF") count only together with
 bytes that no text has; any other file with such bytes is binary data. Text that is not in UTF-8 is text: in
-Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, because most of their bytes are zero.
+Latin-1 or Shift JIS, say, byte by byte. UTF-16 and UTF-32 are not, because they have bytes of zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_mpi.files.foreign import shown
 BLOCK = 1 << 20
 HEAD = 8192  # bytes that tell text from binary, as in git and grep
 LINES = (".jsonl", ".ndjson")
-TOKENIZE = "zero-mpi tokenize makes token files of it"
+TOKENIZE = "convert it to token files with zero-mpi tokenize"
 
 
 class Kind(NamedTuple):
@@ -41,41 +41,45 @@ class Beginning(NamedTuple):
     inside: bytes = b""
 
 
-TABLES = "conversations in it take a column such as messages, and pip install 'zero-mpi[arrow]'"
-MODEL = "a model is named by --init"
+TABLES = "conversations need a column such as messages, and pip install 'zero-mpi[arrow]'"
+MODEL = "use --init for a model"
 ZIP = b"PK\x03\x04"
 BEGINNINGS = (
-    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (named .parquet); {TABLES}"),
+    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}"),
     Beginning(b"ARROW1\0", "an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}"),
     Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"extract its texts first; {TABLES}"),
-    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (named .gz)"),
-    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (named .zst)"),
+    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)"),
+    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)"),
     Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
     Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
     Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
     Beginning(b"ustar", "a tar archive", "unpack it first: tar -xf FILE", 257),
     Beginning(ZIP, "NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", inside=b".npy"),
-    Beginning(ZIP, "a PyTorch file", "--init takes models, as GGUF or safetensors", inside=b"data.pkl"),
+    Beginning(ZIP, "a PyTorch file", "use --init for a model (GGUF or safetensors)", inside=b"data.pkl"),
     Beginning(ZIP, "a zip archive", "unpack it first: unzip FILE"),
     Beginning(b"GGUF", "a GGUF model", MODEL),
-    Beginning(b"\x93NUMPY", "a NumPy array", "token files are named .npy"),
-    Beginning(b"%PDF-", "a PDF document", "make text of it first: pdftotext FILE"),
+    Beginning(b"\x93NUMPY", "a NumPy array", "rename a token file to .npy"),
+    Beginning(b"%PDF-", "a PDF document", "convert it to text first: pdftotext FILE"),
     Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
-)
-WIDE = (  # longer marks first: UTF-32 begins like UTF-16
-    (codecs.BOM_UTF32_LE, "UTF-32"),
-    (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
+    *(  # longer marks first: UTF-32 begins like UTF-16
+        Beginning(
+            mark, f"text in UTF-{bits}", f"convert it first: iconv -f UTF-{bits} -t UTF-8 FILE > NEW.txt"
+        )
+        for bits, marks in {
+            32: (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+            16: (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+        }.items()
+        for mark in marks
+    ),
 )
 LINES_REMEDY = (
-    f"{TOKENIZE} (named .jsonl); or write out the field that is the text, say: jq -r .text FILE > NEW.txt; "
-    "a .jsonl of conversations has messages, prompt and completion, instruction and output, or conversations "
-    "in each line"
+    f"{TOKENIZE} (as .jsonl), or extract the text field, e.g. jq -r .text FILE > NEW.txt; a .jsonl of "
+    "conversations has messages, prompt and completion, instruction and output, or conversations in each "
+    "line"
 )
 # The beginning of an array of objects, or of an object that holds conversations.
 ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
-ROWS_REMEDY = "write it as JSON Lines, an object in each line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
+ROWS_REMEDY = "write it as JSON Lines, one object per line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
 BINARY = Kind(
     "binary data",
     "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
@@ -92,8 +96,6 @@ def kind_of(head: bytes, name: str) -> Kind | None:
         is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
         if is_so and (surely or is_wrong or b"\0" in head):
             return Kind(begin.name, begin.remedy)
-    if encoding := wide(head):
-        return Kind(f"text in {encoding}", f"convert it first: iconv -f {encoding} -t UTF-8 FILE > NEW.txt")
     if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
         return Kind("a safetensors model", MODEL)
     if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
@@ -103,18 +105,6 @@ def kind_of(head: bytes, name: str) -> Kind | None:
     if name.lower().endswith(".json") and ARRAY.match(head):
         return Kind("an array of JSON objects", ROWS_REMEDY)
     return None
-
-
-def wide(head: bytes) -> str:
-    """Return the encoding of text with two or four bytes per character, by its mark or its zeros; or ""."""
-    if marked := next((found for mark, found in WIDE if head.startswith(mark)), ""):
-        return marked
-    for width in (4, 2):
-        whole = head[: len(head) // width * width]
-        zeros = sorted(whole[place::width].count(0) * width / max(1, len(whole)) for place in range(width))
-        if len(whole) >= 4 * width and zeros[0] < 0.05 and zeros[1] > 0.7:
-            return f"UTF-{8 * width}{'LE' if whole[0] else 'BE'}"
-    return ""
 
 
 def has_objects(head: bytes, name: str) -> bool:
@@ -170,8 +160,8 @@ class TextFilter:
             return False
         if not self._any_bytes:
             raise UsageError(
-                f"{self._flag} {shown(path)} looks like {kind.name}, which is no text: {kind.remedy} "
-                "(--tokenizer byte would take its bytes as they are)"
+                f"{self._flag} {shown(path)} looks like {kind.name}, not text: {kind.remedy} (or train on "
+                "its raw bytes with --tokenizer byte)"
             )
         self.taken.append(about)
         return True
@@ -184,13 +174,13 @@ class TextFilter:
     def notes(self) -> Iterator[str]:
         """Yield a line for each sort of thing that was found."""
         if self.out:
-            yield f"files that are no text left out: {some(self.out)}"
+            yield f"skipped files that are not text: {some(self.out)}"
         if self.taken:
-            yield f"files that are no text, taken as they are for --tokenizer byte: {some(self.taken)}"
+            yield f"files that are not text, read as raw bytes (--tokenizer byte): {some(self.taken)}"
         if self.odd:
             yield (
-                f"text that is not UTF-8, taken byte by byte: {some(self.odd)}; iconv -f ENCODING -t UTF-8 "
-                "converts it"
+                f"text that is not UTF-8, read as raw bytes: {some(self.odd)}; convert it with iconv -f "
+                "ENCODING -t UTF-8"
             )
 
 

@@ -22,16 +22,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T).
-
-    inputs    ids
-    targets   id that each position is to predict; -1: none
-    begins    for each position, where in its row its document begins; None: a row is one document
-    """
+    """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T)."""
 
     inputs: Ids
-    targets: Ids
-    begins: Ids | None = None
+    targets: Ids  # id that each position is to predict; -1: none
+    begins: Ids | None = None  # where in its row each position's document begins; None: a row is one
 
 
 class WindowSource(Protocol):
@@ -104,7 +99,7 @@ class Windows:
         return ""
 
     def notes(self) -> list[str]:
-        """Return []: nothing of note is left out."""
+        """Return []: there is nothing to report."""
         return []
 
     def batch(self, indices: ArrayLike) -> Batch:
@@ -143,7 +138,7 @@ class StepLoader:
         order: SampleOrder | None = None,
     ) -> None:
         if not len(windows):
-            raise UsageError(f"the data holds no {windows.kind}")
+            raise UsageError(f"the data contains no {windows.kind}")
         self.batch_size = _at_least_one("--batch-size", batch_size)
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         self.micro_batches = -(-batch_size // micro_batch)
@@ -154,6 +149,12 @@ class StepLoader:
     def counted(self, step: int) -> int:
         """Return the number of targets of a step (from 0) that count: the divisor of a mean loss."""
         return self.windows.counted(self.order.windows(step * self.batch_size + np.arange(self.batch_size)))
+
+    def batches(self, step: int) -> list[Ids]:
+        """Return the windows of each micro-batch of a step (from 0)."""
+        first = step * self.batch_size
+        windows = self.order.windows(np.arange(first, first + self.batch_size))
+        return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
         """Return how many times so many steps go through the windows of each source."""
@@ -179,14 +180,18 @@ class EvalLoader:
         total = len(windows)
         taken = total if limit is None else min(limit, total)
         self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of windows
-        self._windows = windows
+        self.windows = windows
         self.micro_batches = -(-taken // micro_batch)
         self.counted = windows.counted(self.chosen)  # targets: the divisor of a mean loss
 
     def micro(self, i: int) -> Batch:
         """Return micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
-        return self._windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+        return self.windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+
+    def batches(self) -> list[Ids]:
+        """Return the windows of each micro-batch."""
+        return np.split(self.chosen, np.arange(self.micro_batch, self.chosen.size, self.micro_batch))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 A document of n tokens takes n - 1 positions of a window: each but the last predicts the next one. A document
 that is longer than a window is split into pieces. Pieces are packed by best fit, the longest first: each goes
-where the least room stays, and into a new window if it fits nowhere (Johnson, "Fast algorithms for bin
-packing", 1974; for documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result
-depends on documents and context alone; windows are then dealt out like any others.
+into the fullest window that it fits, or into a new one (Johnson, "Fast algorithms for bin packing", 1974; for
+documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The result depends on documents
+and context alone; windows are then dealt out like any others.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from numpy.typing import ArrayLike
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data.documents import Counted, Stream
-from zero_mpi.data.loader import Batch, Windows, WindowSource, inside
+from zero_mpi.data.loader import Batch, Ids, Windows, WindowSource, inside
 from zero_mpi.data.token_spans import Places, read_ids, up_to
 
 NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
 
 class Packable(NamedTuple):
-    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count.
-
-    cut     number of conversations that are longer than a window
-    empty   number of pieces without a target that counts; they are not among the pieces
-    """
+    """Pieces to pack: positions from `starts` (P,) on, `sizes` of them; `targets` of these count."""
 
     starts: Places
     sizes: Places
     targets: Places
-    cut: int
-    empty: int
+    cut: int  # number of conversations that are longer than a window
+    empty: int  # number of pieces without a target that counts, which are not among these
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
@@ -66,8 +62,12 @@ def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
     return found
 
 
-def windows_over(stream: Stream, context: int, packing: str, bos: int | None = None) -> WindowSource:
+def windows_over(
+    stream: Stream, context: int, packing: str, bos: int | None = None, paired: bool = False
+) -> WindowSource:
     """Return the windows of a stream: `packing` fills them with documents; none: text runs through them."""
+    if paired:
+        return PairWindows(stream, context, packing == DOCUMENTS)
     if packing == NONE and stream.counted is None:
         return Windows(stream.ids, context, bos=bos)
     return PackedWindows(stream, context, packing == DOCUMENTS, bos)
@@ -106,19 +106,22 @@ class PackedWindows:
     and of each part of one; a conversation has its own.
     """
 
-    kind = "document with a token to learn: give other --data"
+    kind, unit = "document with a token to train on: use other --data", "conversations"
 
     def __init__(self, stream: Stream, context: int, packs: bool = True, bos: int | None = None) -> None:
         self.context, self._stream = context, stream
         self._bos = bos if stream.counted is None else None
         self.pieces = pieces = pieces_of(stream, context, self._bos is not None)
-        window = best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size)
+        self._put(best_fit(pieces.sizes, context) if packs else np.arange(pieces.sizes.size))
+
+    def _put(self, window: Places) -> Places:
+        """Put each piece into its window (P,); return the order in which windows have them."""
         order = np.argsort(window, kind="stable")
-        self._starts, self._sizes = pieces.starts[order], pieces.sizes[order]
-        held = np.bincount(window)
-        self._ends = np.cumsum(held)
-        self._held = held
-        self._targets = np.bincount(window, pieces.targets).astype(np.int64)
+        self._starts, self._sizes = self.pieces.starts[order], self.pieces.sizes[order]
+        self._held = np.bincount(window)
+        self._ends = np.cumsum(self._held)
+        self._targets = np.bincount(window, self.pieces.targets).astype(np.int64)
+        return order
 
     def __len__(self) -> int:
         return self._held.size
@@ -132,7 +135,7 @@ class PackedWindows:
         """Return how many documents are in how many windows, how full these are, and how many are cut."""
         kind = "documents and parts of long ones"
         if self._stream.counted is not None:
-            kind = f"conversations ({self.pieces.cut:,} cut)"
+            kind = f"{self.unit} ({self.pieces.cut:,} cut)"
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
     def known(self, index: int) -> int:
@@ -148,12 +151,20 @@ class PackedWindows:
 
         Raises IndexError for an index outside 0..len-1.
         """
+        return self._batch(*self._layout(indices))
+
+    def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
+        """Return the pieces of the windows `indices`, the row of each in the batch, and its first column."""
         wanted = inside(indices, len(self))
-        held, shape = self._held[wanted], (len(wanted), self.context)
+        held = self._held[wanted]
         pieces = np.repeat(self._ends[wanted] - held, held) + up_to(held)
-        sizes, rows = self._sizes[pieces], np.repeat(np.arange(len(wanted)), held)
+        before = np.cumsum(self._sizes[pieces]) - self._sizes[pieces]
+        rows = np.repeat(np.arange(len(wanted)), held)
+        return pieces, rows, before - before[np.cumsum(held) - held][rows]
+
+    def _batch(self, pieces: Places, rows: Places, columns: Places) -> Batch:
+        sizes, shape = self._sizes[pieces], (int(rows[-1]) + 1 if rows.size else 0, self.context)
         before = np.cumsum(sizes) - sizes
-        columns = before - before[np.cumsum(held) - held][rows]
         places = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
         spans = self._starts[pieces], sizes + (self._bos is None)
         ids, counted = read_ids(self._stream.ids, *spans).astype(np.int64), self._stream.counted
@@ -162,7 +173,7 @@ class PackedWindows:
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (len(wanted), 1))  # each position after the last is alone
+        begins = np.tile(np.arange(self.context), (shape[0], 1))  # each position after the last is alone
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -172,12 +183,100 @@ class PackedWindows:
 
     def notes(self) -> list[str]:
         """Return notes on what is left out, for the user."""
-        found, kind = [], "documents" if self._stream.counted is None else "conversations"
+        found, kind = [], "documents" if self._stream.counted is None else self.unit
         if self.pieces.cut:
             found.append(
-                f"{self.pieces.cut:,} of {self._stream.ends.size:,} conversations are longer than --context "
-                f"{self.context}: their ends are left out; use a larger --context to keep them"
+                f"{self.pieces.cut:,} of {self._stream.ends.size:,} {self.unit} are longer than --context "
+                f"{self.context} and are cut; use a larger --context to keep their ends"
             )
         if self.pieces.empty:
-            found.append(f"{self.pieces.empty:,} {kind} are left out: no token of them is to be learned")
+            found.append(f"{self.pieces.empty:,} {kind} are skipped: they have no token to train on")
         return found
+
+
+class PairBatch(NamedTuple):
+    """Micro-batch of pairs: the tokens, and where each of its sequences (S,) is.
+
+    numbers   (S,) 2 * pair + side of each: a pair is a document of the data, side 1 is the worse answer
+    spans     (row, positions) of each
+    rest      (b, T) the targets that do not count, of prompts; -1 elsewhere
+    """
+
+    batch: Batch
+    numbers: Places
+    spans: list[tuple[int, slice]]
+    rest: Ids
+
+
+class PairWindows(PackedWindows):
+    """Windows that hold whole pairs: both sides, as documents that do not see each other.
+
+    Both sides of a pair that is longer than a window are cut to the same number of positions.
+    """
+
+    kind, unit = "pair with an answer to train on: use other --data", "answers of pairs"
+
+    def __init__(self, stream: Stream, context: int, packs: bool = True) -> None:
+        assert stream.counted is not None, "answers of pairs are counted"
+        self.context, self._stream, self._bos = context, stream, None
+        begins = np.append(0, stream.ends[:-1]).astype(np.int64)
+        lengths = np.maximum(stream.ends - begins - 1, 0)
+        of_pairs = lengths.reshape(-1, 2)
+        room = np.maximum(context // 2, context - of_pairs.min(axis=1))
+        sizes = np.minimum(lengths, np.repeat(room, 2))
+        targets = counted_within(stream.counted, begins + 1, sizes)
+        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # each side has an answer
+        kept = np.repeat(whole, 2) & (sizes > 0)
+        cut, empty = (of_pairs > room[:, None]).any(axis=1), ~whole
+        self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
+        numbers = np.flatnonzero(kept)
+        pairs, place = np.unique(numbers // 2, return_inverse=True)
+        in_pairs = np.bincount(place, sizes[kept], minlength=pairs.size).astype(np.int64)
+        window = best_fit(in_pairs, context) if packs else np.arange(pairs.size)
+        order = self._put(window[place])
+        self._numbers, self._counts = numbers[order], self.pieces.targets[order]
+        self.sides = stream.ends.size
+
+    def sequences(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
+        """Return numbers, counted targets and positions (S,) of the sequences of the windows `indices`."""
+        pieces = self._layout(indices)[0]
+        return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
+
+    def pairs(self, indices: ArrayLike) -> PairBatch:
+        """Return the windows `indices` with the places of their sequences."""
+        pieces, rows, columns = layout = self._layout(indices)
+        batch, sizes = self._batch(*layout), self._sizes[pieces]
+        flat, within = np.repeat(rows * self.context + columns, sizes), up_to(sizes)
+        rest = np.full_like(batch.targets, UNCOUNTED)
+        rest.reshape(-1)[flat + within] = read_ids(self._stream.ids, self._starts[pieces] + 1, sizes)
+        rest[batch.targets != UNCOUNTED] = UNCOUNTED
+        spans = zip(rows.tolist(), columns.tolist(), (columns + sizes).tolist(), strict=True)
+        return PairBatch(batch, self._numbers[pieces], [(row, slice(a, b)) for row, a, b in spans], rest)
+
+
+def mismatched(pairs: PairBatch) -> PairBatch:
+    """Return the prompts of a micro-batch with answers to others: those of the sequence before in its row.
+
+    The order is first that of better sides, then that of worse ones; the row has the same length.
+    """
+    inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
+    begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()
+    by_row = [[n for n, (at, _) in enumerate(pairs.spans) if at == row] for row in range(len(inputs))]
+    for row, here in enumerate(by_row):
+        order, column = sorted(here, key=lambda n: int(pairs.numbers[n]) % 2), 0
+        for n in here:
+            prompt, answer = (pairs.spans[each][1] for each in (n, order[order.index(n) - 1]))
+            first, from_ = (first_counted(pairs.batch.targets[row, span]) for span in (prompt, answer))
+            size = first + answer.stop - answer.start - from_
+            span, behind = slice(column, column + size), slice(answer.start + from_, answer.stop)
+            targets[row, span][first:] = pairs.batch.targets[row, behind]
+            inputs[row, span][: first + 1] = pairs.batch.inputs[row, prompt][: first + 1]
+            inputs[row, span][first + 1 :] = pairs.batch.inputs[row, behind][1:]
+            begins[row, span], column = column, column + size
+            spans.append((row, span))
+    return PairBatch(Batch(inputs, targets, begins), pairs.numbers, spans, pairs.rest)
+
+
+def first_counted(targets: Ids) -> int:
+    """Return the first position whose target counts."""
+    return int(np.argmax(targets != UNCOUNTED))

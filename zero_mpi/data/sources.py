@@ -34,7 +34,7 @@ class DataSource(NamedTuple):
 def sources_of(given: Sequence[str]) -> list[DataSource]:
     """Return the sources of `--data`: one for each `PATH=SHARE`, or one for all paths.
 
-    An existing path is a path, whatever its name. Shares are relative to their sum. Raises UsageError for
+    A name that exists as a path is taken as the path. Shares are relative to their sum. Raises UsageError for
     some paths with a share and some without, for a repeated path, and for a share below `LEAST_SHARE`.
     """
     found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
@@ -60,7 +60,7 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """Return names, each of which stands once: the second of the same is NAME-2."""
+    """Return unique names: a repeated NAME becomes NAME-2."""
     return [
         name if (before := list(names[:place]).count(name)) == 0 else f"{name}-{before + 1}"
         for place, name in enumerate(names)
@@ -136,7 +136,7 @@ def tokenizers_of(data: Sequence[str]) -> list[Path]:
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
             raise UsageError(
-                f"--data {shown(folder)}: not all of its token files are written: run zero-mpi tokenize "
-                "again, with the same flags"
+                f"--data {shown(folder)}: its token files are incomplete: run zero-mpi tokenize again, with "
+                "the same flags"
             )
     return [folder / TOKENIZER for folder in folders if is_file(folder / TOKENIZER)]

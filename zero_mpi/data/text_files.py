@@ -26,9 +26,11 @@ def stdlib_root() -> Path:
 
 
 def named(paths: Sequence[str], most: int = _NAME) -> str:
-    """Return what `--data` names, for people: the first path, cut to `most` letters, and how many more."""
+    """Return what `--data` names, for messages: the first path, cut to `most` letters, and how many
+    more.
+    """
     if not paths:
-        return f"Python's own library in {stdlib_root()}"
+        return f"Python's standard library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
 
 

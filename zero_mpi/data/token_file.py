@@ -27,20 +27,14 @@ BLOCK = 1 << 20  # ids processed together
 
 
 class TokenLayout(NamedTuple):
-    """Places of the ids in a file.
+    """Places of the ids in a file."""
 
-    runs    (first byte, number of ids) of each run of them, in their order
-    dtype   dtype of an id, little-endian
-    ends    (D,) int64: where each document ends, the last with the last id; None: the file does not tell
-    """
-
-    runs: list[tuple[int, int]]
-    dtype: np.dtype[Any]
-    ends: NDArray[np.int64] | None = None
+    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of them, in their order
+    dtype: np.dtype[Any]  # of an id, little-endian
+    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
 
     @property
     def size(self) -> int:
-        """Number of ids."""
         return sum(count for _, count in self.runs)
 
 
@@ -58,7 +52,9 @@ def look_at(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> tuple[
 
 
 def look_through(path: Path, file: FileIO, layout: TokenLayout, vocab: int) -> bytes:
-    """Return the digest of the full file, read in one pass: pages of a map would count as our memory."""
+    """Return the digest of the file, read in one pass, because mapped pages would count as this process's
+    memory.
+    """
     total, at, seen = hashlib.sha256(), 0, 0
     file.seek(0)
     for start, count in layout.runs:

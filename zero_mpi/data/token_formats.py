@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
+import warnings
 from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.lib.format as npy
 from numpy.typing import NDArray
 
 from zero_mpi.data.arrow_tokens import arrow_layout
@@ -111,91 +112,37 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
     return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
 
 
-MAGIC = b"\x93NUMPY"
-LENGTHS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # version of the format -> bytes of the header's length
-MAX_HEADER = 1 << 16  # bytes; NumPy writes 118
-MAX_DIMS = 64  # NumPy's own limit
-TYPES: dict[str, np.dtype[Any]] = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
-NAMES = {np.dtype(code).str: np.dtype(code).name for code in "?bBhHiIlLqQefdFD"}
-_QUOTED = r"'[^'\\]*'|\"[^\"\\]*\""
-_PAIR = re.compile(rf"\s*({_QUOTED})\s*:\s*({_QUOTED}|True|False|\([0-9L,\s]*\))\s*(?:,\s*|$)")
-_DTYPE = re.compile(r"[<>|=]?[a-zA-Z?][0-9]{0,9}")
-
-
-class Header(NamedTuple):
-    """Header of an array file; `start`: the byte where the elements begin."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
+NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with other letters in the names of fields
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+    (3, 0): npy.read_array_header_2_0,
+}
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
     """Return where a .npy has its ids; UsageError for another array, ValueError for any other file."""
-    header = _header(file)
-    dtype = TYPES.get(header.dtype)
-    if dtype is None or len(header.shape) != 1:
-        found = f"found {NAMES.get(header.dtype, shown(header.dtype))} of shape {header.shape}"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a header of Python 2 is as good
+            shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
+    except Exception as error:  # a hostile header may raise any
+        why = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
+        raise ValueError(f"expected the header of an array of numbers: {why}") from None
+    if dtype not in (np.dtype("<u2"), np.dtype("<u4")) or len(shape) != 1:
+        found = f"found {shown(dtype.name if dtype.isnative else dtype.str)} of shape {shown(shape)}"
         raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
-    (count,) = header.shape
-    check_length(file, header.start + count * dtype.itemsize)
-    return TokenLayout([(header.start, count)], dtype)
-
-
-def _header(file: FileIO) -> Header:
-    """Return the header; ValueError if there is none."""
-    head = exactly(file, 8)
-    width = LENGTHS.get((head[6], head[7]))
-    if head[:6] != MAGIC or width is None:
-        raise ValueError(f"expected an array of NumPy that starts with {MAGIC!r}, found {head!r}")
-    length = int.from_bytes(exactly(file, width), "little")
-    if length > MAX_HEADER:
-        raise ValueError(f"expected a header of at most {MAX_HEADER} bytes, found {length}")
-    values = _dictionary(exactly(file, length).decode("latin-1"))
-    dtype, shape = values["descr"][1:-1], _shape(values["shape"])
-    if not _DTYPE.fullmatch(dtype) or dtype.endswith("O") or values["fortran_order"] not in ("True", "False"):
-        raise ValueError(f"expected numbers, found elements of type {shown(dtype, 40)}")
-    return Header(dtype, shape, 8 + width + length)
-
-
-def _dictionary(text: str) -> dict[str, str]:
-    """Return the three values of a header, as they are written there."""
-    inner = text.strip()
-    found: dict[str, str] = {}
-    at, end = 1, len(inner) - 1
-    if inner[:1] == "{" and inner[-1:] == "}":
-        while at < end and (pair := _PAIR.match(inner, at, end)):
-            found[pair[1][1:-1]] = pair[2]
-            at = pair.end()
-    if at < end or found.keys() != {"descr", "fortran_order", "shape"} or found["descr"][0] not in "'\"":
-        raise ValueError(f"expected the header of an array of numbers, found {shown(text, 80)}")
-    return found
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    parts = [part.strip().removesuffix("L") for part in text[1:-1].split(",") if part.strip()]
-    if text[:1] != "(" or len(parts) > MAX_DIMS or not all(0 < len(p) < 20 and p.isdigit() for p in parts):
-        raise ValueError(f"expected a shape of whole numbers, found {shown(text, 80)}")
-    return tuple(map(int, parts))
+    check_length(file, file.tell() + shape[0] * dtype.itemsize)
+    return TokenLayout([(file.tell(), shape[0])], dtype)
 
 
 # Files that the package datasets and `zero-mpi tokenize` write beside their data.
 
 
 class TokenFormat(NamedTuple):
-    """Format of token files.
-
-    known   tells whether a file has this format, by its name (as `collect_files` gives it) and its path
-    layout  returns where the file has its ids; ValueError or UsageError for an unsound file
-    """
+    """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]
-    layout: Callable[[Path, FileIO], TokenLayout]
-
-
-def _is_arrow(name: str, path: Path) -> bool:
-    return path.suffix == ".arrow" and not holds_conversations(path)
+    known: Callable[[str, Path], bool]  # by the file's name, as `collect_files` gives it, and its path
+    layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
 FORMATS = (
@@ -207,7 +154,9 @@ FORMATS = (
         megatron_layout,
     ),
     TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat("Arrow", _is_arrow, arrow_layout),
+    TokenFormat(
+        "Arrow", lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout
+    ),
 )
 
 

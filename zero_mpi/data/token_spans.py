@@ -28,23 +28,18 @@ Places = NDArray[np.int64]
 MOST_HELD = 1 << 24  # bytes of ids that each rank holds in memory, to be independent of a file
 OPEN_FILES = 128  # open files of one process; a corpus may have thousands
 SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # places and bytes of a sampled digest: 16 MiB of a corpus of any size
-CHANGED = "a file of --data must stay as it is while a run reads it"
+CHANGED = "files of --data must not change during a run"
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Consecutive ids of one file.
-
-    start    byte of the file where they begin
-    size     number of ids
-    length   bytes of the full file, when it was first checked
-    """
+    """Consecutive ids of one file."""
 
     path: str
-    start: int
-    size: int
+    start: int  # byte of the file where they begin
+    size: int  # number of ids
     dtype: np.dtype[Any]
-    length: int
+    length: int  # bytes of the full file, when it was first checked
 
     def part(self, first: int, stop: int) -> FileSpan:
         start = self.start + first * self.dtype.itemsize
@@ -84,7 +79,9 @@ def opened(path: str, length: int) -> OpenFile:
     found = os.fstat(file.fileno()).st_size
     if found != length:
         file.close()
-        raise JobError(f"{shown(path)} has {found:,} bytes, when the run began {length:,}; {CHANGED}")
+        raise JobError(
+            f"{shown(path)} has {found:,} bytes, but had {length:,} when the run started; {CHANGED}"
+        )
     return OpenFile(file)
 
 

@@ -122,7 +122,7 @@ def size_class(nbytes: int) -> int:
 
 
 class _Block:
-    """Memory of one size class, for ever in the pool: lent, or in the list `home` of the free ones."""
+    """Memory of one size class, forever in the pool: lent, or in the list `home` of the free ones."""
 
     __slots__ = ("home", "lease", "memory")
 

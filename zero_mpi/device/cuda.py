@@ -53,7 +53,7 @@ class Cuda:
 
     @property
     def about(self) -> str:
-        """A description of the GPU, for people."""
+        """A description of the GPU, for messages."""
         name = self.cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
         return f"{name}, CuPy {self.cupy.__version__}"
 
@@ -121,7 +121,7 @@ class Cuda:
         return CudaMark(event, self)
 
     def has_passed(self, event: Any) -> bool:
-        """Return whether the GPU has come to an event. CuPy's `Event.done` says no for ever if it failed."""
+        """Return whether the GPU has come to an event. CuPy's `Event.done` says no forever if it failed."""
         self.choose()
         runtime = self.cupy.cuda.runtime
         status = runtime.eventQuery(event.ptr)
@@ -187,7 +187,7 @@ class CudaStopwatch:
 
 def import_cupy() -> Any:
     """Return CuPy. Raises UsageError where it is not installed."""
-    others = " or 'zero-mpi[cuda13]', as the driver is"
+    others = " or 'zero-mpi[cuda13]', as the driver supports"
     return import_optional("--device cuda", "cuda12", "cupy", otherwise=others)
 
 
@@ -219,5 +219,5 @@ def why_no_gpu() -> str:
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no GPU that can be used: {first_line(error)}; see zero-mpi doctor"
+        return f"no usable GPU: {first_line(error)}; see zero-mpi doctor"
     return "CuPy finds no GPU; see zero-mpi doctor"

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
 KINDS = ("float32", "bfloat16", "float16")
 MAX_PARTS = 8  # parts that one launch adds, as the source says
-THREADS, BLOCKS = 256, 1024  # threads a block; most blocks: enough to fill any GPU, few enough to share it
+THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: enough to fill any GPU, few enough to share it
 PER_THREAD = 4  # elements that a thread takes at a time
 
 

@@ -87,15 +87,17 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor cannot give these bits, for people; empty if it can. `flags`: from Linux."""
+    """Return why a processor cannot give these bits, for messages; empty if it can. `flags`: from
+    Linux.
+    """
     if machine not in ("x86_64", "AMD64"):
-        return f"it is {LEVEL}, and this processor is {machine}, for which nothing was tried"
+        return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
-    return f"it is {LEVEL}, and this processor lacks {', '.join(missing)}" if missing else ""
+    return f"it needs {LEVEL}, but this processor lacks {', '.join(missing)}" if missing else ""
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why this process does not give these bits, for people; empty if it does.
+    """Return why this process does not give these bits, for messages; empty if it does.
 
     blas: the matmul library and its kernels. target: what kernels are compiled for, empty if none are.
     """
@@ -107,6 +109,6 @@ def fault(blas: str, target: str) -> str:
     if target != TARGET:
         return "it needs the compiled operations: pip install 'zero-mpi[fast]'"
     if not blas.startswith("openblas") or not blas.endswith(KERNELS):
-        return f"it multiplies by OpenBLAS's kernels for {KERNELS}, and NumPy has {blas}"
+        return f"it needs the OpenBLAS kernels {KERNELS}, but NumPy has {blas}"
     changed = [name for name, value in pins().items() if os.environ.get(name) != value]
     return f"{', '.join(changed)} changed since this program began" if changed else ""

@@ -25,19 +25,13 @@ EVERY = 0  # every rank of a host writes
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Properties of one kind of file system.
-
-    hosts     several hosts may write one file at once
-    known     if false, `hosts` is a safe guess, which --writers-per-node may override
-    writers   number of ranks of a host that write, or EVERY
-    lasting   files there outlive the host
-    """
+    """Properties of one kind of file system."""
 
     kind: str
-    hosts: bool = False
-    known: bool = True
-    writers: int = 1
-    lasting: bool = True
+    hosts: bool = False  # several hosts may write one file at once
+    known: bool = True  # if false, `hosts` is a safe guess, which --writers-per-node may override
+    writers: int = 1  # number of ranks of a host that write, or EVERY
+    lasting: bool = True  # files there outlive the host
 
 
 OF_A_HOST = FileSystem("", writers=EVERY)

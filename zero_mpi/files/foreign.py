@@ -1,6 +1,6 @@
 """Text from others (names, values, flags), shown with care.
 
-The part that is shown is one line of bounded length in which nothing controls a terminal.
+The displayed part is one line of bounded length without terminal control characters.
 """
 
 from __future__ import annotations

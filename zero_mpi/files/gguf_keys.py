@@ -41,21 +41,19 @@ class GGUFKeys:
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
     def text(self, key: str) -> str | None:
-        """Return the text of a key."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise self.fault(key, "a text")
         return value
 
     def flag(self, key: str) -> bool | None:
-        """Return the value of a key that is true or false."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.fault(key, "true or false")
         return value
 
     def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
-        """Return the whole number of a key, of any width, from `least` to `most`."""
+        """Return the integer of a key, of any width, from `least` to `most`."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -76,7 +74,7 @@ class GGUFKeys:
         return float(value)
 
     def texts(self, key: str) -> list[str] | None:
-        """Return an array of texts. An empty array has no type of its own."""
+        """Return an array of strings. An empty array has no type of its own."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -86,7 +84,7 @@ class GGUFKeys:
         return list(items)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
-        """Return the array of a key that holds `count` whole numbers."""
+        """Return the array of a key that holds `count` integers."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -118,7 +116,6 @@ class GGUFKeys:
 
     @property
     def architecture(self) -> str | None:
-        """Value of `general.architecture`."""
         return self.text(ARCHITECTURE)
 
     @property
@@ -134,7 +131,7 @@ class GGUFKeys:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number; true and false are not."""
+    """Return whether a value is an integer; true and false are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

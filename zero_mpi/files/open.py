@@ -1,6 +1,6 @@
 """Opens and reads files with care, because others may have put them in their place.
 
-Only a regular file is opened, because a pipe would wait for ever and a device never ends; reads are
+Only a regular file is opened, because a pipe would wait forever and a device never ends; reads are
 bounded. Files that are written in place, appended to or cut are opened by `open_in_place` alone.
 """
 
@@ -45,7 +45,7 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise FileError(f"{shown(path)}: cannot be looked at: {reason(error)}") from None
+        raise FileError(f"{shown(path)}: cannot be accessed: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
@@ -67,7 +67,7 @@ def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot
     """Raise FileError, naming `what` (a flag), unless a file can be written at a path, as far as known."""
     folder, why = os.path.dirname(path) or ".", ""
     if is_folder(path):
-        why = "it is a folder, expected the name of a file"
+        why = "it is a folder, expected a file name"
     elif exists(path):  # a file, or a device such as /dev/stdout, whose folder does not matter
         why = "" if os.access(path, os.W_OK) else "Permission denied"
     elif not is_folder(folder):
@@ -88,7 +88,7 @@ def open_file(path: str | os.PathLike[str], expected: str = "a file") -> FileIO:
         real = os.path.realpath(path)  # the file that a link names now
         file = open(real, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (returned)
     except IsADirectoryError:
-        raise FileError(f"{shown(path)}: expected {expected}, found a folder: name the file in it") from None
+        raise FileError(f"{shown(path)}: expected {expected}, found a folder: use the file in it") from None
     except FileNotFoundError:
         raise FileError(f"{shown(path)}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path

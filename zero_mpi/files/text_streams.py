@@ -55,7 +55,6 @@ class TextStream:
             self._file = BufferedReader(unpacked, BLOCK)
 
     def close(self) -> None:
-        """Close the file that is read."""
         self._file.close()
         self._raw.close()
 
@@ -80,7 +79,6 @@ class TextStream:
         return b"".join(parts)
 
     def pass_over(self, count: int) -> None:
-        """Skip so many bytes."""
         if not self._packing:
             self._file.seek(self.at + count)
             self.at += count

@@ -1,7 +1,7 @@
 """The transport for a user's script or notebook; it also ends all ranks of a script together.
 
 A rank of a script may fail, end early, or start another collective than the others, which would wait for it
-for ever. So `connect` ensures that an uncaught exception ends all ranks, that ranks which wait for an ended
+forever. So `connect` ensures that an uncaught exception ends all ranks, that ranks which wait for an ended
 rank learn of its end, and that a wait which cannot succeed or takes many minutes ends the job (`watchdog`).
 In a single process, such as a notebook, none of this is installed.
 """
@@ -119,7 +119,6 @@ class WatchedScript:
     # --------------------------------------------------------------------------------- ways to an end
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the job after an uncaught exception."""
         await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")

@@ -29,7 +29,7 @@ from zero_mpi.launch.ending import BAD_USAGE
 from zero_mpi.launch.world import World
 
 T = TypeVar("T")
-SAME_FILES = "give all hosts the same files, or a file system that they share"
+SAME_FILES = "copy the same files to all hosts, or use a shared file system"
 LONGEST = 80  # characters of a value that are shown
 # Variables with the number of ranks that a launcher has started, and with the number of this rank.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -59,7 +59,7 @@ def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
 
 def check_installation(world: World) -> None:
     """Raise UsageError unless all ranks run the same software. Collective."""
-    remedy = "use the same environment on all hosts, and on unlike processors --bits portable"
+    remedy = "use the same environment on all hosts, and --bits portable if their CPUs differ"
     check(world.comm, installation(world), remedy)
 
 
@@ -90,7 +90,7 @@ def blas() -> str:
 
 def check_pins() -> None:
     """Raise UsageError unless this process computes as `--bits portable` requires."""
-    device_found = "it is of processors: give --device cpu" if device.in_use().name != "cpu" else ""
+    device_found = "it applies to CPUs only: use --device cpu" if device.in_use().name != "cpu" else ""
     found = device_found or portable.fault(blas(), ops.compiled_for())
     if found:
         raise UsageError(f"--bits portable: {found}")

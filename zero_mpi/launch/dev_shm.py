@@ -46,7 +46,7 @@ SETTLED = 2.0  # seconds after which a library has mapped what it made
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
-REMEDY = "give it more room (containers: --shm-size=1g or --ipc=host), or start fewer ranks a node"
+REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer ranks per node"
 
 removed: list[int] = []  # bytes of the files that this process has removed at its start
 
@@ -72,8 +72,8 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
     if free >= needed:
         return ""
     return (
-        f"MPI needs {needed / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, and "
-        f"{PLACE} has {free / 2**20:.1f} MiB free: {REMEDY}"
+        f"MPI needs {needed / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, but "
+        f"{PLACE} has only {free / 2**20:.1f} MiB free: {REMEDY}"
     )
 
 

@@ -61,18 +61,15 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages.
-
-    machine: the system that has the flock; token: unique to the job; beat: counts the signs of life.
-    """
+    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages."""
 
     since: str
     job: str = ""
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
-    machine: str = field(default_factory=machine)
-    token: str = field(default_factory=lambda: uuid4().hex)
-    beat: int = 0
+    machine: str = field(default_factory=machine)  # the system that has the flock
+    token: str = field(default_factory=lambda: uuid4().hex)  # unique to the job
+    beat: int = 0  # counts the signs of life
 
     def __str__(self) -> str:
         job = f" ({shown(self.job, 80)})" if self.job else ""
@@ -103,7 +100,7 @@ def find(path: Path, links: int = 1) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK):
             raise
-    raise UsageError(f"{path}: expected the file of a job, found a link, folder or device: remove it")
+    raise UsageError(f"{path}: expected a lock file, found a link, folder or device: remove it")
 
 
 def read(handle: int) -> bytes:
@@ -182,16 +179,16 @@ def take(path: Path, mine: Record) -> int:
             quiet = now - since
             if lives or (locked is False and quiet > SETTLE):
                 if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
-                    who = holder or "its file does not say who"
+                    who = holder or "the lock file does not say which"
                     raise UsageError(
-                        f"--out {path.parent}: another job is at work in this folder: {who}; wait for its "
-                        f"end or use another --out; if it is dead, remove {path} and start again"
+                        f"--out {path.parent}: another job is using this folder: {who}; wait until it ends, "
+                        f"or use another --out; if you are sure that it is dead, delete {path}"
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, mine)
             elif locked is not False and not is_told and (holder or quiet > 0):  # it is not only being made
                 is_told = True
-                left = f"{path} was left by {holder or 'a job that is not known'}"
+                left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
             time.sleep(LOOK)
         return handle
@@ -298,7 +295,7 @@ class RunLock:
                 self._over.wait(pause)
             except OSError:  # a failed look proves nothing
                 return self.lost
-        self.lost = f"the run folder {self._path.parent} was moved or removed while the job was at work in it"
+        self.lost = f"the run folder {self._path.parent} was moved or removed while the job was using it"
         return self.lost
 
     def _give_sign(self) -> None:

@@ -1,10 +1,10 @@
 """Limits of a run by the system and the batch system: memory, processor time, files, and time.
 
 `environment.control_groups` has the limits that containers and batch systems set. Slurm and PBS end a job at
-its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 finds out
-the end beforehand. A job's variables have the end as of the start; squeue and qstat print the time left now,
-since limits get extended. A thread calls them, because a busy batch system is slow and no step should wait
-for it; without an answer nothing changes.
+its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 asks for
+the end time beforehand. A job's variables have the end as of the start; squeue and qstat print the time left
+now, since limits get extended. A thread calls them, because a busy batch system is slow and no step should
+wait for it; without an answer nothing changes.
 """
 
 from __future__ import annotations

@@ -261,12 +261,12 @@ class StopSignals:
     def _acknowledge(self, number: signal.Signals) -> None:
         if environment.launch_rank() == 0:
             stopping = f"stopping {WHEN[self.phase]}"
-            once_more = f"{stopping}; once more to stop now"
+            once_more = f"{stopping}; send the signal again to stop now"
             report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
 
     def _end_now(self) -> NoReturn:
         if environment.launch_rank() == 0:
-            report("stopped at once; what was saved is complete", is_error=True)
+            report("stopped immediately; saved checkpoints are complete", is_error=True)
         self._leave(INTERRUPTED, "SIGINT, twice")
 
     def _leave(self, status: int, reason: str) -> NoReturn:
@@ -277,15 +277,15 @@ class StopSignals:
 def stopped_early(stopped: Stopped) -> str:
     """Return the message about a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
-        return f"stopped by {stopped}: nothing to save; run the same command to go on"
+        return f"stopped by {stopped}: nothing to save; run the same command to continue"
     from zero_mpi.launch.limits import find_job, process_age
 
     job, age = find_job(), process_age()
     left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
     return (
-        f"{stopped}, as in the job before: such jobs would follow each other for ever; the signal came {left}"
-        f"{age:.0f} s after the program's start: make its lead (Slurm: --signal=B:USR1@SECONDS) shorter "
-        "than the time limit, or the limit longer (--time, walltime)"
+        f"{stopped}, as in the job before; to avoid requeueing forever, this job fails. The signal came "
+        f"{left}{age:.0f} s after the start: send it later (Slurm: --signal=B:USR1@SECONDS), or raise the "
+        "time limit (--time, walltime)"
     )
 
 

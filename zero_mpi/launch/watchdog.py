@@ -59,24 +59,15 @@ ENDED = "-ended"  # suffix of the file of a rank that will start no more collect
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank.
+    """State of a rank."""
 
-    doing     work of its main thread, such as "step 3"
-    waits     the collective in which it waits; empty: none
-    last      the last collective that it has left
-    seconds   seconds since the last change of these
-    stacks    of its threads
-    started   the last collectives that it has started, by communicator
-    ended     its exit status, if it will start no more collectives
-    """
-
-    doing: str
-    waits: str
-    last: str
-    seconds: float
-    stacks: str = ""
-    started: Sequence[Sequence[Started]] = ()
-    ended: int | None = None
+    doing: str  # work of its main thread, such as "step 3"
+    waits: str  # the collective in which it waits; empty: none
+    last: str  # the last collective that it has left
+    seconds: float  # seconds since the last change of these
+    stacks: str = ""  # of its threads
+    started: Sequence[Sequence[Started]] = ()  # the last collectives that it has started, by communicator
+    ended: int | None = None  # its exit status, if it will start no more collectives
 
     def number(self, comm: int) -> int:
         """Return the number of the next collective that the rank would start on a communicator."""

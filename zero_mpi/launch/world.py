@@ -32,7 +32,7 @@ from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
-HELP, NO_LAUNCHER = {"-h", "--help", "--version"}, "leave mpirun out"
+HELP, NO_LAUNCHER = {"-h", "--help", "--help-all", "--version"}, "start it without mpirun"
 PATIENCE = 3.0  # seconds that a rank which ends with a bad status waits for the others
 END = "the end of the other ranks"
 MPI_START = 600.0  # seconds for all ranks to reach MPI_Init
@@ -62,27 +62,21 @@ class Hearing(CommWrapper):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a command runs on.
-
-    mpi       mpi4py's MPI module, or None for a single process
-    farewell  a communicator that is used only at the end
-    comm      the communicator of agreements (`comm.agree`)
-    closing   called on each rank once all ranks have reached the end
-    at_end    called with the exit status and the reason when this rank ends the command, or rank 0 for all:
-              with 0 or 75 once all ranks have reached the end, with another status before they are ended
-    """
+    """The ranks that a command runs on."""
 
     rank: int
     size: int
-    mpi: Any = None
-    farewell: Any = None
-    comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)
+    mpi: Any = None  # mpi4py's MPI module, or None for a single process
+    farewell: Any = None  # a communicator that is used only at the end
+    comm: Hearing = field(default_factory=lambda: Hearing(SerialComm()), compare=False)  # of agreements
+    # Called on each rank once all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
+    # Called with the exit status and the reason when this rank ends the command, or rank 0 for all: with 0 or
+    # 75 once all ranks have reached the end, with another status before they are ended.
     at_end: list[Callable[[int, str], None]] = field(default_factory=list, compare=False)
 
     @property
     def meter(self) -> Meter:
-        """Meter of this rank's waits for the others."""
         return self.comm.meter
 
     @cached_property
@@ -154,7 +148,7 @@ class World:
         return self.comm.broadcast_object(agree.together(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
-        """Return action() of every rank, in order of ranks; raise like `together`."""
+        """Return action() of every rank, in rank order; raise like `together`."""
         return agree.results(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
@@ -183,8 +177,8 @@ def find_world() -> World:
         if environment.under_launcher():
             why = str(error).partition("\n")[0]
             raise UsageError(
-                f"started by an MPI launcher, but no MPI library can be loaded ({why}); install one: "
-                "pip install 'zero-mpi[mpich]'"
+                f"started by an MPI launcher, but no MPI library can be loaded ({why}): install one: pip "
+                "install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
     finally:
@@ -199,7 +193,12 @@ def find_world() -> World:
 
 
 def run(
-    name: str, command: Command, arguments: Sequence[str], *, alone: bool = False, instead: str = NO_LAUNCHER
+    name: str,
+    command: Command,
+    arguments: Sequence[str] | None = None,
+    *,
+    alone: bool = False,
+    instead: str = NO_LAUNCHER,
 ) -> NoReturn:
     """Run command(world, arguments) on this rank and end the process with the job's exit status.
 
@@ -207,6 +206,7 @@ def run(
     and --version; if it started several ranks, the message says what to do `instead`.
     """
     world, problem = World(environment.launch_rank(), 1), ""  # until it is known
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         helping = not HELP.isdisjoint(arguments)
         if environment.under_launcher() or not (alone or helping):
@@ -221,12 +221,7 @@ def run(
         if world.rank == 0:
             stopping.report(stopped_early(stopped), is_error=status == FAILED)
     except KeyboardInterrupt:
-        stopping.say_interrupted()
-        status, problem = stopping.INTERRUPTED, "interrupted"
-        if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
-            await_turn(world.rank)
-            text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
-            world.end(status, problem, text if world.rank else "")
+        status, problem = interrupted(world)
     except (UsageError, JobError) as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {one_line(str(error))}")
@@ -237,6 +232,17 @@ def run(
     except BaseException as error:
         abort(world, error)
     finish(world, status, problem)
+
+
+def interrupted(world: World) -> tuple[int, str]:
+    """Print that this process was interrupted and end the job; a process alone gets status and reason."""
+    stopping.say_interrupted()
+    status, problem = stopping.INTERRUPTED, "interrupted"
+    if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
+        await_turn(world.rank)
+        text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
+        world.end(status, problem, text if world.rank else "")
+    return status, problem
 
 
 def abort(world: World, error: BaseException) -> NoReturn:
@@ -260,7 +266,7 @@ def meet(world: World, patience: float) -> bool:
 def leave_together(world: World, status: int, problem: str) -> None:
     """Wait for the other ranks to end too.
 
-    A rank that ends alone with a bad status ends the job, or the others would wait for it for ever; one that
+    A rank that ends alone with a bad status ends the job, or the others would wait for it forever; one that
     ends well waits without limit, since another may still be writing.
     """
     with world.meter.waiting(END):

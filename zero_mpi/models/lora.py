@@ -17,7 +17,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
-FROZEN = ("*[!ab]",)  # every name but those that end in lora_a and lora_b
+FROZEN = ("!*.lora_[ab]",)  # every name without the suffix of FIRST or SECOND
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,9 @@ class LoRA:
         found = projections(stages)
         for pattern in self.targets:
             if not any(is_meant(name, pattern) for name in found):
-                tied = (
-                    ""
-                    if HEAD in found
-                    else "; llama.cpp knows no adapter of a head that is the embedding: leave it out"
-                )
+                tied = "" if HEAD in found else "; llama.cpp has no adapters for a tied head: leave it out"
                 raise UsageError(
-                    f"--lora-targets {pattern}: names no projection; they are called "
+                    f"--lora-targets {pattern}: matches no projection; names are like "
                     f"{', '.join(list(found)[:3])}, ..., {list(found)[-1]}{tied}"
                 )
 

@@ -105,7 +105,7 @@ def read_factors(
             raise UsageError(f"{name} has shape {shape}, expected ({count},): one a pair of a head")
 
     if read is None:
-        raise UsageError(f"{name} is part of the configuration, and nothing was given to read it with")
+        raise UsageError(f"{name} is part of the configuration, but no reader for it was given")
     if isinstance(tensors, Mapping):
         check(tensors[name])  # before the tensor is read: a shape from a file may be of any size
     values = read(name)

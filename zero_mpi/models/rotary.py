@@ -64,35 +64,35 @@ class RotaryModel(ModelConfig):
     """
 
     interleaved: ClassVar[bool]
-    """Rotary order of the rows of q and k: neighbours are a pair (llama.cpp's NORM), or halves (NEOX)."""
+    """Rotary pairs in the rows of q and k: neighbours (llama.cpp's NORM), else one of each half (NEOX)."""
     head_norms: ClassVar[bool] = False
-    """Whether q and k are normalized over the width of a head."""
+    """Apply a norm to q and k, per head."""
     joint_norms: ClassVar[bool] = False
-    """Whether q and k are normalized over all their heads at once."""
+    """Apply a norm to q and k, over all heads together."""
     norms_before: ClassVar[bool] = True
-    """Whether attention and feed-forward are given a norm of the residual stream."""
+    """Apply a norm to the input of attention and feed-forward (pre-norm)."""
     norms_after: ClassVar[bool] = False
-    """Whether what they give is normalized before it is added to that."""
+    """Apply a norm to the output of attention and feed-forward (post-norm)."""
     unturned: ClassVar[int] = 0
-    """Of so many blocks the last has no rotary positions; 0: all have them."""
+    """Period of blocks without rotary positions: every `unturned`-th block has none; 0: all have them."""
     may_tie: ClassVar[bool] = True
-    """Whether llama.cpp opens a file whose head is the embedding."""
+    """True if llama.cpp accepts a tied head."""
     projected: ClassVar[type[ProjectQKV]] = ProjectQKV
-    """What makes q, k and v."""
+    """Layer that computes q, k and v."""
     gated: ClassVar[type[SwiGLU]] = SwiGLU
-    """The first half of the feed-forward."""
+    """Gated activation of the feed-forward."""
     refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS
-    """Keys that would change the result and are not computed."""
+    """GGUF keys that are refused, because they would change the result."""
     any_head_width: ClassVar[bool] = True
-    """Whether llama.cpp opens a file whose heads together are not as wide as the model."""
+    """True if llama.cpp accepts heads whose total width differs from the model's."""
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES
-    """Projections that may have a bias in llama.cpp."""
+    """Projections for which llama.cpp accepts a bias."""
     normalized: ClassVar[bool] = True
-    """Whether the weights of the used experts sum to 1."""
+    """True if the weights of the used experts sum to 1."""
     expert_width: ClassVar[str] = "feed_forward_length"
-    """The key of an expert's width."""
+    """Key of an expert's width."""
     takes_rope_factors: ClassVar[bool] = False
-    """Whether llama.cpp reads `rope_freqs.weight`; it refuses a file with a tensor that it does not read."""
+    """True if llama.cpp reads `rope_freqs.weight`; otherwise it refuses a file with that tensor."""
     head_count_kv: int
     key_length: int
     value_length: int
@@ -111,12 +111,12 @@ class RotaryModel(ModelConfig):
         common = common_sizes(sizes)
         dim, heads = sizes["dim"], sizes["heads"]
         if sizes.get("tied") and not cls.may_tie:
-            raise UsageError(f"--tied: a file of {cls.arch} has a head of its own; leave the flag out")
+            raise UsageError(f"--tied: {cls.arch} models have an untied head; leave the flag out")
         kv_heads = heads if sizes.get("kv_heads") is None else sizes["kv_heads"]
         uneven = f"--kv-heads {kv_heads} does not divide --heads {heads}"
         require_divides(heads, kv_heads, uneven, "each key/value head serves the same number of query heads")
         odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
-        why = "rotary positions turn pairs of columns, so the width of a head must be even"
+        why = "rotary positions rotate pairs of columns, so the head width must be even"
         require_divides(dim // heads, 2, odd, why)
         width = {"feed_forward_length": sizes.get("ffn") or -(-8 * dim // 3 // 32) * 32}
         return cls(
@@ -135,7 +135,7 @@ class RotaryModel(ModelConfig):
         keys.refuse_non_causal()
         keys.refuse(cls.refused)
         if not cls.may_tie and "output.weight" not in tensors:
-            raise UsageError(f"output.weight is missing: a file of {cls.arch} has a head of its own")
+            raise UsageError(f"output.weight is missing: {cls.arch} models have an untied head")
         heads = cls.read_heads(keys, keys.size("embedding_length"))
         turned = keys.size("rope.dimension_count", heads.key_width)
         factors = cls.takes_rope_factors and ROPE_FREQS in tensors
@@ -277,7 +277,7 @@ class RotaryModel(ModelConfig):
                 factors=self.divisors,
                 magnitude=self.magnitude,
                 width=self.turned_width,
-                in_place=True,  # projections and norms of heads save their inputs, not their outputs
+                in_place=True,
             )
         ]
 

@@ -12,11 +12,12 @@ from zero_mpi.nn.attention import (
     QKNorm,
     RoPE,
 )
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.experts import Experts
 from zero_mpi.nn.generation import Cache
-from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
+from zero_mpi.nn.layer import Layer, Param, Stage, Tally, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
 from zero_mpi.nn.multiply import Multiply
@@ -53,6 +54,8 @@ __all__ = [
     "RoPE",
     "Stage",
     "SwiGLU",
+    "Tally",
+    "batch_of",
     "cross_entropy",
     "stage_params",
 ]

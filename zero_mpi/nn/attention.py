@@ -17,11 +17,12 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
-from zero_mpi.nn.packed import documents, first_in_window
+from zero_mpi.nn.packed import first_in_window
 from zero_mpi.ops.elementary import cosines, power, sines
 
 
@@ -57,6 +58,8 @@ def merge(x: Any) -> Any:
 class ProjectQKV(Composite):
     """x (B, T, C) -> (q, k, v) by `PREFIX.attn_q`, `.attn_k`, `.attn_v`."""
 
+    keeps_results = False
+
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
         named = zip("qkv", heads.widths, strict=True)
@@ -91,6 +94,8 @@ class JointQKV(ProjectQKV):
 class FusedQKV(Composite):
     """x (B, T, C) -> (q, k, v) by one matrix `PREFIX.attn_qkv`, whose rows are q's, then k's, then v's."""
 
+    keeps_results = False
+
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
         self.linear = Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)
@@ -115,6 +120,8 @@ class QKNorm(Composite):
 
     Henry et al., "Query-Key Normalization for Transformers", 2020, here with RMSNorm.
     """
+
+    keeps_results = False
 
     def __init__(self, prefix: str, width: int, eps: float) -> None:
         self.norms = [RMSNorm(f"{prefix}.attn_{letter}_norm", width, eps) for letter in "qk"]
@@ -188,8 +195,7 @@ class RoPE(Layer):
     `factors` (one per pair, or none) divide the frequencies: Llama 3 reaches longer contexts by them. YaRN
     multiplies rotated elements by a `magnitude` as well (Peng et al., 2023). `width`: number of elements of a
     head that are rotated, the first ones; None: all.
-    `in_place`: overwrite the inputs, which saves memory and a pass; for a chain in which neither the layer
-    before saves its output nor the one after its gradient.
+    `in_place`: overwrite the inputs, see `Layer`.
     """
 
     backward_reads_params = False
@@ -206,36 +212,36 @@ class RoPE(Layer):
     ) -> None:
         self.width = width
         self.frequencies = Frequencies(base, factors, magnitude)
-        self.interleaved, self.in_place = interleaved, in_place
+        self.interleaved, self.overwrites = interleaved, in_place
 
-    def _turn(self, qkv: Any, start: int, sign: int) -> Any:
+    def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv
         stop = start + q.shape[1]
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
         cos, sin = rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
-        found = documents()
+        found = batch_of(p).documents
         if found is not None:
             return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v
         table = cos[start:stop], sin[start:stop]
-        q, k = (ops.rope(x, *table, self.interleaved, x if self.in_place else None) for x in (q, k))
+        q, k = (ops.rope(x, *table, self.interleaved, x if self.overwrites else None) for x in (q, k))
         return q, k, v
 
     def _turn_rows(self, x: Any, cos: Any, sin: Any) -> Any:
         """Rotate `x` (B, T, heads, D) by a separate angle for each of the B T positions."""
         one = x.reshape(1, -1, *x.shape[2:])
-        return ops.rope(one, cos, sin, self.interleaved, one if self.in_place else None).reshape(x.shape)
+        return ops.rope(one, cos, sin, self.interleaved, one if self.overwrites else None).reshape(x.shape)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return self._turn(x, 0, 1), None
+        return self._turn(p, x, 0, 1), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        return self._turn(dy, 0, -1)
+        return self._turn(p, dy, 0, -1)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         """Return y of the positions after `cache`; see `generation.infer`."""
-        return self._turn(x, cache.position, 1)
+        return self._turn(p, x, cache.position, 1)
 
 
 class CausalAttention(Layer):
@@ -244,14 +250,15 @@ class CausalAttention(Layer):
     `window`: the most positions that it attends to, itself included (Beltagy et al., "Longformer", 2020).
     """
 
+    keeps_results = False
     backward_reads_params = False
 
     def __init__(self, scale: float, window: int | None = None) -> None:
         self.scale, self.window = scale, window
 
-    def _begins(self, q: Any, start: int) -> Any:
+    def _begins(self, p: Weights, q: Any, start: int) -> Any:
         """Return the first position that each query attends to, (B, T); None if it is 0 for all queries."""
-        found, stop = documents(), start + q.shape[1]
+        found, stop = batch_of(p).documents, start + q.shape[1]
         if self.window is None or stop <= self.window:
             return None if found is None else found.begins
         if found is not None:
@@ -259,7 +266,7 @@ class CausalAttention(Layer):
         return first_in_window(q.shape[0], start, stop, self.window, device.home_of(q))
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(x[0], 0))
+        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(p, x[0], 0))
         return y, (*x, kept)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
@@ -272,9 +279,9 @@ class CausalAttention(Layer):
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = self._room(cache, k, v, stop)
         keys[:, start:stop], values[:, start:stop] = k, v
-        return ops.causal_attention(q, keys[:, :stop], values[:, :stop], self.scale, self._begins(q, start))[
-            0
-        ]
+        return ops.causal_attention(
+            q, keys[:, :stop], values[:, :stop], self.scale, self._begins(p, q, start)
+        )[0]
 
     def _room(self, cache: Cache, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
         """Return this layer's cached keys and values, for at least `stop` positions; doubled when full."""

@@ -17,7 +17,7 @@ from zero_mpi.nn.fusions import (
     loss_and_backward,
 )
 from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Weights, preserving
 
 
 class Chain(Composite, AddsInForward, AddsInBackward):
@@ -26,6 +26,9 @@ class Chain(Composite, AddsInForward, AddsInBackward):
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
+        for before, layer, after in zip((None, *layers), layers, (*layers[1:], None), strict=False):
+            if before is None or after is None or before.keeps_results or after.keeps_results:
+                preserving(layer)
         self.layers = layers
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
 
@@ -90,7 +93,7 @@ class Wrapper(Composite):
     """A layer around one other layer, with the parameters of that layer."""
 
     def __init__(self, inner: Layer) -> None:
-        self.inner = inner
+        self.inner = preserving(inner)
         self.backward_reads_params = inner.backward_reads_params
 
     def parts(self) -> Sequence[Layer]:

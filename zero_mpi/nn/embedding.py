@@ -6,9 +6,10 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
-from zero_mpi.nn.packed import documents
+from zero_mpi.ops.packed_matrix import PackedMatrix
 
 
 class Embedding(Layer):
@@ -24,7 +25,8 @@ class Embedding(Layer):
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # other types would be truncated to integers, or fail
-        return ops.embedding(x, p[self.weight]), x
+        w: Any = p[self.weight]
+        return (w.rows(x) if isinstance(w, PackedMatrix) else ops.embedding(x, w)), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         if self.weight in g:
@@ -43,13 +45,13 @@ class LearnedPositions(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        found = documents()
+        found = batch_of(p).documents
         if found is not None:
             return ops.add(x, ops.embedding(found.positions, p[self.weight])), None
         return ops.positions(x, p[self.weight][: x.shape[1]]), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        found = documents()
+        found = batch_of(p).documents
         if self.weight in g and found is not None:
             ops.embedding_backward(found.positions, dy, g[self.weight])
         elif self.weight in g:

@@ -101,7 +101,7 @@ class Experts(Composite, AddsInForward):
         rows = ops.embedding(tokens, flat)
         drows = self.gate.backward_of_rows(p, rows, dgate, g, ALL, via=via)
         drows = self.up.backward_of_rows(p, rows, dup, g, ALL, drows, via)
-        dlogits = ops.route_backward(dw, weights, *routing[1:4], self.normalized)
+        dlogits = ops.route_backward(dw, weights, routing.p, routing.chosen, routing.rows, self.normalized)
         dx = self.router.backward(p, flat, dlogits, g)
         ops.embedding_backward(tokens, drows, dx)
         dx = dx.reshape(x.shape)

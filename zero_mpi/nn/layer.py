@@ -7,7 +7,7 @@ weights and flat gradient buffers then need no more code. Parameter names are GG
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,15 @@ INITS = ("normal", "ones", "zeros")
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its shape and initialization: "normal" with `std`, "ones" or "zeros"."""
+    """A parameter: its shape and initialization: "normal" with `std`, "ones" or "zeros".
+
+    buffer: it has no gradient, and `Layer.update` sets it after a step
+    """
 
     shape: tuple[int, ...]
     init: str = "normal"
     std: float = 0.02
+    buffer: bool = False
 
     @property
     def size(self) -> int:
@@ -41,18 +45,43 @@ class Param:
         return len(self.shape) >= 2
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Numbers that forward reports of each micro-batch (`BatchContext.report`); layers may share a name.
+
+    scale   factor of an auxiliary loss in the objective, a mean over micro-batches; None: no loss but a sum
+    value   function that makes the number of a micro-batch of all its sums by name; None: the sum itself
+    """
+
+    shape: tuple[int, ...] = ()
+    scale: float | None = None
+    value: Callable[[Mapping[str, Any]], Any] | None = None
+
+
 class Layer:
     """Base of all layers.
 
     `saved` is any value that backward needs from forward; it must not hold arrays of `p`. A parameter that
     is missing in `g` is frozen: its gradient is not computed.
+
+    A layer that overwrites its x and dy saves memory and a pass. Only a `Chain` takes it, between two layers
+    that keep neither the y of their forward nor the dx of their backward.
     """
 
+    overwrites = False
+    keeps_results = True
     backward_reads_params = True  # False: a sharded unit need not be gathered for this layer's backward
 
     def params(self) -> dict[str, Param]:
         """Return name -> Param, in the order of the file."""
         return {}
+
+    def tallies(self) -> dict[str, Tally]:
+        """Return name -> Tally of what forward reports: auxiliary losses, and what `update` needs."""
+        return {}
+
+    def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
+        """Set this layer's buffers (on the host) after a step, by the sums of tallies: alike on all ranks."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         """Return (y, saved): the output, and the values that backward needs."""
@@ -73,6 +102,23 @@ class Composite(Layer):
     def params(self) -> dict[str, Param]:
         return {name: param for part in self.parts() for name, param in part.params().items()}
 
+    def tallies(self) -> dict[str, Tally]:
+        return {name: tally for part in self.parts() for name, tally in part.tallies().items()}
+
+    def update(self, buffers: MutableMapping[str, Array], sums: Mapping[str, Array]) -> None:
+        for part in self.parts():
+            part.update(buffers, sums)
+
+
+def preserving(layer: Layer) -> Layer:
+    """Return the layer; raise ValueError if it overwrites its input, which others may need."""
+    if getattr(layer, "overwrites", False):
+        raise ValueError(
+            f"{type(layer).__name__} overwrites its input: expected it in a Chain, between two layers whose "
+            "keeps_results is False"
+        )
+    return layer
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -80,6 +126,9 @@ class Stage:
 
     scope: str
     layer: Layer
+
+    def __post_init__(self) -> None:
+        preserving(self.layer)
 
 
 def stage_params(stages: list[Stage]) -> dict[str, Param]:

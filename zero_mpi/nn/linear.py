@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -10,10 +11,22 @@ from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
-from zero_mpi.nn.low_rank import LowRank
+from zero_mpi.nn.low_rank import FIRST, SECOND, LowRank
+from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
 
 ALL = slice(None)
+_observers: list[Callable[[str, Any], None]] = []
+
+
+@contextmanager
+def observing(observe: Callable[[str, Any], None]) -> Iterator[None]:
+    """Let observe(name of the matrix, x) be called in each forward of a linear layer."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
 
 
 class Linear(AddsInForward):
@@ -55,8 +68,12 @@ class Linear(AddsInForward):
 
     def rows(self, p: Weights, x: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
         """Return y of a part of the rows of W."""
+        for observe in _observers if not part.start else ():
+            observe(self.weight, x)
         bias = p[self.bias][part] if self.bias else None
-        y = via.linear(x, p[self.weight][part], bias, residual)
+        w: Any = p[self.weight][part]
+        packed = isinstance(w, PackedMatrix)
+        y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
         return y if self._adapter is None else self._adapter.add_to(y, p, x, part, via)
 
     def _bias(self, p: Weights) -> Any:
@@ -123,6 +140,11 @@ class Rows:
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
         """Return dx; see `Linear.backward`."""
         return self._linear.backward_of_rows(p, saved, dy, g, self._part, into)
+
+
+def without_adapters(p: Weights) -> dict[str, Any]:
+    """Return weights without those of adapters: layers then compute as the frozen model does."""
+    return {name: each for name, each in p.items() if not name.endswith((FIRST, SECOND))}
 
 
 def rows_of(linear: Linear, counts: Sequence[int]) -> list[Rows]:

@@ -1,15 +1,26 @@
-"""Cross-entropy of next-token logits, as a function: the loss is where forward turns into backward."""
+"""Losses that a last stage computes together with its forward, where forward turns into backward.
+
+A `HeadLoss` comes with a micro-batch and is given the last stage. Training and evaluation know no other kinds
+of losses, so a new one is a class here and nothing elsewhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi import ops
+import numpy as np
+
+from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, UNCOUNTED, WHOLE, array, number
 from zero_mpi.device import is_cupy
-from zero_mpi.device.arrays import Scalar, beside
+from zero_mpi.device.arrays import Scalar, beside, pool_of
 from zero_mpi.device.types import Array
+from zero_mpi.nn.fusions import loss_alone, loss_and_backward
+from zero_mpi.nn.layer import Gradients, Layer, Weights
+
+ROW_STEPS = 8  # numbers of rows that a last stage may be given
 
 
 def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> tuple[Scalar, Array]:
@@ -37,18 +48,31 @@ def check_targets(targets: Any, logits: Any = None) -> None:
         array("cross_entropy: targets for these logits", targets, tuple(logits.shape[:-1]))
         if not is_cupy(targets) and not UNCOUNTED <= targets.min() <= targets.max() < logits.shape[-1]:
             raise ValueError(
-                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, one of that many logits, "
-                f"or -1 where none counts; got {targets.min()} to {targets.max()}"
+                f"cross_entropy: expected targets from 0 to {logits.shape[-1] - 1}, an index of the logits, "
+                f"or -1 to ignore a position; got {targets.min()} to {targets.max()}"
             )
 
 
-@dataclass(frozen=True, eq=False)
-class CrossEntropy:
-    """The loss of a micro-batch: called with logits it is `cross_entropy`.
+class HeadLoss:
+    """A loss of a micro-batch that is computed with the last stage, so that not all logits exist at once.
 
-    The object also holds targets and scale, so that a model whose last layer computes the logits can do so
-    in chunks (`ShardedModule.forward_backward`). If some targets are -1, that layer gets few rows beyond
-    those that count: it must treat each row independently.
+    The last stage treats each row independently, and may be given few rows beyond those that count.
+    """
+
+    def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
+        """Return (loss, dx): forward, loss and backward in one. dx and what is added to g have the factor."""
+        raise NotImplementedError
+
+    def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
+        """Return the losses of the micro-batch's parts; no backward follows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropy(HeadLoss):
+    """The cross-entropy of a micro-batch, `scale` times the sum over targets; -1 does not count.
+
+    Called with logits it is `cross_entropy`. The last stage computes its own in chunks.
     """
 
     targets: Array
@@ -61,3 +85,112 @@ class CrossEntropy:
     def __call__(self, logits: Array) -> tuple[Scalar, Array]:
         """Return (loss, dlogits): the loss and its gradient."""
         return cross_entropy(logits, self.targets, self.scale)
+
+    def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
+        x_rows, targets, rows = self._given(x)
+        loss, dy = loss_and_backward(head, p, x_rows, targets, self.scale * factor, g)
+        if rows is not None and dy is not None:
+            dx = zeros_of(x, dy.dtype)
+            ops.embedding_backward(rows, dy, dx.reshape(-1, x.shape[-1]))
+            dy = dx
+        return loss / factor, dy
+
+    def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
+        return [loss_alone(head, p, *self._given(x)[:2], self.scale)]
+
+    def _given(self, x: Any) -> tuple[Any, Any, Any]:
+        """Return the rows that the last stage is given, their targets, and their indices; None: all."""
+        to_device, rows = device.in_use().from_host, rows_that_count(self.targets)
+        if rows is None:
+            return x, to_device(self.targets), None
+        rows, targets = to_device(rows), to_device(self.targets)
+        return ops.embedding(rows, x.reshape(-1, x.shape[-1])), targets.reshape(-1)[rows], rows
+
+
+@dataclass(frozen=True, eq=False)
+class PartLosses(HeadLoss):
+    """The loss of each part of a micro-batch, without a backward: `scale` times the sum of its targets.
+
+    parts: indices of targets (B, T), such as (row, slice(3, 9)). scale 0: targets that are not the likeliest
+    """
+
+    targets: Array
+    parts: Sequence[Any]
+    scale: float = 1.0
+
+    def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
+        targets = device.in_use().from_host(self.targets)
+        return [loss_alone(head, p, x[part], targets[part], self.scale) for part in self.parts]
+
+
+class Segment:
+    """Consecutive positions of a row, whose targets' log-probabilities are summed.
+
+    It is computed with so many positions more that their number is a power of two, because few shapes mean
+    few sizes of memory; these do not count.
+    """
+
+    def __init__(self, row: int, span: slice, targets: Array) -> None:
+        size, start, stop = targets.shape[1], span.start, span.stop
+        room = min(size, 1 << max(0, stop - start - 1).bit_length())
+        first = min(start, size - room)
+        self.part = row, slice(first, first + room)
+        kept = np.full(room, UNCOUNTED, np.int64)
+        kept[start - first : stop - first] = targets[row, span]
+        self.targets = device.in_use().from_host(kept)
+
+
+class SequenceLoss(HeadLoss):
+    """A loss that is a function of the sums of log-probabilities of segments.
+
+    `criterion` maps the sums, in nats, to (loss, its derivative by each sum). `sums` has them after `train`.
+    Logits are computed twice: for the sums, and for the gradient, which has one factor per segment.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        criterion: Callable[[list[float]], tuple[float, Sequence[float]]] | None = None,
+    ) -> None:
+        self._segments, self._criterion = segments, criterion
+        self.sums: list[float] = []
+
+    def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
+        assert self._criterion is not None, "a loss to train on has a criterion"
+        self.sums = [-float(nll) for nll in self.evaluate(head, p, x)]
+        loss, slopes = self._criterion(self.sums)
+        dx = zeros_of(x, x.dtype)
+        for each, slope in zip(self._segments, slopes, strict=True):
+            if slope:
+                dy = loss_and_backward(head, p, x[each.part], each.targets, -slope * factor, g)[1]
+                dx[each.part] += dy
+        return loss, dx
+
+    def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
+        return [loss_alone(head, p, x[each.part], each.targets, 1.0) for each in self._segments]
+
+
+def loss_with(targets: Any, scale: float) -> HeadLoss | None:
+    """Return the loss that is given in place of targets, or the cross-entropy of targets; None for none."""
+    return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
+
+
+def zeros_of(x: Any, dtype: Any) -> Any:
+    """Return zeros in the shape of x, of recycled memory."""
+    found = pool_of(device.in_use()).take(x.shape, dtype)
+    found.fill(0)
+    return found
+
+
+def rows_that_count(targets: Any) -> Any:
+    """Return the rows (K,) that a last stage is given: those whose targets count, and some others.
+
+    K is a multiple of an eighth of all: few shapes mean few sizes of memory. None: all rows, as where targets
+    lie on a GPU already.
+    """
+    if type(targets) is not np.ndarray:
+        return None
+    counts = targets.reshape(-1) != UNCOUNTED
+    step = -(-counts.size // ROW_STEPS)
+    most = -(-max(1, int(np.count_nonzero(counts))) // step) * step
+    return np.sort(np.argsort(~counts, kind="stable")[:most]) if most < counts.size else None

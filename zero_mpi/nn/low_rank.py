@@ -37,7 +37,12 @@ class LowRank:
         return self._params
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
-        """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows."""
+        """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows.
+
+        Without b among the weights the product is left out.
+        """
+        if self._b not in p:
+            return y
         return via.linear(self._narrow(p, x, via), p[self._b][part], None, y)
 
     def backward(
@@ -45,7 +50,7 @@ class LowRank:
     ) -> Any:
         """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
-        x a^T is computed again: it costs R / O of the products of the layer.
+        x a^T is recomputed, at R / O of the layer's matmul cost.
         """
         if self._b in g:
             via.linear_backward_w(dy, self._narrow(p, x, via), g[self._b][part])

@@ -1,15 +1,13 @@
 """Several documents in a row of tokens: layers that mix or number positions keep them apart.
 
-Nearly all layers treat each position independently and need no documents. The others call `documents()`,
-which the caller of the layers has set by `reading`: a module does, for an input that is `Packed`. Attention
-then reaches back to a document's start at most, and positions are counted from there. Shapes are those of
-rows without documents, so the memory needed is the same.
+Nearly all layers treat each position independently and need no documents. The others ask for those of the
+micro-batch (`nn.batch`), which a module derives from an input that is `Packed`. Attention then reaches back
+to a document's start at most, and positions are counted from there. Shapes are those of rows without
+documents, so the memory needed is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -79,22 +77,3 @@ def first_in_window(batch: int, start: int, stop: int, window: int, place: devic
     """Return the first position in the window of each position from start to stop: (B, T) int64."""
     first = np.maximum(0, np.arange(start, stop) - window + 1)
     return place.from_host(np.tile(first, (batch, 1)))
-
-
-_documents: Documents | None = None
-
-
-def documents() -> Documents | None:
-    """Return the documents of the rows being computed; None if each row is one document."""
-    return _documents
-
-
-@contextmanager
-def reading(found: Documents | None) -> Iterator[None]:
-    """Set the documents that `documents()` returns within the context."""
-    global _documents
-    before, _documents = _documents, found
-    try:
-        yield
-    finally:
-        _documents = before

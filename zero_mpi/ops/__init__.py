@@ -1,56 +1,28 @@
 """The operations of layers and optimizers, dispatched by the type of their first array.
 
-`reference` defines each one. A faster version for an array type registers itself with
-`ops.NAME.register(ArrayType)`; callers write `ops.NAME(...)` for arrays on any device. For NumPy
-arrays the faster version is `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation
-loads it, unless ZERO_MPI_OPS=reference is set. For CuPy arrays it is `ops.gpu`.
+`reference` defines each one, with `registry.operation`; faster versions for an array type are added by
+`registry.implements`. Callers write `ops.NAME(...)` for arrays on any device. For NumPy arrays the faster
+versions are `ops.cpu`, if numba and SciPy are installed; `prepare` or the first operation loads them, unless
+ZERO_MPI_OPS=reference is set. For CuPy arrays they are `ops.gpu`.
 """
 
 import os
 from collections.abc import Callable
-from functools import singledispatch, wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from zero_mpi import device, environment
-from zero_mpi.ops import code_cache, low_precision, reference, signatures, threads
+from zero_mpi.ops import code_cache, low_precision, threads
+from zero_mpi.ops.reference import *  # noqa: F403  (their types, for those who check them)
+from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
 
-
-def _dispatched(definition: Callable[..., Any]) -> Any:
-    """Return an operation dispatched by the type of its first array; on the host it takes low precision.
-
-    The operation raises ValueError for arrays that do not fit its signature, in every version.
-    """
-
-    @wraps(definition)
-    def quietly(*given: Any, **named: Any) -> Any:
-        with np.errstate(over="ignore", invalid="ignore"):  # the gradient's norm will tell, as with kernels
-            return definition(*given, **named)
-
-    versions = singledispatch(low_precision.accept_low(definition.__name__, quietly))
-    check, version_for = signatures.check_of(definition), versions.dispatch
-
-    @wraps(versions)
-    def operation(first: Any, *others: Any, **named: Any) -> Any:
-        check(first, *others, **named)
-        return version_for(first.__class__)(first, *others, **named)
-
-    return operation
-
-
-_DISPATCHED = {name: _dispatched(getattr(reference, name)) for name in signatures.SIGNATURES}
-globals().update(_DISPATCHED)
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Stand for the operations, which `SIGNATURES` lists."""
-
+globals().update(OPERATIONS)
 
 _INSTEAD = {  # why operations are not compiled: whether it is so
-    "ZERO_MPI_OPS=reference keeps compiled operations away": os.environ.get("ZERO_MPI_OPS") == "reference",
+    "ZERO_MPI_OPS=reference disables compiled operations": os.environ.get("ZERO_MPI_OPS") == "reference",
     "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
@@ -68,6 +40,11 @@ def backend() -> str:
     return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
 
 
+def compiles() -> bool:
+    """Return whether operations on the host are compiled."""
+    return _compiles
+
+
 def products(kind: Any) -> tuple[str, str]:
     """Return (the library that multiplies a type on the host, ""), or ("", why float32 copies are used).
 
@@ -76,7 +53,7 @@ def products(kind: Any) -> tuple[str, str]:
     if device.in_use() is not device.HOST:
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
-        return "", "no processor's own are used for it"
+        return "", "kernels of a specific CPU are disabled"
     library, reason = None, next((why for why, is_so in _INSTEAD.items() if is_so), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn
@@ -92,7 +69,7 @@ def slower(kind: Any) -> str:
 
         return gpu.attention.slower(kind)
     reason = products(kind)[1]
-    return reason and f"slower than fp32 here, for products are float32's: {reason}"
+    return reason and f"slower than fp32 here, because matmuls run in float32: {reason}"
 
 
 def compiled_for() -> str:
@@ -108,8 +85,7 @@ def prepare_gpu() -> None:
     """Compile the kernels of the GPU in use, or load them from CuPy's cache; one call is enough."""
     from zero_mpi.ops import gpu
 
-    for name, operation in signatures.defined_in(gpu.MODULES):
-        _DISPATCHED[name].register(gpu.ARRAY, operation)
+    register(gpu.launch.ARRAY)
     gpu.prepare()
 
 
@@ -136,7 +112,7 @@ def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | No
     if kind in _prepared:
         return
     if say is not None and not code_cache.is_complete(kind):
-        say(f"compiling the operations for this processor, once: they are kept in {code_cache.folder()}")
+        say(f"compiling kernels for this CPU (once, cached in {code_cache.folder()})")
     load()
     code_cache.mark_complete(kind)
     _prepared.add(kind)
@@ -157,13 +133,11 @@ def use_threads(count: int | None = None) -> int:
 
 def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
-    from zero_mpi.ops import cpu
+    from zero_mpi.ops import cpu  # noqa: F401
 
-    for name, operation in signatures.defined_in(cpu.MODULES):
-        native = () if operation in cpu.ON_COPIES else (low_precision.BFLOAT16,)
-        _DISPATCHED[name].register(np.ndarray, low_precision.accept_low(name, operation, native))
-    for name in reference.UNCOMPILED:
-        _DISPATCHED[name].register(np.ndarray, _DISPATCHED[name].dispatch(object))
+    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # small work, or a library's
+        OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
+    register(np.ndarray)
 
 
 def prepare_low() -> None:
@@ -179,11 +153,11 @@ def _on_first_use(name: str) -> Callable[..., Any]:
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
         _load("float32", prepare_cpu, None)
-        return _DISPATCHED[name](*arguments, **named)
+        return OPERATIONS[name](*arguments, **named)
 
     return load_and_call
 
 
 if _compiles:
-    for _name in _DISPATCHED:
-        _DISPATCHED[_name].register(np.ndarray, _on_first_use(_name))
+    for _name in OPERATIONS:
+        OPERATIONS[_name].register(np.ndarray, _on_first_use(_name))

@@ -1,7 +1,7 @@
 """The quantized types of GGUF in which a frozen tensor may stay: elements and bytes of a block.
 
 A block is a few elements with their own scales, and each tensor is a run of full blocks.
-`gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` computes it fast.
+`gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` computes `PACKED` fast.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+RARE = (  # an older package gguf lacks some
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,5 +35,6 @@ class BlockKind:
 
 BLOCK_KINDS = {
     name: BlockKind(name, *map(int, GGML_QUANT_SIZES[GGMLQuantizationType[name]]))
-    for name in (*PLAIN, *PACKED)
+    for name in (*PLAIN, *PACKED, *RARE)
+    if name in GGMLQuantizationType.__members__
 }

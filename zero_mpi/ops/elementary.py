@@ -123,7 +123,7 @@ def cosine_of_number(x: float) -> float:
 
 def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     """Return standard normal numbers (count,), float32; the count is even (Box and Muller, 1958)."""
-    u = generator.random(count)  # a generator's whole numbers, times a power of two
+    u = generator.random(count)  # a generator's integers, times a power of two
     radius = np.sqrt(-2.0 * log_of_array(1.0 - u[::2]))
     angle = TURN * u[1::2]
     pairs = np.stack((radius * cosine_of_array(angle), radius * sine_of_array(angle)), axis=1)

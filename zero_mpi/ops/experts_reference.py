@@ -12,6 +12,7 @@ from itertools import pairwise
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
 from zero_mpi.ops.activations_reference import swiglu, swiglu_backward
+from zero_mpi.ops.registry import operation
 
 
 def groups(starts: Array) -> Iterator[tuple[int, slice]]:
@@ -21,6 +22,7 @@ def groups(starts: Array) -> Iterator[tuple[int, slice]]:
             yield expert, slice(start, stop)
 
 
+@operation("x ... C, w O C real, plus? ... O wide -> ... O wide", widens=False)
 def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
     """Return y (..., O) = x (..., C) @ w (O, C) transposed + plus, in float32 or wider."""
     kind = namespace(x).float32 if x.dtype.itemsize < 4 else x.dtype
@@ -29,6 +31,7 @@ def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
     return y if plus is None else y + plus
 
 
+@operation("logits T N, used; 0 < used <= N", widens=False)
 def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     """Choose the `used` experts of each token by a router's logits (T, N).
 
@@ -50,6 +53,7 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     return p, chosen, rows, rows // used, w.reshape(-1, 1)[rows], starts
 
 
+@operation("dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64 -> T N; R == T * U")
 def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, normalized: bool) -> Array:
     """Return dlogits (T, N) of `route` from dw (R, 1); nothing goes through the choice."""
     xp = namespace(dw)
@@ -66,16 +70,19 @@ def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, no
     return dlogits
 
 
+@operation("gate R F, up R F, w R 1 wide -> R F")
 def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
     """Return w silu(gate) * up of rows (R, F) with weights w (R, 1)."""
     return w * swiglu(gate, up)
 
 
+@operation("dy R F, gate R F, up R F, w R 1 wide -> R F, R F, R 1")
 def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
     """Return (dgate, dup, dw) of `weighted_swiglu`."""
     return *swiglu_backward(w * dy, gate, up), (dy * swiglu(gate, up)).sum(axis=-1, keepdims=True)
 
 
+@operation("x R C, w N O C, starts M int64, plus? R O -> R O; M == N + 1")
 def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
     """Return y (R, O): each row of x (R, C) times its expert's matrix of w (N, O, C), transposed, + plus."""
     y = namespace(x).empty((x.shape[0], w.shape[1]), x.dtype)
@@ -84,6 +91,7 @@ def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None)
     return y if plus is None else y + plus
 
 
+@operation("dy R O, w N O C, starts M int64, into?+ R C -> R C; M == N + 1")
 def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | None = None) -> Array:
     """Return dx (R, C) of `grouped_linear`; if given, add to `into` in place."""
     dx = namespace(dy).zeros((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into
@@ -92,6 +100,7 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
     return dx
 
 
+@operation("dy R O, x R C, dw+ N O C real, starts M int64; M == N + 1")
 def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
     """Add the gradient of w into dw (N, O, C); an expert without rows has none."""
     for expert, part in groups(starts):

@@ -1,17 +1,25 @@
-"""The part of `reference` that works on flat buffers: the optimizer's update, averages, sums of squares."""
+"""The part of `reference` that works on flat buffers: updates, averages, sums of squares, GGUF's blocks."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf import dequantize as unpacked
+
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
 from zero_mpi.ops.elementary import power
+from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
+PIECE = 1 << 18  # elements unpacked at a time, a multiple of every block: temporaries stay small
 
 
+@operation("p N, g N, m N, v N, decay R float64, low? N real; N == 0 or R > 0 and N % R == 0", widens=False)
 def adamw(
     p: Array,
     g: Array,
@@ -60,6 +68,7 @@ def adamw(
             low[part] = pb
 
 
+@operation("e N, p N", widens=False)
 def moving_average(e: Array, p: Array, keep: float) -> None:
     """Compute e = keep e + (1 - keep) p, in place in e; both flat and of one size.
 
@@ -71,6 +80,7 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
         e[part] += (1.0 - keep) * p[part]
 
 
+@operation("g N, chunk; chunk > 0 and N % chunk == 0", widens=False)
 def chunk_squares(g: Array, chunk: int) -> Array:
     """Return float64 sums of squares of g (n * chunk,) over runs of `chunk` elements: (n,).
 
@@ -85,3 +95,19 @@ def chunk_squares(g: Array, chunk: int) -> Array:
         wide *= wide
         sums[start : start + block] = wide.sum(axis=1)
     return sums
+
+
+@operation("raw N uint8, kind, out M real; N == bytes_of(kind, M)", widens=False)
+def dequantize(raw: Array, kind: str, out: Array) -> None:
+    """Fill out (n,) with the elements of full blocks raw (bytes,), rounded once if `out` is of a low type.
+
+    kind: a name of `BLOCK_KINDS`.
+    """
+    raw, block = np.ascontiguousarray(raw), BLOCK_KINDS[kind]
+    with np.errstate(all="ignore"):  # values that are not finite are refused when a file is read
+        if kind in PLAIN:
+            out[...] = raw.view(PLAIN[kind])
+            return
+        for start in range(0, out.size, PIECE):
+            piece = raw[block.bytes_of(start) : block.bytes_of(start + PIECE)]
+            out[start : start + PIECE] = unpacked(piece, GGMLQuantizationType[kind])

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops import reference
+from zero_mpi.ops.signatures import Signature
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
@@ -31,51 +30,31 @@ class Roles:
 
     told_by     the index of the argument whose type decides
     rounded     the indices of low results; None: the only result
-    added_to    arguments that are written to; a result that is one of them is not copied
+    written     arguments that are written to; a result that is one of them is not copied
     """
 
-    told_by: int = 0
-    rounded: tuple[int, ...] | None = None
-    added_to: tuple[str, ...] = ()
+    told_by: int
+    rounded: tuple[int, ...] | None
+    written: tuple[str, ...]
 
 
-ROLES = {
-    "add": Roles(),
-    "scale": Roles(),
-    "linear": Roles(),
-    "linear_backward_x": Roles(added_to=("into",)),
-    "linear_backward_w": Roles(added_to=("dw",)),
-    "linear_backward_b": Roles(added_to=("db",)),
-    "embedding_backward": Roles(told_by=1, added_to=("dw",)),
-    "positions": Roles(),
-    "positions_backward": Roles(added_to=("dw",)),
-    "rms_norm": Roles(rounded=(0,)),
-    "rms_norm_backward": Roles(added_to=("dw",)),
-    "layer_norm": Roles(rounded=(0,)),
-    "layer_norm_backward": Roles(added_to=("dw", "db")),
-    "gelu": Roles(),
-    "gelu_backward": Roles(),
-    "swiglu": Roles(),
-    "swiglu_backward": Roles(rounded=(0, 1)),
-    "geglu": Roles(),
-    "geglu_backward": Roles(rounded=(0, 1)),
-    "rope": Roles(added_to=("out",)),
-    "causal_attention": Roles(rounded=(0,)),
-    "causal_attention_backward": Roles(rounded=(0, 1, 2)),
-    "cross_entropy": Roles(rounded=(1,)),
-    "linear_cross_entropy": Roles(rounded=(1,), added_to=("dw", "db")),
-    "route_backward": Roles(),
-    "weighted_swiglu": Roles(),
-    "weighted_swiglu_backward": Roles(rounded=(0, 1, 2)),
-    "grouped_linear": Roles(),
-    "grouped_linear_backward_x": Roles(added_to=("into",)),
-    "grouped_linear_backward_w": Roles(added_to=("dw",)),
-}
+ROLES: dict[str, Roles] = {}  # by name of an operation
+
+
+def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
+    """Let an operation have the roles that its signature says."""
+    told_by = next(entry.name for entry in expected.entries if entry.kind == "same")
+    low = tuple(
+        place for place, result in enumerate(expected.results) if result.axes and result.kind == "same"
+    )
+    written = tuple(entry.name for entry in expected.entries if entry.written)
+    place = list(signature(definition).parameters).index(told_by)
+    ROLES[definition.__name__] = Roles(place, low if len(expected.results) > 1 else None, written)
 
 
 def is_low(x: Any) -> bool:
     """Return whether `x` is an array of a low type."""
-    return getattr(x, "dtype", None) in LOW
+    return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype in LOW
 
 
 def widened(x: Any) -> Any:
@@ -100,6 +79,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
             return operation(*given, **named)
         return run_low(operation, roles, dict(zip(names, given, strict=False)) | named)
 
+    either.native = native  # type: ignore[attr-defined]
     return either
 
 
@@ -109,7 +89,7 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # infinities of float16 are met on purpose
         result = operation(**wide)
-    for name in roles.added_to:
+    for name in roles.written:
         if wide.get(name) is not given.get(name):
             given[name][...] = narrowed(wide[name], given[name].dtype)
             if result is wide[name]:
@@ -134,7 +114,3 @@ def on_copies(operation: Callable[..., Any], *given: Any) -> Any:
     """Run an operation of float32 on low arrays by `run_low`."""
     names = signature(operation).parameters
     return run_low(operation, ROLES[operation.__name__], dict(zip(names, given, strict=False)))
-
-
-defined = SimpleNamespace(**{name: accept_low(name, getattr(reference, name)) for name in ROLES})
-"""The definitions of operations, for arrays of any type: what a kernel does not take goes there."""

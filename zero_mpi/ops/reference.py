@@ -12,27 +12,16 @@ from typing import Any
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
-from zero_mpi.ops.activations_reference import GELU_CUBIC as GELU_CUBIC
-from zero_mpi.ops.activations_reference import GELU_SCALE as GELU_SCALE
-from zero_mpi.ops.activations_reference import geglu as geglu
-from zero_mpi.ops.activations_reference import geglu_backward as geglu_backward
-from zero_mpi.ops.activations_reference import gelu as gelu
-from zero_mpi.ops.activations_reference import gelu_backward as gelu_backward
-from zero_mpi.ops.activations_reference import sigmoid as sigmoid
-from zero_mpi.ops.activations_reference import swiglu as swiglu
-from zero_mpi.ops.activations_reference import swiglu_backward as swiglu_backward
-from zero_mpi.ops.blocks_reference import dequantize as dequantize
+from zero_mpi.ops.activations_reference import *  # noqa: F403
 from zero_mpi.ops.experts_reference import *  # noqa: F403
-from zero_mpi.ops.flat_reference import adamw as adamw
-from zero_mpi.ops.flat_reference import chunk_squares as chunk_squares
-from zero_mpi.ops.flat_reference import moving_average as moving_average
+from zero_mpi.ops.flat_reference import *  # noqa: F403
+from zero_mpi.ops.registry import operation
 from zero_mpi.ops.rowsums import column_sums
 from zero_mpi.ops.sizes import check_kept
 
 LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
-
-
-UNCOMPILED = ("linear_wide", "route_backward")  # whose work is small, or that of a library
+WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
+GROUPED = "; S >= T and K > 0 and H % K == 0"  # heads of q share those of k and v
 
 
 def rows(x: Array) -> Array:
@@ -43,11 +32,13 @@ def rows(x: Array) -> Array:
 # ------------------------------------------------------------------------------------------------ sums
 
 
+@operation("x ..., y ... -> ...")
 def add(x: Array, y: Array) -> Array:
     """Return the sum x + y."""
     return x + y
 
 
+@operation("x ..., plus? ... -> ...")
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     """Return y = x * factor + plus, elementwise, for one number `factor`."""
     y = x * factor
@@ -57,6 +48,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 # ---------------------------------------------------------------------------------------------- linear
 
 
+@operation("x ... C, w O C, b? O, plus? ... O -> ... O")
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
     """Return y (..., O) = x (..., C) @ w (O, C) transposed + b (O,) + plus (..., O)."""
     y = (rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
@@ -66,6 +58,7 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
     return y
 
 
+@operation("dy ... O, w O C, into?+ ... C -> ... C")
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     """Return dx (..., C) of `linear`, from dy (..., O) and w (O, C); if given, add to `into` in place."""
     dx = (rows(dy) @ w).reshape(*dy.shape[:-1], w.shape[1])
@@ -75,11 +68,13 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     return into
 
 
+@operation("dy ... O, x ... C, dw+ O C real")
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """Add the gradient of w into dw (O, C)."""
     dw += rows(dy).T @ rows(x)
 
 
+@operation("dy ... O, db+ O real")
 def linear_backward_b(dy: Array, db: Array) -> None:
     """Add the gradient of b, the sum over rows, into db (O,)."""
     db += column_sums(rows(dy))
@@ -88,11 +83,13 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 # ------------------------------------------------------------------------------------------- embedding
 
 
+@operation("tokens ... whole, w V C -> ... C", widens=False)
 def embedding(tokens: Array, w: Array) -> Array:
     """Return y (..., C), the rows of w (V, C) of tokens (...), integers below V."""
     return w[tokens]
 
 
+@operation("tokens ... whole, dy ... C, dw+ V C real")
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """Add each row of dy (..., C) into the row of dw (V, C) that its token names.
 
@@ -106,11 +103,13 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     dw[ids] += xp.add.reduceat(rows(dy)[order], starts, axis=0)
 
 
+@operation("x B T C, w T C -> B T C")
 def positions(x: Array, w: Array) -> Array:
     """Return y (B, T, C) = x + w (T, C)."""
     return x + w
 
 
+@operation("dy B T C, dw+ T C real")
 def positions_backward(dy: Array, dw: Array) -> None:
     """Add the gradient of w, the sum over sequences, into dw (T, C)."""
     dw += dy.sum(axis=0)
@@ -119,6 +118,7 @@ def positions_backward(dy: Array, dw: Array) -> None:
 # ----------------------------------------------------------------------------------------------- norms
 
 
+@operation("x ... C, w C -> ... C, ... 1 wide")
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     """Return y = x / sqrt(mean(x^2) + eps) * w over the last axis, and the reciprocal root (..., 1).
 
@@ -129,6 +129,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     return x * r * w, r
 
 
+@operation("dy ... C, x ... C, w C, r ... 1 wide, dw?+ C real, plus? ... C -> ... C")
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
@@ -141,6 +142,7 @@ def rms_norm_backward(
     return dx if plus is None else plus + dx
 
 
+@operation("x ... C, w C, b C -> ... C, ... 1 wide, ... 1 wide")
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     """Return y = (x - mean) / sqrt(var + eps) * w + b over the last axis, mean and reciprocal root.
 
@@ -153,6 +155,7 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
     return centred * r * w + b, mean, r
 
 
+@operation(WITH_MEAN + "dw?+ C real, db?+ C real, plus? ... C -> ... C")
 def layer_norm_backward(
     dy: Array,
     x: Array,
@@ -177,6 +180,7 @@ def layer_norm_backward(
 # -------------------------------------------------------------------------------------- rotary position
 
 
+@operation("x B T H D, cos T E wide, sin T E wide, out?+ B T H D -> B T H D; 2 * E <= D")
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, P), P <= D/2.
 
@@ -207,6 +211,7 @@ def grouped(x: Array, kv_heads: int) -> Array:
     return x.reshape(b, t, kv_heads, h // kv_heads, d).transpose(0, 2, 3, 1, 4)
 
 
+@operation("q B T H D, k B S K D, v B S K E, begins? B T int64 -> B T H E, kept" + GROUPED)
 def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = None) -> tuple[Array, Any]:
     """Compute softmax attention in which a position sees itself and earlier ones.
 
@@ -230,6 +235,7 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = N
     return y, p
 
 
+@operation("dy B T H E, q B T H D, k B S K D, v B S K E -> B T H D, B S K D, B S K E" + GROUPED)
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, p: Any, scale: float
 ) -> tuple[Array, Array, Array]:
@@ -252,6 +258,7 @@ def causal_attention_backward(
 # ------------------------------------------------------------------------------------------------ loss
 
 
+@operation("logits ... V, targets ... whole -> loss, ... V")
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Array]:
     """Return the loss and its gradient by the logits (..., V), for integer targets (...).
 
@@ -280,6 +287,7 @@ def chunk_rows(n: int, vocabulary: int) -> int:
     return max(1, -(-n // max(1, chunks)))
 
 
+@operation("x ... C, w V C, b? V, targets ... whole, dw?+ V C real, db?+ V real -> loss, ... C")
 def linear_cross_entropy(
     x: Array,
     w: Array,

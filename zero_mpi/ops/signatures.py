@@ -2,13 +2,21 @@
 
 Kernels check no bounds: they would read and write beyond the end of an array that is too small. A call whose
 shapes and types were seen before costs a look-up.
+
+A signature has an entry `name axes type` for each array, separated by commas; `?` marks one that may be None,
+`+` one that is written. Axes are those of `reference`, `...` stands for any number of them, and a letter has
+one length throughout. Without a type an array has that of the first such one; `wide` is that or float32,
+whichever is wider; `real` and `whole` are any such type. A name alone is a number or a string, which a
+condition behind a semicolon may read. Behind an arrow are the results, without names: `axes type`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from inspect import Parameter, signature
+from inspect import Parameter
 from typing import Any
 
 import ml_dtypes
@@ -16,105 +24,132 @@ import numpy as np
 
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 
-# Arrays as `name axes type`, separated by commas; `?` marks one that may be None. Axes are those of
-# `reference`, `...` stands for any number of them, and a letter has one length throughout. Without a type
-# an array has that of the first such one; `wide` is that or float32, whichever is wider; `real` and
-# `whole` are any such type. A name alone is a number or a string that the condition behind the semicolon
-# reads.
-GROUPED = "; S >= T and K > 0 and H % K == 0"
-SIGNATURES = {
-    "add": "x ..., y ...",
-    "scale": "x ..., plus? ...",
-    "linear": "x ... C, w O C, b? O, plus? ... O",
-    "linear_backward_x": "dy ... O, w O C, into? ... C",
-    "linear_backward_w": "dy ... O, x ... C, dw O C real",
-    "linear_backward_b": "dy ... O, db O real",
-    "embedding": "tokens ... whole, w V C",
-    "embedding_backward": "tokens ... whole, dy ... C, dw V C real",
-    "positions": "x B T C, w T C",
-    "positions_backward": "dy B T C, dw T C real",
-    "rms_norm": "x ... C, w C",
-    "rms_norm_backward": "dy ... C, x ... C, w C, r ... 1 wide, dw? C real, plus? ... C",
-    "layer_norm": "x ... C, w C, b C",
-    "layer_norm_backward": (
-        "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, dw? C real, db? C real, plus? ... C"
-    ),
-    "gelu": "x ...",
-    "gelu_backward": "dy ..., x ...",
-    "swiglu": "gate ..., up ...",
-    "swiglu_backward": "dy ..., gate ..., up ...",
-    "geglu": "gate ..., up ...",
-    "geglu_backward": "dy ..., gate ..., up ...",
-    "rope": "x B T H D, cos T E wide, sin T E wide, out? B T H D; 2 * E <= D",
-    "causal_attention": "q B T H D, k B S K D, v B S K E, begins? B T int64" + GROUPED,
-    "causal_attention_backward": "dy B T H E, q B T H D, k B S K D, v B S K E" + GROUPED,
-    "cross_entropy": "logits ... V, targets ... whole",
-    "linear_cross_entropy": "x ... C, w V C, b? V, targets ... whole, dw? V C real, db? V real",
-    "linear_wide": "x ... C, w O C real, plus? ... O wide",
-    "route": "logits T N, used; 0 < used <= N",
-    "route_backward": "dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64; R == T * U",
-    "weighted_swiglu": "gate R F, up R F, w R 1 wide",
-    "weighted_swiglu_backward": "dy R F, gate R F, up R F, w R 1 wide",
-    "grouped_linear": "x R C, w N O C, starts M int64, plus? R O; M == N + 1",
-    "grouped_linear_backward_x": "dy R O, w N O C, starts M int64, into? R C; M == N + 1",
-    "grouped_linear_backward_w": "dy R O, x R C, dw N O C real, starts M int64; M == N + 1",
-    "adamw": "p N, g N, m N, v N, decay R float64, low? N real; N == 0 or R > 0 and N % R == 0",
-    "moving_average": "e N, p N",
-    "chunk_squares": "g N, chunk; chunk > 0 and N % chunk == 0",
-    "dequantize": "raw N uint8, kind, out M real; N == bytes_of(kind, M)",
-}
 SINGLE = np.dtype(np.float32)
 REAL = (SINGLE, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 WHOLE = tuple(map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")))
+EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # by annotation
 SEEN = 256  # shapes and types of an operation that are remembered
-Entry = tuple[str, list[str], str]  # an argument's name, axes, and type
 
 
-def check_of(definition: Callable[..., Any]) -> Callable[..., None]:
+@dataclass(frozen=True)
+class Entry:
+    """An argument or a result in a signature; without axes it is a number or a string."""
+
+    name: str
+    axes: tuple[str, ...]
+    kind: str
+    optional: bool = False
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Arguments and results of an operation, and the condition that they meet; `text` has all of them."""
+
+    entries: tuple[Entry, ...]
+    results: tuple[Entry, ...]
+    condition: str
+    text: str
+
+
+def parse(text: str) -> Signature:
+    """Return the signature that a text describes."""
+    arrays, _, condition = text.partition("; ")
+    taken, _, given = arrays.partition(" -> ")
+    entries = [
+        Entry(first.rstrip("?+"), *axes_and_kind(axes), "?" in first, "+" in first)
+        for first, *axes in map(str.split, taken.split(", "))
+    ]
+    results = [Entry("", *axes_and_kind(axes)) for axes in map(str.split, given.split(", ")) if axes]
+    return Signature(tuple(entries), tuple(results), condition, text)
+
+
+def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
+    """Return the axes and the type of an entry."""
+    kind = words.pop() if words and words[-1].islower() else "same"
+    return tuple(words), kind
+
+
+def check_of(definition: Callable[..., Any], expected: Signature) -> Callable[..., None]:
     """Return a function with the parameters of `definition` that raises ValueError if its arrays do not fit.
 
     It is made from source text, so that a call looks at each array once and makes no list of its arguments.
     """
-    name = definition.__name__
-    text, _, condition = SIGNATURES[name].partition("; ")
-    entries, looks = [], []
-    for first, *axes in (entry.split() for entry in text.split(", ")):
-        argument, kind = first.rstrip("?"), axes.pop() if axes and axes[-1].islower() else "same"
-        entries.append((argument, axes, kind))
-        look = f"({argument}.shape, {argument}.dtype)" if axes else argument
-        looks.append(f"{argument} is not None and {look}" if first != argument else look)
-    taken = signature(definition)
+    looks = []
+    for entry in expected.entries:
+        look = f"({entry.name}.shape, {entry.name}.dtype)" if entry.axes else entry.name
+        looks.append(f"{entry.name} is not None and {look}" if entry.optional else look)
+    taken = inspect.signature(definition)
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in taken.parameters.values()]
     parameters = str(taken.replace(parameters=plain, return_annotation=taken.empty))[1:-1]
-    seen = lru_cache(SEEN)(partial(examine, name, entries, condition))
+    seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
     check: Callable[..., None] = eval(f"lambda {parameters}: seen({', '.join(looks)})", {"seen": seen})
     return check
 
 
-def examine(name: str, entries: Sequence[Entry], condition: str, *given: Any) -> None:
+def examine(name: str, signature: Signature, *given: Any) -> None:
     """Raise ValueError unless each array's (shape, type), or False in the place of None, fits its entry."""
     sizes: dict[str, Any] = {"1": 1}
     types, expected = {"real": REAL, "whole": WHOLE, "same": REAL}, ""
-    for (argument, axes, kind), found in zip(entries, given, strict=True):
-        if not axes:
-            sizes[argument] = found
+    for entry, found in zip(signature.entries, given, strict=True):
+        if not entry.axes:
+            sizes[entry.name] = found
         elif found:
-            (shape, dtype), allowed = found, types.get(kind) or (np.dtype(kind),)
-            if not bind(axes, shape, sizes) or dtype not in allowed:
-                lengths = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
-                expected = f"{argument} ({lengths}) of {' or '.join(map(str, allowed))}"
+            (shape, dtype), allowed = found, types.get(entry.kind) or (np.dtype(entry.kind),)
+            if not bind(entry.axes, shape, sizes) or dtype not in allowed:
+                lengths = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in entry.axes)
+                expected = f"{entry.name} ({lengths}) of {' or '.join(map(str, allowed))}"
                 break
-            if kind == "same":
+            if entry.kind == "same":
                 types |= {"same": (dtype,), "wide": (dtype if dtype.itemsize > 4 else SINGLE,)}
+    condition = signature.condition
     if not expected and condition and not eval(condition, {"bytes_of": bytes_of}, sizes):
-        expected = SIGNATURES[name]
+        expected = signature.text
     if expected:
         came = (
-            f"{argument} {found[0]} {found[1]}" if axes else f"{argument} {found}"
-            for (argument, axes, _), found in zip(entries, given, strict=True)
+            f"{entry.name} {found[0]} {found[1]}" if entry.axes else f"{entry.name} {found}"
+            for entry, found in zip(signature.entries, given, strict=True)
             if found
         )
         raise ValueError(f"{name}: expected {expected}; got {', '.join(came)}")
+
+
+def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return a shape by the lengths of its axes, of `...` a tuple; 4 for others than these."""
+    lengths = (sizes.get(axis, 4) for axis in axes)
+    return tuple(n for length in lengths for n in (length if isinstance(length, tuple) else (length,)))
+
+
+def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], full: bool) -> dict[str, Any]:
+    """Return arguments that fit an operation, by name; None for optional ones unless `full`.
+
+    sizes: lengths of axes (`shape_of`). draw(shape, kind, number, below) makes the array of the argument with
+    a number; integers in it must be less than `below`.
+    """
+    entries = {entry.name: entry for entry in operation.signature.entries}
+    axes = {axis for entry in entries.values() for axis in entry.axes if axis.isalpha()}
+    below = min((sizes.get(axis, 4) for axis in axes), default=1)
+    given: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(operation).parameters.values()):
+        entry = entries.get(parameter.name)
+        if entry is None or not entry.axes:
+            given[parameter.name] = EXAMPLES.get(parameter.annotation)
+        elif full or not entry.optional:
+            given[parameter.name] = draw(shape_of(entry.axes, sizes), entry.kind, number, below)
+        else:
+            given[parameter.name] = None
+    return given
+
+
+def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Any] | None]:
+    """Return (shape, type) of each result, by arguments that fit; None for a result that is no array."""
+    sizes, same = dict[str, Any]({"1": 1}), SINGLE
+    for entry in reversed(signature.entries):
+        if entry.axes and given.get(entry.name) is not None:
+            bind(entry.axes, given[entry.name].shape, sizes)
+            same = given[entry.name].dtype if entry.kind == "same" else same
+    kinds = {"same": same, "wide": max(same, SINGLE, key=lambda kind: kind.itemsize)}
+    return [(shape_of(x.axes, sizes), kinds[x.kind]) if x.axes else None for x in signature.results]
 
 
 def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
@@ -130,12 +165,3 @@ def bytes_of(kind: str, size: int) -> int:
     """Return the bytes of `size` elements in blocks of a kind; -1 if there are no such blocks."""
     block = BLOCK_KINDS.get(kind)
     return -1 if block is None or size % block.elements else block.bytes_of(size)
-
-
-def defined_in(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the name and the version of each operation that some modules define."""
-    for module in modules:
-        for name in SIGNATURES:
-            version = vars(module).get(name)
-            if getattr(version, "__module__", "") == module.__name__:
-                yield name, version

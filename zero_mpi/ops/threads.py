@@ -10,7 +10,7 @@ part, in the order of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ EVEN = 256  # elements that parts of flat arrays are multiples of: whole vectors
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
+resting: Array = np.zeros(1, np.int64)  # not zero: threads that wait in compiled code end (`ops.cpu.crew`)
 
 
 @cache
@@ -42,10 +43,22 @@ def use(count: int) -> None:
     global _threads, _pool
     of_libraries()
     threadpool_limits(1)
+    resting[0] = 1
     if _pool is not None:
         _pool.shutdown()
     _threads = count
     _pool = ThreadPoolExecutor(count - 1, "zero_mpi-compute") if count > 1 else None
+
+
+def count() -> int:
+    """Return the number of threads, with the one that asks."""
+    return _threads
+
+
+def start(work: Callable[..., T], *given: Any) -> Future[T]:
+    """Start a call on another thread; there must be more than one."""
+    assert _pool is not None
+    return _pool.submit(work, *given)
 
 
 def cut(shape: tuple[int, ...], even: int = 1) -> list[slice]:
@@ -71,6 +84,7 @@ def run(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of calls, in order; the last call runs here, the others on other threads."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
+    resting[0] = 1
     others = [_pool.submit(call) for call in calls[:-1]]
     last = calls[-1]()
     return [*(other.result() for other in others), last]

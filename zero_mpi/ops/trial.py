@@ -11,6 +11,7 @@ not tried: it adds up nothing, and its bits are those that the format says.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -21,6 +22,8 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
+from zero_mpi.ops import signatures
+from zero_mpi.ops.registry import OPERATIONS
 
 # (rows, inputs, outputs) of linear layers. OpenBLAS has kernels of their own for products of up to a million
 # steps, cuts sums of some hundreds of terms (each of the three is that long once) and shares out the larger.
@@ -32,7 +35,29 @@ ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
 STREAM = 1 << 18  # numbers: as many as the largest array has, and a little
 ROWS, WIDTH = 67, 193  # of everything that works row by row: no multiple of any vector or unrolled loop
 VOCABULARY = 301
-
+SIZES = {
+    "...": (ROWS,),
+    "1": 1,
+    "C": WIDTH,
+    "O": WIDTH,
+    "V": VOCABULARY,
+    "B": 2,
+    "T": 9,
+    "H": 3,
+    "D": 22,
+    "E": 11,
+}
+RANGE = 9  # the full range of the exponential
+OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
+OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
+OWN |= {
+    "causal_attention",
+    "causal_attention_backward",
+    "adamw",
+    "moving_average",
+    "chunk_squares",
+    "dequantize",
+}
 
 Draw = Callable[..., Array]  # `numbers`, of one type
 
@@ -82,40 +107,9 @@ def attention(draw: Draw) -> Iterator[Array]:
         yield from ops.causal_attention_backward(draw(*y.shape, seed=4), q, k, v, kept, width**-0.5)
 
 
-def norms(draw: Draw) -> Iterator[Array]:
-    """Try both kinds of norm."""
-    x, dy = draw(ROWS, WIDTH, seed=1), draw(ROWS, WIDTH, seed=2)
-    w, b, dw, db = (draw(WIDTH, seed=seed) for seed in (3, 4, 5, 6))
-    y, r = ops.rms_norm(x, w, 1e-5)
-    yield from (y, r, ops.rms_norm_backward(dy, x, w, r, dw), dw)
-    y, mean, r = ops.layer_norm(x, w, b, 1e-5)
-    yield from (y, mean, r, ops.layer_norm_backward(dy, x, w, mean, r, dw, db, x), dw, db)
-
-
-def elements(draw: Draw) -> Iterator[Array]:
-    """Try elementwise operations, over the full range of the exponential."""
-    x, y, z = (draw(ROWS, WIDTH, seed=seed, times=9) for seed in (1, 2, 3))
-    yield from (ops.add(x, y), ops.gelu(x), ops.gelu_backward(y, x), ops.swiglu(x, y))
-    yield from (ops.geglu(x, y), *ops.geglu_backward(z, x, y))
-    yield from (*ops.swiglu_backward(z, x, y), ops.scale(x, 0.37), ops.scale(x, 0.37, y))
-    heads, cos, sin = draw(2, 9, 3, 22, seed=4), numbers(9, 11, seed=5), numbers(9, 11, seed=6)
-    yield from (ops.rope(heads, cos, sin, interleaved) for interleaved in (True, False))
-
-
-def tables(draw: Draw) -> Iterator[Array]:
-    """Try embeddings and positions."""
-    tokens, w = whole(VOCABULARY, 2, ROWS), draw(VOCABULARY, WIDTH, seed=1)
-    dy, places = draw(2, ROWS, WIDTH, seed=2), draw(ROWS, WIDTH, seed=3)
-    yield from (ops.embedding(tokens, w), ops.positions(dy, places))
-    ops.embedding_backward(tokens, dy, w)
-    ops.positions_backward(dy, places)
-    yield from (w, places)
-
-
-def losses(draw: Draw) -> Iterator[Array]:
-    """Try the loss by itself, and with its head."""
+def head(draw: Draw) -> Iterator[Array]:
+    """Try the loss with its head."""
     targets, x = whole(VOCABULARY, ROWS), draw(ROWS, WIDTH, seed=1)
-    yield from ops.cross_entropy(draw(ROWS, VOCABULARY, seed=2, times=5), targets, 0.01)
     w, b = draw(VOCABULARY, WIDTH, seed=3), draw(VOCABULARY, seed=4)
     dw, db = draw(VOCABULARY, WIDTH, seed=5), draw(VOCABULARY, seed=6)
     yield from ops.linear_cross_entropy(x, w, b, targets, 0.01, dw, db)
@@ -123,18 +117,31 @@ def losses(draw: Draw) -> Iterator[Array]:
 
 
 def experts(draw: Draw) -> Iterator[Array]:
-    """Try a router, and the products and activations of its experts."""
-    x, router, w = draw(ROWS, WIDTH, seed=1), draw(5, WIDTH, seed=2), draw(5, 64, WIDTH, seed=3)
-    logits, gate, up = ops.linear_wide(x, router), *(draw(2 * ROWS, 64, seed=seed) for seed in (4, 5))
-    yield logits
+    """Try the choice of experts, and products of rows sorted by expert."""
+    x, w, gate = draw(2 * ROWS, WIDTH, seed=1), draw(5, 64, WIDTH, seed=2), draw(2 * ROWS, 64, seed=3)
     for normalized in (True, False):
-        p, chosen, rows, tokens, weights, starts = ops.route(logits, 2, normalized)
-        dgate, dup, dw = ops.weighted_swiglu_backward(up, gate, up, weights)
-        yield from (p, weights, dgate, dup, dw, ops.weighted_swiglu(gate, up, weights))
-        yield ops.route_backward(dw, weights, p, chosen, rows, normalized)
-    x, total = ops.embedding(tokens, x), draw(5, 64, WIDTH, seed=6)
+        p, chosen, rows, _, weights, starts = ops.route(numbers(ROWS, 5, seed=4), 2, normalized)
+        dw = draw(2 * ROWS, 1, seed=5)
+        yield from (p, weights, ops.route_backward(dw, weights, p, chosen, rows, normalized))
+    total = draw(5, 64, WIDTH, seed=6)
     ops.grouped_linear_backward_w(gate, x, total, starts)
     yield from (ops.grouped_linear(x, w, starts), ops.grouped_linear_backward_x(gate, w, starts), total)
+
+
+def others(draw: Draw) -> Iterator[Array]:
+    """Try every other operation by its signature: with all arguments and without the optional ones."""
+
+    def fill(shape: tuple[int, ...], kind: str, number: int, below: int) -> Array:
+        if kind == "whole":
+            return whole(below, *shape)
+        return (numbers if kind == "wide" else draw)(*shape, seed=number, times=RANGE)
+
+    for name, operation in OPERATIONS.items():
+        for full, flag in () if name in OWN else itertools.product((True, False), repeat=2):
+            given = signatures.example(operation, SIZES, fill, full)
+            result = getattr(ops, name)(*(flag if value is False else value for value in given.values()))
+            found = (*given.values(), *(result if isinstance(result, tuple) else (result,)))
+            yield from (x for x in found if hasattr(x, "dtype"))
 
 
 def updates() -> Iterator[Array]:
@@ -148,7 +155,7 @@ def updates() -> Iterator[Array]:
     yield from (p, m, v)
 
 
-PARTS = (products, attention, norms, elements, tables, losses, experts)
+PARTS = (products, attention, head, experts, others)
 
 
 def results(kind: Any) -> Iterator[Array]:

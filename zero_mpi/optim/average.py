@@ -46,4 +46,4 @@ def check_average(ema: Any, offload: str) -> None:
         return
     number("ShardedAdamW: ema", ema, above=0, below=1)
     if offload != NONE:
-        raise UsageError(f"--ema {ema}: cannot be had with --offload {offload}: leave one of them out")
+        raise UsageError(f"--ema {ema}: cannot be combined with --offload {offload}: remove one of them")

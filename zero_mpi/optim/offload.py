@@ -1,7 +1,7 @@
 """State that lies in the host's memory and passes through the GPU in pieces when it is updated.
 
-AdamW reads and writes both moments once a step, and nobody needs them in between; on the GPU they would only
-take room, 8 bytes a parameter, and so does the float32 copy of the parameters (4 bytes) where what layers
+AdamW reads and writes both moments once per step, and they are unused in between; on the GPU they would only
+take memory, 8 bytes per parameter, and so does the float32 copy of the parameters (4 bytes) where what layers
 read is of low precision. Here they lie in pinned memory. A piece comes on one stream, is updated on the one
 that computes and goes back on a third; events put the three in order, so that the next piece comes while this
 one is updated and the last one goes. The update of each element is the same as without: so are its bits.
@@ -99,7 +99,7 @@ class Offload:
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, states and more) on the GPU, piece by piece; `more`: of the host, as long as a state.
 
-        Work that the GPU is asked for before the next piece is asked for may change them; they go back.
+        GPU work launched before the next chunk is requested may change them; they are copied back.
         """
         self._up.wait_event(states.stored)  # the pieces of the step before
         for part, own in states.pieces():

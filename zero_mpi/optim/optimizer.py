@@ -121,10 +121,10 @@ class ShardedOptimizer:
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
-        """Return the rule of a parameter; raises ValueError where there is none."""
+        """Return the rule of a parameter; raises ValueError if there is none."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
-            raise ValueError(f"rules: none is for {name}: give one for the pattern *")
+            raise ValueError(f"rules: none matches {name}: add one for the pattern *")
         self._chosen[name] = rule
         return rule
 
@@ -139,14 +139,15 @@ class ShardedOptimizer:
                 unit.unit.whole
                 and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
             ):
-                raise ValueError(f"rules: all parameters of the unit {unit.name} want one kind of rule")
+                raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
                 if isinstance(self.rule_of(name), MatrixRule) and (
                     not unit.unit.whole or len(param.shape) < 2
                 ):
                     raise ValueError(
-                        f"rules: {self.rule_of(name).type} takes whole matrices, {name} is none: make the "
-                        "module with whole=[patterns of the matrices], and give others another rule"
+                        f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
+                        "the module with whole=[patterns of the matrices], and use another rule for other "
+                        "parameters"
                     )
 
     @property
@@ -180,6 +181,7 @@ class ShardedOptimizer:
                 self.averages()
             self.steps += 1
             self.module.drop_gathered()
+            self.module.update_buffers()
             scale = 1.0 if max_norm is None else clip_factor(norm, max_norm)
             scale /= self.module.loss_scale.factor
             with spans.during(spans.OPTIMIZER, "update"):
@@ -212,7 +214,9 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
+        """Return the part of a unit whose states this rank keeps; of full matrices only those that it
+        owns.
+        """
         return unit.part if self._is_directed(unit) else unit.parameters.updated_part
 
     def _make_states(self) -> dict[str, States]:
@@ -226,7 +230,7 @@ class ShardedOptimizer:
             zeros = device.in_use().zeros
             return {unit: {name: zeros(size) for name in names} for unit, (size, _, names) in sizes.items()}
         if any(isinstance(rule, MatrixRule) for rule in self.rules.values()):
-            raise ValueError(f"offload: {self.type} keeps its states where whole matrices are; leave it out")
+            raise ValueError(f"offload: {self.type} keeps its states with full matrices; leave it out")
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
@@ -301,9 +305,7 @@ class ShardedOptimizer:
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all of them can be updated."""
         if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
-            raise ValueError(
-                f"step_on_params: {self.type} takes whole matrices of the module alone: use step"
-            )
+            raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
         if shapes != {key: g.shape for key, g in grads.items()}:
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, gradients differ")

@@ -1,8 +1,8 @@
 """Weight decay and factors of the learning rate, which an update takes by the parameter's name.
 
 Both are the same within a chunk of a unit. Decay is a table with a number for each chunk, which the update
-reads. Rates differ rarely: a unit is cut into stretches of one factor, and the update of each is given its
-rate. An element's update does not depend on such cuts, and without factors there is one stretch.
+reads. Rates differ rarely: a unit is cut into segments of one factor, and the update of each is given its
+rate. An element's update does not depend on such cuts, and without factors there is one segment.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class UnitRates:
     """Factors of the part of one unit that an optimizer updates.
 
     decays      for each chunk the factor of its decay, 0 where none decays: (chunks,) float64, on the device
-    stretches   (elements, factor of the rate, rule), one after the other
+    segments   (elements, factor of the rate, rule), one after the other
     """
 
     decays: Array
     stretches: tuple[tuple[slice, float, Rule], ...]
 
     def within(self, part: slice) -> Iterator[tuple[slice, float, Rule]]:
-        """Yield the stretches of a part, cut to it."""
+        """Yield the segments of a part, cut to it."""
         for run, factor, rule in self.stretches:
             start, stop = max(run.start, part.start), min(run.stop, part.stop)
             if start < stop:
@@ -106,5 +106,5 @@ def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, 
         instance(what, pattern, str, "name patterns")
         if not any(fnmatchcase(name, pattern) for name in trained):
             few = ", ".join(list(trained)[:3])
-            raise ValueError(f"{what}: {pattern!r} names no parameter that is trained; names are like {few}")
+            raise ValueError(f"{what}: {pattern!r} matches no trained parameter; names are like {few}")
     return {pattern: number(f"{what}: {pattern}", x, least=0) for pattern, x in scales.items()}

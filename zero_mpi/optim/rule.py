@@ -17,7 +17,7 @@ class Part:
     parameters, gradients   float32, of this rank; gradients are the sums over ranks, without `grad_scale`
     states   name -> float32 array
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
-    low      takes the parameters rounded to the type of computing; None where layers read `parameters`
+    low      takes the parameters rounded to the type of computing; None if layers read `parameters`
     """
 
     parameters: Array
@@ -40,7 +40,7 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update parameters and states in place. Elements may be cut in any way, so each is on its own.
+        """Update parameters and states in place. Elements are independent: they may be split in any way.
 
         `grad_scale` multiplies gradients (clipping, loss scale); `step` counts from 1.
         """

@@ -87,7 +87,6 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether each rank has a GPU."""
         return self.device == "cuda"
 
     @property
@@ -97,7 +96,6 @@ class Case:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy with that name."""
         return strategy_named(self.strategy_name)
 
     @property
@@ -109,7 +107,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Return whether reductions add in the order of ranks: with `fast` too where no library adds."""
+        """Return whether reductions add in rank order: with `fast` too where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -167,7 +165,6 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        """Units and schedule."""
         return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).dealt(self.owners)
 
     @cached_property
@@ -211,7 +208,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
     if config.offload != "none" and not on_gpu:
-        raise UsageError(f"--offload {config.offload}: expected --device cuda, whose memory it spares")
+        raise UsageError(f"--offload {config.offload}: expected --device cuda")
     if config.offload == STATE and config.precision == "fp32":
         raise UsageError(f"--offload {STATE}: expected --precision bf16 or fp16; with fp32 use moments")
     return Case(

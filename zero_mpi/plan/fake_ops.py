@@ -1,14 +1,16 @@
 """Operations on fake arrays: results and temporaries of the compiled operations, and their work.
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
-order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. Results have the dtype of their
-inputs, statistics are float32. (On the host bfloat16 counts as computed in bfloat16; where float32
-copies are used, for float16 or without a matmul library, the copies are not counted.)
+order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
+takes its results alone, as its signature says. Results have the dtype of their
+inputs, statistics are float32. (Float32 copies on the host, for float16 or without a bfloat16 matmul library,
+are not counted.)
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import mmap
 import weakref
@@ -24,6 +26,8 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
+from zero_mpi.ops import signatures
+from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
 NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mmap has no name for it yet
@@ -115,7 +119,6 @@ class NoMemory(Host):
         self._memory = memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat fake array."""
         return self._memory.outside((size,), dtype)
 
     zeros = empty
@@ -136,9 +139,9 @@ FLOAT = 4  # bytes of a score
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
-def fake(operation: Any) -> Callable[[Operation], Operation]:
+def fake(definition: Any) -> Callable[[Operation], Operation]:
     """Return a decorator: the function replaces an operation if the first array is a fake one."""
-    return lambda function: operation.register(FakeArray, function)
+    return lambda function: OPERATIONS[definition.__name__].register(FakeArray, function)
 
 
 def lines(x: Array) -> int:
@@ -168,11 +171,6 @@ def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors:
     dx = elementwise(x, reads=2 + any(array is not None for array in plus))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
     return dx
-
-
-def gate_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Return the gradients of a gated activation."""
-    return elementwise(gate, reads=3), elementwise(gate, reads=0)
 
 
 @fake(ops.rope)
@@ -293,15 +291,7 @@ def _(
 
 # ------------------------------------------------------------------------------------- what one line can say
 
-for _operation, _function in {
-    ops.add: partial(elementwise, reads=2),
-    ops.scale: lambda x, factor, plus=None: elementwise(x, reads=1 if plus is None else 2),
-    ops.gelu: partial(elementwise, reads=1),
-    ops.gelu_backward: partial(elementwise, reads=2),
-    ops.swiglu: partial(elementwise, reads=2),
-    ops.swiglu_backward: gate_backward,
-    ops.geglu: partial(elementwise, reads=2),
-    ops.geglu_backward: gate_backward,
+OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
     ops.positions: partial(elementwise, reads=2),
     ops.positions_backward: lambda dy, dw: column_sums(dy, dy.shape[0], dw.size),
     ops.rms_norm: partial(norm, statistics=1),
@@ -312,14 +302,21 @@ for _operation, _function in {
     ops.grouped_linear_backward_w: lambda dy, x, dw, starts: dy.memory.product(len(dy), *dw.shape[1:]),
     ops.grouped_linear: partial(grouped, axis=1),
     ops.grouped_linear_backward_x: partial(grouped, axis=2),
-    ops.linear_wide: lambda x, w, plus=None: x.memory.take((*x.shape[:-1], len(w))),
-    ops.weighted_swiglu: partial(elementwise, reads=2),
-    ops.weighted_swiglu_backward: lambda dy, gate, up, w: (
-        *gate_backward(dy, gate, up),
-        dy.memory.take(w.shape, dy.dtype),
-    ),
-    ops.route_backward: lambda dw, w, p, *others: p.memory.take(p.shape, dw.dtype),
     ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
-    ops.dequantize: lambda raw, kind, out: out.memory.passes(raw, out),  # written into existing memory
-}.items():
-    _operation.register(FakeArray, _function)
+}
+for _definition, _function in OF_ONE_LINE.items():
+    fake(_definition)(_function)
+
+
+def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
+    """Return the results that an operation's signature says; count a pass over each of its arrays."""
+    arguments, memory = inspect.signature(operation).bind(*given, **named).arguments, given[0].memory
+    shapes = signatures.results_of(operation.signature, arguments)
+    results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]
+    memory.passes(*(x for x in (*arguments.values(), *results) if isinstance(x, np.ndarray)))
+    return tuple(results) if len(results) > 1 else next(iter(results), None)
+
+
+for _operation in OPERATIONS.values():
+    if FakeArray not in _operation.registry:
+        _operation.register(FakeArray, partial(one_pass, _operation))

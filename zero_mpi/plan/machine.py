@@ -95,17 +95,22 @@ def billions(rate: float) -> str:
 
 def bandwidth(beta: float) -> str:
     """Return a bandwidth as text, from seconds per byte."""
-    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time a byte"
+    return f"{1e-9 / beta:.3g} GB/s" if beta else "no time per byte"
 
 
 RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, form in a report
-    "flops": ("flops", "floating-point operations a second of a rank's products", billions, "GFLOP/s a rank"),
-    "memory_bandwidth": ("moves", "bytes a second of a rank in everything else", billions, "GB/s a rank"),
-    "host_bandwidth": ("host_link", "bytes a second to a GPU's host, each way", billions, "GB/s to the host"),
-    "alpha_node": ("node.alpha", "least seconds of a message in a node", seconds, "in a node"),
-    "beta_node": ("node.beta", "seconds a byte between ranks of a node", bandwidth, "in a node"),
-    "alpha": ("between.alpha", "least seconds of a message between nodes", seconds, "between nodes"),
-    "beta": ("between.beta", "seconds a byte over a node's link", bandwidth, "between nodes"),
+    "flops": ("flops", "matmul speed per rank, in FLOP/s", billions, "GFLOP/s per rank"),
+    "memory_bandwidth": ("moves", "memory bandwidth per rank, in bytes/s", billions, "GB/s per rank"),
+    "host_bandwidth": (
+        "host_link",
+        "bandwidth between GPU and host, in bytes/s each way",
+        billions,
+        "GB/s to the host",
+    ),
+    "alpha_node": ("node.alpha", "latency of a message inside a node, in seconds", seconds, "in a node"),
+    "beta_node": ("node.beta", "seconds per byte between ranks of a node", bandwidth, "in a node"),
+    "alpha": ("between.alpha", "latency of a message between nodes, in seconds", seconds, "between nodes"),
+    "beta": ("between.beta", "seconds per byte over a node's link", bandwidth, "between nodes"),
 }
 
 
@@ -123,18 +128,18 @@ def read_doctor(path: Path) -> dict[str, float]:
     numbers = {name: number_at(place, found, keys) for name, keys in DOCTOR.items()}
     known = {name: value for name, value in numbers.items() if value is not None}
     if not known:
-        raise UsageError(f"--doctor {place}: no rate in it; expected keys such as links.node.alpha_seconds")
+        raise UsageError(f"--doctor {place}: no speed in it; expected keys such as links.node.alpha_seconds")
     return known
 
 
 def number_at(place: str, found: Any, keys: str) -> float | None:
-    """Return the number at a path of keys, None where there is none; raises UsageError for other values."""
+    """Return the number at a path of keys, None if there is none; raises UsageError for other values."""
     for key in keys.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < LARGEST:
-        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number from 0 up")
+        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number of at least 0")
     return float(found)
 
 
@@ -184,7 +189,7 @@ def read_machine(path: Path) -> MachineFile:
     """Read a file that describes a machine; raises UsageError that names the file and the key."""
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
-    refuse_unknown(place, "", found, (*TABLES, "network"))
+    refuse_unknown(place, found, (*TABLES, "network"))
     tables = {
         name: checked(f"{place}: [{name}]", found.get(name), keys)
         for name, keys in TABLES.items()
@@ -215,7 +220,9 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
         keys = {key: kind for key, kind in LEVEL.items() if key != "nodes" or not last}
         where = f"{place}: [[network]] {number + 1}"
         if last and isinstance(table, dict) and "nodes" in table:
-            raise UsageError(f"{where}: nodes: expected none, for the last level joins all; leave it out")
+            raise UsageError(
+                f"{where}: nodes: expected none, because the last level joins all nodes; leave it out"
+            )
         tables.append(checked(where, table, keys))
     for number, (inner, outer) in enumerate(pairwise(tables[:-1]), 2):
         if outer["nodes"] <= inner["nodes"]:
@@ -228,19 +235,19 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
         yield Level(table["name"], table.get("nodes"), link)
 
 
-def refuse_unknown(place: str, where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(place: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise UsageError for an unknown key."""
     for key in table:
         if key not in known:
             meant = nearest(key, known) or f"; expected {', '.join(known)}"
-            raise UsageError(f"{place}:{where} {show(key)} is not a key{meant}")
+            raise UsageError(f"{place}: {show(key)} is not a key{meant}")
 
 
 def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
     """Return the values of a table in the order of `keys`, its only keys; raises UsageError."""
     if not isinstance(table, dict):
         raise UsageError(f"{place}: expected a table with {', '.join(keys)}, found {came(table)}")
-    refuse_unknown(place, "", table, tuple(keys))
+    refuse_unknown(place, table, tuple(keys))
     return {key: value_of(f"{place}: {key}", table.get(key), kind) for key, kind in keys.items()}
 
 

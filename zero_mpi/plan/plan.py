@@ -21,18 +21,15 @@ from zero_mpi.plan.traffic import Traffic, plan_traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory, traffic and time that a case will take.
-
-    `fits` is None where no limit of memory is known, and `save` where no disk is known.
-    """
+    """Memory, traffic and time that a case will take."""
 
     case: Case
     memory: Memory
     traffic: Traffic
     time: StepTime
     tokens_per_second: float
-    fits: Largest | None
-    save: float | None  # seconds of a checkpoint
+    fits: Largest | None  # None: no limit of memory is known
+    save: float | None  # seconds of a checkpoint; None: no disk is known
 
     def as_json(self) -> dict[str, Any]:
         """Return the numbers by name: bytes and seconds; for traffic, the bytes that ranks send in a step."""
@@ -109,8 +106,8 @@ def limits(case: Case, points: Sequence[Point]) -> list[str]:
 
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
-        "memory of a rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
-        "there is less than one micro-batch a rank": lambda _, here: here.ranks > case.rounds.micro_batches,
+        "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
+        "there is less than one micro-batch per rank": lambda _, here: here.ranks > case.rounds.micro_batches,
     }
     found = []
     for reason, test in tests.items():
@@ -129,7 +126,7 @@ MOST = 256  # limit of blocks, sequences, or multiples of the least width; a pla
 class Largest:
     """Largest sizes that fit: sequences in a micro-batch; depth; width; elements of the largest models.
 
-    0 where not even the least fits; `MOST` means that more may fit.
+    0 if not even the smallest fits; `MOST` means that more may fit.
     """
 
     micro_batch: int

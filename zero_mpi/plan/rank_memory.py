@@ -193,7 +193,7 @@ class Resident:
     mpi: int = called("MPI's own segments")
     text: int = called("tokens of the text")  # copies on all ranks
     arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample in the end")  # full model on rank 0
+    sample: int = called("sample at the end")  # full model on rank 0
 
     @property
     def total(self) -> int:

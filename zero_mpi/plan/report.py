@@ -20,18 +20,18 @@ Column = TypeVar("Column")
 Rows = Iterable[tuple[str, Callable[[Column], str]]]  # title, and the function that fills a column
 TRAFFIC: Rows[Plan] = (
     ("transport", lambda plan: plan.case.transport.name),
-    ("a rank, in its node", lambda plan: size(plan.traffic.inside.max())),
-    ("a rank, to other nodes", lambda plan: size(plan.traffic.between.max())),
+    ("per rank, inside its node", lambda plan: size(plan.traffic.inside.max())),
+    ("per rank, to other nodes", lambda plan: size(plan.traffic.between.max())),
     ("rank 0 (sent_bytes)", lambda plan: f"{plan.traffic.sent[0]:,}"),
-    ("all ranks, in nodes", lambda plan: size(plan.traffic.inside.sum())),
+    ("all ranks, inside nodes", lambda plan: size(plan.traffic.inside.sum())),
     ("all ranks, between nodes", lambda plan: size(plan.traffic.between.sum())),
 )
 TIME: Rows[Plan] = (
     ("computation", lambda plan: seconds(plan.time.computation)),
     ("communication", lambda plan: seconds(plan.time.communication)),
-    ("of it waited for", lambda plan: seconds(plan.time.exposed)),
+    ("exposed", lambda plan: seconds(plan.time.exposed)),
     ("step", lambda plan: seconds(plan.time.seconds)),
-    ("tokens a second, all ranks", lambda plan: f"{plan.tokens_per_second:,.0f}"),
+    ("tokens per second, all ranks", lambda plan: f"{plan.tokens_per_second:,.0f}"),
 )
 LARGEST: Rows[Largest] = (
     ("micro-batch", lambda found: counted(found.micro_batch)),
@@ -61,7 +61,7 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
     """Yield all lines of a report."""
     yield from introduction(plans[0].case, machine, known)
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
-    yield from ("", head("time of a step", plans), *rows(plans, TIME))
+    yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.disk is not None:
         yield row("saving a checkpoint", [seconds(plan.save) for plan in plans if plan.save is not None])
     if machine.memory is not None:
@@ -70,10 +70,10 @@ def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Ite
 
 
 def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
-    """Yield what is planned, and the rates that are used."""
+    """Yield the planned case and the assumed speeds."""
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
-        f"node(s); {case.tokens:,} tokens a step in {case.rounds.micro_batches} micro-batch(es) of "
+        f"node(s); {case.tokens:,} tokens per step in {case.rounds.micro_batches} micro-batch(es) of "
         f"{case.micro_batch} x {case.context}, {len(case.rounds)} round(s){kinds_of(case)}"
     )
     if case.model.stored:
@@ -104,8 +104,8 @@ def base(case: Case) -> str:
 
 
 def kinds_of(case: Case) -> str:
-    """Return device and dtypes, where they are not the CPU and float32."""
-    about = [f"; {case.device}, a GPU a rank"] * case.on_gpu
+    """Return device and dtypes, unless they are the CPU and float32."""
+    about = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
         about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
     if case.offloaded:
@@ -124,7 +124,7 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield lines with the bytes of a step."""
-    yield head("bytes that ranks give in a step", plans)
+    yield head("bytes sent per step", plans)
     yield from rows(plans, TRAFFIC)
 
 
@@ -134,18 +134,18 @@ def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
         sizes = [getattr(node, name) for node in found]
         if any(sizes) or name != "sample":  # only if one is requested
             yield row(title, map(size, sizes))
-    yield row("ask for, a node", [gibibytes(node.ask) for node in found])
+    yield row("to request, per node", [gibibytes(node.ask) for node in found])
 
 
 def counted(count: int) -> str:
-    """Return a largest number as text, or that none fits, or that the search went no further."""
+    """Return the largest number that fits as text: also "none", or "or more" at the search limit."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 
 
 def sweep_lines(case: Case, points: Sequence[Point], limits: Sequence[str]) -> Iterator[str]:
     """Yield a strategy's points, and the limits of its scaling."""
     name = case.strategy_name
-    yield f"{name}: {case.rounds.micro_batches} micro-batches a step at any number of ranks"
+    yield f"{name}: {case.rounds.micro_batches} micro-batches per step at any number of ranks"
     titles = ["memory a rank", "step", "waits", "tokens/s", "efficiency"]
     yield row("ranks (nodes)", titles + ["a save"] * (points[0].save is not None))
     for point in points:

@@ -84,11 +84,9 @@ class Player:
 
     @property
     def time(self) -> StepTime:
-        """Time so far."""
         return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
 
     def play(self, events: Iterable[StepEvent]) -> None:
-        """Play one event after the other."""
         for event in events:
             if event.kind == COMPUTE:
                 self.compute(event.flop, event.moved)
@@ -107,7 +105,7 @@ class Player:
         self.computed += seconds
 
     def start(self, kind: str, unit: int) -> None:
-        """Begin a transfer behind the transfers that are under way."""
+        """Begin a transfer behind the transfers that are in progress."""
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)

@@ -7,13 +7,13 @@ stages, `optimizer` updates slices, `grad_accum` deals micro-batches out to rank
 gradients.
 
 Units. A unit is the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer, or under
-`no-shard` a bucket of bytes filled in reverse order. What is frozen in a scope is a unit of its own, so that
-it needs no gradient. A tied head has the embedding's scope, so it is in the same unit. In its unit each
+`no-shard` a bucket of bytes filled in reverse order. Frozen parameters of a scope form a separate unit, which
+needs no gradient. A tied head has the embedding's scope, so it is in the same unit. In its unit each
 parameter starts at a multiple of 1024 elements, and slices end at such multiples (with row sharding: at
 rows). A slice may be empty. The gaps are zeros and stay zeros.
 
 Exactness. docs/exact.md lists what could move bits and what is done about it. In the code: the owner adds
-slices in the order of ranks (`device.ordered_sum`). The norm is made of float64 sums of squares over chunks
+slices in rank order (`device.ordered_sum`). The norm is made of float64 sums of squares over chunks
 of 1024 elements, each inside one slice. They are put into a zeroed vector in the model's order, which an
 allreduce completes: it adds zeros to them, which is exact. The losses of the micro-batches travel in the same
 way. First weights are drawn by (seed, parameter, block) from a counter-based generator (`init_weights`).

@@ -116,8 +116,8 @@ class BlockParameters(Parameters):
     @property
     def written(self) -> NoReturn:
         raise ValueError(
-            f"unit {self.unit.name} is kept in the blocks of a file, not in elements: fill it by "
-            "load_stored, read it by all_gather_param or state_dict"
+            f"unit {self.unit.name} is stored as quantized blocks: fill it with load_stored, read it with "
+            "all_gather_param or state_dict"
         )
 
     elements = shard = kept = filled = updated = written

@@ -133,7 +133,7 @@ def buffer_lengths(
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
     """Yield steps by their rounds: (actions, whether the rank has no micro-batch).
 
-    The gathers that an evaluation follows, and those that begin before it, are as in a run.
+    Gathers before and after an evaluation are those of a run.
     """
     early = tuple(map(Gather, schedule.first_gathers))
     for rounds in range(ROUNDS + 1):

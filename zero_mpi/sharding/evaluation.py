@@ -13,7 +13,7 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.nn.loss import HeadLoss, PartLosses
 from zero_mpi.sharding.grad_accum import Criterion, Rounds, no_losses, ordered_total
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import spans
@@ -26,7 +26,7 @@ class PartedBatch:
     x, targets   (b, T) ids
     parts        indices of targets, such as (row, slice(3, 9)); targets in no part do not count
     first        the place of the first part's loss among those of all micro-batches
-    scale        factor of the loss; 0: the number of targets that are not the likeliest ids
+    scale        factor of the loss; 0: the number of targets that are not the most likely ids
     """
 
     x: Any
@@ -37,7 +37,7 @@ class PartedBatch:
 
 
 def evaluate(
-    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion]]
+    module: ShardedModule, micro_batches: int, read: Callable[[int], tuple[Any, Criterion | HeadLoss]]
 ) -> float:
     """Return the summed loss over `micro_batches`, dealt out as in training, without gradients. Collective.
 
@@ -51,42 +51,58 @@ def evaluate(
 
 
 def part_losses(
-    module: ShardedModule, micro_batches: int, count: int, read: Callable[[int], PartedBatch]
+    module: ShardedModule,
+    micro_batches: int,
+    count: int,
+    read: Callable[[int], PartedBatch],
+    after: Callable[[int], None] | None = None,
 ) -> Array:
     """Return the losses of all parts in nats, (count,) float64, the same on all ranks. Collective.
 
-    `read(i)` gives micro-batch i. A loss is the sum over its part's targets.
+    `read(i)` gives micro-batch i. A loss is the sum over its part's targets. `after` as in `dealt_out`.
     """
 
     def compute(number: int, losses: Array) -> None:
         batch = read(number)
-        found = module.part_losses(batch.x, batch.targets, batch.parts, batch.scale)
+        found = module.losses(batch.x, PartLosses(batch.targets, batch.parts, batch.scale))
         for place, loss in enumerate(found, batch.first):
             losses[place] = loss
 
-    return dealt_out(module, micro_batches, count, compute)
+    return dealt_out(module, micro_batches, count, compute, after=after)
 
 
 def dealt_out(
-    module: ShardedModule, micro_batches: int, count: int, compute: Callable[[int, Array], None]
+    module: ShardedModule,
+    micro_batches: int,
+    count: int,
+    compute: Callable[[int, Array], None],
+    idle: Callable[[], Any] | None = None,
+    after: Callable[[int], None] | None = None,
 ) -> Array:
-    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective."""
+    """Return `count` losses; compute(i, losses) fills in those of micro-batch i on its rank. Collective.
+
+    idle: called on a rank without a micro-batch in a round, in the place of the module's forward
+    after: called on all ranks after each round, with the number of ranks that had a micro-batch in it
+    """
+    idle = idle or (lambda: module.forward(None, training=False))
     with spans.during(spans.STEPS, "evaluation"):
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
         losses = no_losses(count)
         for number in range(len(rounds)):
             mine = rounds.mine(number)
             if mine is None:
-                module.forward(None, training=False)
+                idle()
             else:
                 compute(mine, losses)
+            if after is not None:
+                after(rounds.contributors(number))
         return module.comm.sum_vector(device.in_use().to_host(losses))
 
 
-def loss_of(module: ShardedModule, x: Any, criterion: Criterion) -> Scalar:
+def loss_of(module: ShardedModule, x: Any, criterion: Criterion | HeadLoss) -> Scalar:
     """Return the loss of one micro-batch, without gradients. Collective."""
-    if not isinstance(criterion, CrossEntropy):
+    if not isinstance(criterion, HeadLoss):
         return criterion(module.forward(x, training=False))[0]
-    loss = module.evaluate(x, criterion.targets, criterion.scale)
+    loss = module.evaluate(x, criterion)
     assert loss is not None, "a rank that gives a micro-batch gets its loss"
     return loss

@@ -18,7 +18,7 @@ from zero_mpi.arguments import FLOATING, array, came, instance, same_names, whol
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
-from zero_mpi.nn.loss import CrossEntropy
+from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.telemetry import log, spans
 
@@ -29,14 +29,14 @@ class Rounds:
     """Distribution of M micro-batches among the ranks."""
 
     def __init__(self, micro_batches: int, rank: int, ranks: int) -> None:
-        self.micro_batches = whole("micro-batches a step, over all ranks", micro_batches, least=1)
+        self.micro_batches = whole("micro-batches per step, over all ranks", micro_batches, least=1)
         self.rank, self.ranks = rank, ranks
 
     def __len__(self) -> int:
         return -(-self.micro_batches // self.ranks)
 
     def mine(self, number: int) -> int | None:
-        """Return this rank's micro-batch in round `number`; None where it has none."""
+        """Return this rank's micro-batch in round `number`; None if it has none."""
         index = number * self.ranks + self.rank
         return index if index < self.micro_batches else None
 
@@ -88,8 +88,8 @@ class GradAccum:
     def __iter__(self) -> Iterator[int | None]:
         """Yield the rounds of a step that are still to come: for each the number of this rank's micro-batch.
 
-        None where this rank has none: it takes part in the round all the same. Whoever leaves the loop early
-        goes on with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
+        None if this rank has none: it takes part in the round all the same. Whoever leaves the loop early
+        continues with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
         inside the loop it gives the first round again. Raises ValueError if the step is complete and was not
         used, and if a round went by without `accumulate`.
         """
@@ -125,7 +125,7 @@ class GradAccum:
         """Return whether the next round is a step's first: the one before is complete, or was forgotten."""
         return self.complete or self._since != self.module.forgotten
 
-    def accumulate(self, x: Any, criterion: Criterion | None = None) -> Scalar | None:
+    def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Returns its loss.
 
         A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
@@ -153,7 +153,7 @@ class GradAccum:
     def _one_round(self, mine: int | None, work: Callable[[], Scalar | None]) -> Scalar | None:
         if self._begins:
             self._begin()
-        self._inside = True
+        self._inside, self.module.tallies.micro_batches = True, self.rounds.micro_batches
         if spans.active is not None:
             spans.active.begin_micro_batch(mine)
         with spans.during(spans.STEPS, "round", str(self.round)):
@@ -171,7 +171,7 @@ class GradAccum:
         self._check_turn(x, mine, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        if criterion is not None and not callable(criterion):
+        if criterion is not None and not callable(criterion) and not isinstance(criterion, HeadLoss):
             raise ValueError(
                 f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
             )
@@ -221,14 +221,12 @@ class GradAccum:
         self.module.add_gradients(gradients, contributors=contributors, last=last)
         return loss
 
-    def _forward_backward(self, x: Any, criterion: Criterion | None) -> Scalar | None:
-        """Run both directions in one go where the criterion tells the targets. The collectives are the same
+    def _forward_backward(self, x: Any, criterion: Criterion | HeadLoss | None) -> Scalar | None:
+        """Run both directions in one go where the last stage computes the loss. The collectives are the same
         either way, so a rank without a micro-batch need not know."""
         contributors, last = self._place
-        if isinstance(criterion, CrossEntropy):
-            return self.module.forward_backward(
-                x, criterion.targets, criterion.scale, contributors=contributors, last=last
-            )
+        if isinstance(criterion, HeadLoss):
+            return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
         output, loss, dy = self.module.forward(x, training=True), None, None
         if criterion is not None and x is not None:
             with spans.during(spans.COMPUTE, "loss"):
@@ -241,7 +239,7 @@ class GradAccum:
         return self.totals()[0]
 
     def totals(self, *flags: float) -> tuple[float, ...]:
-        """Return the step's loss, and the sums over ranks of `flags`, small whole numbers. One collective."""
+        """Return the step's loss, and the sums over ranks of `flags`, small integers. One collective."""
         losses = device.in_use().to_host(self.losses)
         totals = self.module.comm.sum_vector(np.append(losses, flags))
         return ordered_total(totals[: self.losses.size]), *totals[self.losses.size :].tolist()
@@ -253,7 +251,7 @@ def warn_of_idle(rounds: Rounds) -> None:
     if idle > 0 and rounds.rank == 0:
         log.warning(
             "%d of %d ranks have nothing to compute: a step has %d micro-batch(es); start fewer ranks, or "
-            "cut the step into more micro-batches",
+            "use more micro-batches",
             idle,
             rounds.ranks,
             rounds.micro_batches,

@@ -1,9 +1,9 @@
 """The gradients of a unit on one rank: those that backward adds in a round, and a slice of their sum.
 
-`views` opens a round and sets its gradients to zero; `start_reduce` ends it. The sum is kept as a slice
-(`SlicedGradients`); where every rank updates everything, as a slice and the whole that it is gathered into
-(`ReplicatedGradients`), as the whole alone, which the library sums (`AllreducedGradients`), or as a whole
-that the ranks of a node share (`SharedGradients`).
+`views` opens a round and sets its gradients to zero; `start_reduce` ends it. The sum is kept as a shard
+(`SlicedGradients`). If every rank updates everything, it is a shard and the gathered array
+(`ReplicatedGradients`), one array summed by the library (`AllreducedGradients`), or one array per node
+(`SharedGradients`).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class AllreducedGradients(ReplicatedGradients):
 
 
 class SharedGradients(SlicedGradients):
-    """The whole sum lies once for all ranks of a node; it is complete when the reduction is."""
+    """The full sum is stored once per node; it is complete when the reduction is."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()

@@ -26,19 +26,17 @@ def pinned(where: Cuda, size: int) -> Array:
         memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)
     except cuda.runtime.CUDARuntimeError as error:
         raise UsageError(
-            f"--offload: the host gives no {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
-            f"({str(error).splitlines()[0]}); use more ranks, or leave --offload out"
+            f"--offload: the host cannot provide {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
+            f"({str(error).splitlines()[0]}); use more ranks, or no --offload"
         ) from error
     return np.ndarray((size,), FLOAT, cuda.PinnedMemoryPointer(memory, 0))
 
 
 def gpu_to_spare(name: str) -> Cuda:
-    """Return the GPU in use; raises UsageError where there is none."""
+    """Return the GPU in use; raises UsageError if there is none."""
     where = device.in_use()
     if not isinstance(where, Cuda):
-        raise UsageError(
-            f"--offload {name}: expected a GPU, whose memory it spares; got the CPU, leave it out"
-        )
+        raise UsageError(f"--offload {name}: expected a GPU, got the CPU; leave it out")
     return where
 
 
@@ -50,7 +48,7 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     where = gpu_to_spare(STATE)
     if not precision.is_low:
         raise UsageError(
-            f"--offload {STATE}: with --precision {precision.name} the parameters are what layers read; use "
+            f"--offload {STATE}: with --precision {precision.name} there are no separate fp32 weights; use "
             f"--offload {MOMENTS}, or bf16"
         )
 

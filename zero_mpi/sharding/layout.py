@@ -60,9 +60,14 @@ def products_of(shape: tuple[int, ...]) -> int:
     return prod(shape[:-2]) * (20 * m * m * n + 10 * m**3)
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a parameter's name; "!" before a pattern: whether it does not."""
+    return fnmatchcase(name, pattern.removeprefix("!")) != pattern.startswith("!")
+
+
 def is_trainable(name: str, frozen: Sequence[str]) -> bool:
     """Return whether no frozen pattern matches the parameter's name."""
-    return not any(fnmatchcase(name, pattern) for pattern in frozen)
+    return not any(matches(name, pattern) for pattern in frozen)
 
 
 def lay_out(
@@ -84,7 +89,7 @@ def lay_out(
 
     def kind_of(name: str) -> str:
         trained = WHOLE if any(fnmatchcase(name, pattern) for pattern in whole) else TRAINED
-        return trained if is_trainable(name, frozen) else FROZEN
+        return trained if is_trainable(name, frozen) and not params[name].buffer else FROZEN
 
     kind = {name: kind_of(name) for name in loose}.__getitem__
     if strategy.buckets:

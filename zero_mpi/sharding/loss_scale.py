@@ -22,7 +22,7 @@ GROWTH_STEPS = 2000  # good steps before it grows
 class LossScale:
     """Exponent of the factor, and the number of good steps since it last changed.
 
-    A scale that is not `dynamic` is 1 for ever.
+    A scale that is not `dynamic` is 1 forever.
     """
 
     dynamic: bool = False
@@ -41,7 +41,7 @@ class LossScale:
 
     @property
     def recorded(self) -> int | None:
-        """The exponent as a checkpoint has it: None where it is not dynamic."""
+        """The exponent as a checkpoint has it: None if it is not dynamic."""
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from zero_mpi import device
 from zero_mpi.arguments import came, instance, some, whole
 from zero_mpi.comm import AllOf, Comm, Handle
 from zero_mpi.comm.agree import agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Stage
+from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.sharding.actions import GATHERING, Actions, run, without
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.gradients import accumulates_locally
@@ -29,6 +33,7 @@ from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_state import ShardedState
 from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
+from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.telemetry import spans
 
 NONE = "there are no gradients yet"
@@ -52,6 +57,7 @@ class ShardedModule(ShardedState):
     stored      name -> BlockKind of frozen parameters that stay in the blocks of a file; on CPUs. They are
                 filled by `load_stored`, gathered as bytes and unpacked where layers read them
     whole       name patterns of matrices that lie undivided on one rank each, as Muon needs them
+    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
 
     It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
     has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
@@ -75,16 +81,17 @@ class ShardedModule(ShardedState):
         offload_masters: bool = False,
         stored: Stored | None = None,
         whole: Sequence[str] = (),
+        auxiliary: Mapping[str, float] | None = None,
     ) -> None:
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         options = {"prefetch": prefetch, "bucket_mb": bucket_mb, "frozen": frozen, "by_rows": by_rows}
         options |= {"precision": precision, "offload_masters": offload_masters, "stored": stored}
-        options["whole"] = whole
+        options |= {"whole": whole, "auxiliary": auxiliary}
         given = agreed(
             comm, f"this {type(self).__name__}", lambda: check_arguments(stages, comm, strategy, **options)
         )
         self.stages, self.frozen, layout = given.stages, given.frozen, given.layout
-        self._uses, self.schedule = layout.uses, layout.schedule
+        self._uses, self.schedule, self.tallies = layout.uses, layout.schedule, Tallies(given.tallies)
         owners = comm.shard_group() if owned_by_nodes(comm, strategy) else comm
         memory = owners.memory(layout.wholes(strategy, owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
@@ -100,8 +107,8 @@ class ShardedModule(ShardedState):
         self._synced = False
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether no frozen pattern matches the parameter's name."""
-        return is_trainable(name, self.frozen)
+        """Return whether a parameter is no buffer, and no frozen pattern matches its name."""
+        return is_trainable(name, self.frozen) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
@@ -141,15 +148,22 @@ class ShardedModule(ShardedState):
         return micro_batch.dy
 
     def forward_backward(
-        self, x: Any, targets: Any, scale: float, *, contributors: int | None = None, last: bool = True
+        self,
+        x: Any,
+        targets: Any,
+        scale: float = 1.0,
+        *,
+        contributors: int | None = None,
+        last: bool = True,
     ) -> Scalar | None:
-        """Run forward, cross-entropy of the output as logits, and backward of a micro-batch. Return the loss.
+        """Run forward, loss and backward of a micro-batch. Return the loss: a `HeadLoss` in place of targets,
+        or `scale` times the cross-entropy of the output as logits.
 
         The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
         without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
         """
         self._begin()
-        micro_batch = Pass(self, x, targets=targets, scale=scale)
+        micro_batch = Pass(self, x, loss_of=loss_with(targets, scale))
         micro_batch.contributors = self._contributors(contributors)
         self._descend(self._schedule_of(last).training, micro_batch, last)
         return micro_batch.loss
@@ -163,19 +177,19 @@ class ShardedModule(ShardedState):
         micro_batch.contributors = self._contributors(contributors)
         self._descend(without(GATHERING, self._schedule_of(last).backward), micro_batch, last)
 
-    def evaluate(self, x: Any, targets: Any, scale: float) -> Scalar | None:
+    def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
         """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
-        losses = self.part_losses(x, targets, (...,), scale)
+        losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
-    def part_losses(self, x: Any, targets: Any, parts: Sequence[Any], scale: float = 1.0) -> list[Scalar]:
-        """Return the loss of each part of a micro-batch: `scale` times the sum of its targets' -log softmax.
+    def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
+        """Return the losses of a micro-batch's parts. None of it is kept for a backward.
 
-        A part is an index of targets (b, T), such as (row, slice(3, 9)). None of it is kept for a backward. A
-        rank without a micro-batch passes None for x and targets, and gets no losses.
+        A rank without a micro-batch passes None twice, and gets no losses. Unless `adapted`, the products of
+        adapters are left out.
         """
         self._begin()
-        micro_batch = Pass(self, x, keeps=False, targets=targets, scale=scale, parts=parts)
+        micro_batch = Pass(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
         run(self.schedule.evaluation, self.units, micro_batch)
         return micro_batch.losses
 
@@ -202,12 +216,17 @@ class ShardedModule(ShardedState):
     def _descend(self, actions: Actions, micro_batch: Pass, last: bool) -> None:
         self.rounds_open = ALL if last else SOME
         run(actions, self.units, micro_batch)
+        self.tallies.add(micro_batch.batch)
         spans.lap(spans.BETWEEN, "after")
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
         """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
+
+    def factors(self) -> Mapping[str, float]:
+        """Return the factors of auxiliary losses in the scaled objective, by name."""
+        return self.tallies.factors(self.loss_scale.factor)
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
@@ -222,7 +241,8 @@ class ShardedModule(ShardedState):
         """
         if not self.strategy.shards_parameters:
             raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps parameters whole, nothing to gather"
+                f"prefetch: strategy {self.strategy.name} keeps full parameters, so there is nothing to "
+                "gather"
             )
         if self.has_pending_prefetch:
             raise ValueError("prefetch: already started; run forward before the next prefetch")
@@ -266,14 +286,26 @@ class ShardedModule(ShardedState):
                 if unit.unit.trainable:
                     unit.parameters.start_update()
 
+    def update_buffers(self) -> None:
+        """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
+        buffers = [name for name, param in self.params.items() if param.buffer]
+        names = [name for name in buffers if is_trainable(name, self.frozen)]
+        if names:
+            sums, to_host = self.tallies.sums(self.comm), device.in_use().to_host
+            values = {name: np.array(to_host(self.all_gather_param(name))) for name in buffers}
+            for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():
+                layer.update(values, sums)
+            self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
+
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
+        self.tallies.forget()
         self.rounds_open, self.forgotten = NONE, self.forgotten + 1
         for unit in self.units:
             unit.gradient.reset()
 
     def check_gradients(self, what: str) -> None:
-        """Raise ValueError unless the gradients of a whole step are there, which `what` is about to use."""
+        """Raise ValueError unless all gradients of the step, which `what` needs, are complete."""
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from zero_mpi import device
@@ -17,13 +16,14 @@ from zero_mpi.arguments import whole as whole_number
 from zero_mpi.comm import Comm
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
+from zero_mpi.nn.layer import Layer, Param, Stage, Tally, stage_params
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.block_unit import Stored
 from zero_mpi.sharding.host_masters import masters_on_host
-from zero_mpi.sharding.layout import Layout, is_trainable, lay_out
+from zero_mpi.sharding.layout import Layout, is_trainable, lay_out, matches
 from zero_mpi.sharding.precision import FLOAT32, Precision
 from zero_mpi.sharding.strategy import Strategy
+from zero_mpi.sharding.tallies import scales_of, tallies_of
 from zero_mpi.sharding.unit import Unit
 
 
@@ -36,6 +36,7 @@ class ModuleArguments:
     frozen: tuple[str, ...]
     layout: Layout
     masters: Callable[[int], Array] | None
+    tallies: Mapping[str, Tally]
 
 
 def check_arguments(
@@ -51,6 +52,7 @@ def check_arguments(
     offload_masters: Any,
     stored: Any,
     whole: Any,
+    auxiliary: Any,
 ) -> tuple[ModuleArguments, dict[str, object]]:
     """Return the checked arguments, and the facts that ranks must share; raise ValueError for bad ones."""
     instance("ShardedModule: strategy", strategy, Strategy, "a Strategy such as FULL_SHARD")
@@ -67,16 +69,16 @@ def check_arguments(
     patterns = list_of_patterns("frozen", frozen, params)
     settings["whole"] = list_of_patterns("whole", whole, params)
     if settings["whole"] and settings["by_rows"]:
-        raise ValueError("ShardedModule: whole: by_rows cuts parameters between rows; give one of both")
+        raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
     check_reduction(comm, precision)
-    masters = masters_on_host(precision) if offload_masters else None
+    masters, tallies = masters_on_host(precision) if offload_masters else None, tallies_of(stages, auxiliary)
     kinds = check_stored(stored, params, patterns, settings["by_rows"])
     layout = lay_out(stages, strategy, frozen=patterns, precision=precision, stored=kinds, **settings)
     facts = {"the strategy": strategy, "the precision": precision, "exact": comm.exact, **settings}
-    facts["offload_masters"] = bool(offload_masters)
+    facts |= {"offload_masters": bool(offload_masters), "auxiliary": scales_of(tallies)}
     facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
     facts |= {f"parameter {name}": about for unit in layout.units for name, about in told(unit, kinds)}
-    return ModuleArguments(stages, params, patterns, layout, masters), facts
+    return ModuleArguments(stages, params, patterns, layout, masters, tallies), facts
 
 
 def told(unit: Unit, kinds: Stored) -> Iterator[tuple[str, str]]:
@@ -140,7 +142,7 @@ def check_reduction(comm: Comm, precision: Precision) -> None:
 def check_patterns(what: str, patterns: Sequence[str], params: Mapping[str, Param]) -> None:
     """Raise ValueError for a pattern that matches nothing: most likely a typo."""
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in params):
+        if not any(matches(name, pattern) for name in params):
             raise ValueError(
                 f"{what} pattern {pattern!r} matches no parameter; names are like "
                 f"{', '.join(list(params)[:3])}"

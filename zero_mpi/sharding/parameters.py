@@ -50,7 +50,7 @@ class Parameters(ABC):
     """Base of all ways to have the whole.
 
     own       this rank's slice in the type of computing: what travels
-    master    float32 of all that this rank updates; None where `own` is float32
+    master    float32 of all that this rank updates; None if `own` is float32
     in_use    whether a rank may have read the whole since all ranks last met (`NodeSharedParameters`)
     """
 
@@ -136,7 +136,7 @@ class Parameters(ABC):
 
     @property
     def rounds_to(self) -> Array | None:
-        """The array that `master` is rounded to after an update; None where layers read what is updated."""
+        """The array that `master` is rounded to after an update; None if layers read what is updated."""
         return None if self.master is None else self._updated_of_whole
 
     @property

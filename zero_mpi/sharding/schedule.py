@@ -36,7 +36,7 @@ from zero_mpi.sharding.actions import (
 
 Indices = tuple[int, ...]
 
-REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be under way while the next one is computed
+REDUCTIONS_IN_FLIGHT = 2  # units whose gradients may be in progress while the next one is computed
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def make_schedule(
 
 
 def ascent(moves: Moves, compute: StageAction) -> Actions:
-    """Return the actions of one stage on the way up."""
+    """Return the actions of one stage in forward."""
     return (*moves.before, compute, *moves.after, Progress())
 
 

@@ -1,7 +1,7 @@
 """The sharded state from outside: read, write, measure and bring together what the ranks hold.
 
-Everything goes by parameter name and full shape, so it looks the same under every strategy and at any
-number of ranks. Methods marked "collective" must be called on all ranks.
+All access is by parameter name and full shape, so it does not depend on strategy or number of ranks. Methods
+marked "collective" must be called on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements
 
 
 class Unmatched(NamedTuple):
-    """Names that did not match: of the module and not in what was loaded, and the other way round."""
+    """Names that did not match: missing ones of the module, and unexpected ones of the state."""
 
     missing: list[str]
     unexpected: list[str]
@@ -92,7 +92,7 @@ class ShardedState:
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
         """Fill parameters, or those of `names`, by (seed, name): the same at any number of ranks. Collective.
 
-        Raises ValueError for a seed that is no whole number, and UsageError where ranks have different ones,
+        Raises ValueError for a seed that is no integer, and UsageError where ranks have different ones,
         unless each keeps all parameters: then `DDP.broadcast_parameters` may follow.
         """
 
@@ -185,7 +185,7 @@ class ShardedState:
         array("update_shards", flat)
         if flat.ndim != 1 or flat.size != wanted:
             raise ValueError(
-                f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
+                f"update_shards: expected a flat array of {wanted} elements, the shard of rank "
                 f"{self.comm.rank}, got shape {tuple(flat.shape)}"
             )
         self.drop_gathered()
@@ -228,7 +228,7 @@ class ShardedState:
         return {name: infos[name].in_rows() if self.by_rows else infos[name] for name in self.params}
 
     def all_gather_param(self, name: str) -> Array:
-        """Return a copy of one whole parameter, on every rank, where its slices are kept. Collective.
+        """Return a copy of one full parameter, on every rank. Collective.
 
         Raises ValueError for unknown names.
         """

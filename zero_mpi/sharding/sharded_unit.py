@@ -11,7 +11,7 @@ from zero_mpi.sharding.unit import Unit
 
 
 class ShardedUnit:
-    """One rank's part of a unit. What is not sharded takes the same calls, which then have nothing to do.
+    """One rank's part of a unit. An unsharded unit has the same methods, which do nothing.
 
     `memory`: float32 for the unit's length that all ranks see, or None. The parameters lie there, or where
     every rank updates all of them their summed gradient.
@@ -28,7 +28,7 @@ class ShardedUnit:
         self.partition, self.part = self.parameters.partition, self.parameters.part
 
     def start_gather(self) -> None:
-        """Start to bring the whole of the parameters here, unless it is here."""
+        """Start to gather the full parameters, unless they are here."""
         self.parameters.start_gather()
 
     def wait_gather(self) -> None:

@@ -35,12 +35,12 @@ class Strategy:
             instance(f"Strategy: {name}", getattr(self, name), bool, "True or False")
         if self.shards_parameters and not self.shards_moments:
             raise ValueError(
-                f"Strategy {self.name}: expected shards_moments where parameters are sharded: a rank updates "
-                "what it keeps"
+                f"Strategy {self.name}: expected shards_moments with sharded parameters: a rank updates its "
+                "own shard"
             )
         if self.within_nodes and not self.shards_parameters:
             raise ValueError(
-                f"Strategy {self.name}: within_nodes: expected shards_parameters, of which nodes keep copies"
+                f"Strategy {self.name}: within_nodes: expected shards_parameters, which nodes replicate"
             )
 
 

@@ -175,8 +175,8 @@ def units_by_bytes(
 ) -> list[Unit]:
     """Return buckets of up to `bucket_bytes`, filled from the last parameter on, as gradients come.
 
-    A parameter larger than a bucket is one of its own, and so are buckets of what is whole. What is frozen is
-    one unit: it never travels.
+    A parameter larger than a bucket, or one kept unsharded, has its own bucket. Frozen parameters form one
+    unit, which is never sent.
     """
     full: list[tuple[str, dict[str, Param]]] = []
     open_buckets: dict[str, dict[str, Param]] = {}
@@ -196,7 +196,7 @@ def units_by_bytes(
 
 
 def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
-    """Return the units for `ranks` ranks: whole ones with an owner for each parameter, and in its order.
+    """Return the units for `ranks` ranks; in units of full matrices each parameter has one owner.
 
     The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """

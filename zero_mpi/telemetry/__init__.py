@@ -3,5 +3,5 @@
 Lines go through the standard library's logger "zero_mpi", and only a command installs a handler: as a library
 the package is silent. A warning of that logger becomes an event by itself. A line of `events.jsonl` is one
 write; an error there is reported once and never ends a run. Code that can record spans checks
-`spans.active`, and does nothing more while no time line is recorded.
+`spans.active`, and does nothing more while no timeline is recorded.
 """

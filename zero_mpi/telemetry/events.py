@@ -42,7 +42,7 @@ class Events:
         self._step = step
         if before.get("state") == "running":
             ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
-            reason = f"{ranks} rank(s), rank 0 on {host}, last heard of at {at}: killed, or a host was lost"
+            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {at}: killed, or a host was lost"
             self.note(LOST, reason=reason, step=before.get("step", 0))
         self.note(STARTED, **about)
         self._begun = True
@@ -50,7 +50,6 @@ class Events:
             log.logger.addHandler(self._listener)
 
     def at(self, step: int) -> None:
-        """Note the number of steps done."""
         self._step = step
 
     def note(self, event: str, **more: Any) -> None:
@@ -94,7 +93,7 @@ class Listener(logging.Handler):
 def append_line(path: Path, text: str) -> None:
     """Add a line in one write; a line that a crash cut off stays a line of its own. Raises OSError.
 
-    A pipe without a reader would take some lines, then wait for ever.
+    A pipe without a reader would take some lines, then wait forever.
     """
     handle = open_in_place(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:

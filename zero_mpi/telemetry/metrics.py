@@ -65,7 +65,6 @@ class Records:
         return step in (self._done + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write the record of one step."""
         if not self._active:
             return
         plain = finite_or_none(record)
@@ -87,7 +86,7 @@ class Records:
 
     @property
     def head(self) -> str:
-        """Digest that stands for all that was recorded; empty where there is none."""
+        """Digest that stands for all that was recorded; empty if there is none."""
         return "" if self._chain is None else self._chain.head
 
     def _attempt(self, write: Callable[[], None]) -> None:

@@ -54,7 +54,6 @@ class Display:
             log.info("%s", f"step {self._of(number)}  {losses}")
 
     def close(self) -> None:
-        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -74,12 +73,12 @@ class Display:
         """Return the time left, by the steps of this job so far; at the last step, the time in all."""
         took = time.perf_counter() - self._begun
         if number >= self._steps:
-            return f"{interval(took)} in all"
+            return f"total {interval(took)}"
         return f"{interval(took * (self._steps - number) / (number - self._done))} left"
 
 
 def short(count: float) -> str:
-    """Return a number for people, with three digits."""
+    """Return a number for messages, with three digits."""
     for unit in ("", "k", "M"):
         if not count >= 999.5:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
@@ -88,12 +87,12 @@ def short(count: float) -> str:
 
 
 def mebibytes(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes for messages."""
     return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 def interval(seconds: float) -> str:
-    """Return a time for people."""
+    """Return a time for messages."""
     if not math.isfinite(seconds):
         return "?"
     if seconds >= 100 * 3600:

@@ -35,7 +35,10 @@ FIRST = "0" * 64  # head before the first line
 ID, ORIGIN = "id", "from"  # id of a checkpoint; id of the one that a run resumes from
 MOST_STEPS = 1 << 52  # upper bound of a step
 # What of a record any job of the same run has to get; all else is of machines, ranks and time.
-BITS = ("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before")
+BITS = (
+    *("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before"),
+    *("balance_loss", "z_loss", "load_least", "load_most"),
+)
 
 
 class Broken(ValueError):
@@ -58,16 +61,13 @@ class Line(NamedTuple):
 
 
 class JobStart(NamedTuple):
-    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one.
-
-    own: whether that checkpoint is in this run folder.
-    """
+    """Start of a job: the step, what its bits depend on, and the id of the checkpoint, if from one."""
 
     step: int
     run: Mapping[str, Any]
     origin: str | None = None
     state: str | None = None
-    own: bool = False
+    own: bool = False  # whether that checkpoint is in this run folder
 
 
 def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,11 +100,13 @@ def raw_lines(path: Path) -> Iterator[bytes]:
 def opened(number: int, raw: bytes, before: str, start: int) -> Line:
     """Return the line that comes after the head `before`; raises Broken for anything else."""
     if not raw.endswith(b"\n"):
-        raise Broken(number, "it has no end", torn=True)
+        raise Broken(number, "it has no line end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
     body += b"}"
     if not mark or tail != f'{digest_after(before, body)}"}}\n'.encode():
-        raise Broken(number, "it is not the one that followed: a line was changed, added, moved or removed")
+        raise Broken(
+            number, "it does not follow the line before: a line was changed, added, moved or removed"
+        )
     try:
         entry = parse_json(body, unique=True)
     except ValueError as error:
@@ -112,7 +114,7 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
     kind = next((kind for kind in KINDS if isinstance(entry, dict) and kind in entry), None)
     step = entry.get("step") if kind else None
     if kind is None or type(step) is not int or not 0 <= step <= MOST_STEPS or type(entry[kind]) is not dict:
-        raise Broken(number, "expected a step, and what was run, recorded or saved then")
+        raise Broken(number, "expected a step and a run, record or save entry")
     head = before if kind == SAVED else digest_after(before, body)
     return Line(number, step, CHECKPOINT if kind == SAVED else kind, entry[kind], head, start + len(raw))
 
@@ -127,19 +129,14 @@ def digest_after(before: str, body: bytes) -> str:
 
 @dataclass
 class Kept:
-    """Part of a chain that stays at a resume.
-
-    at     the last step
-    tip    step and id of the last checkpoint
-    late   the checkpoints whose lines come after a dropped line
-    """
+    """Part of a chain that stays at a resume."""
 
     head: str = FIRST
     end: int = 0
-    at: int = -1
-    tip: tuple[int, Any] = (-1, None)
+    at: int = -1  # the last step
+    tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, behind a dropped line
 
 
 def kept_until(path: Path, step: int) -> Kept:
@@ -202,6 +199,5 @@ class Proof:
         self.head = self.head if kind == SAVED else digest
 
     def close(self) -> None:
-        """Close the file."""
         with naming(self._file.name):
             self._file.close()

@@ -1,4 +1,4 @@
-"""Activity of a rank as spans of time, while a time line is recorded.
+"""Activity of a rank as spans of time, while a timeline is recorded.
 
 `active` is the recorder while one is on, else None: code to be recorded checks it and does no more. A span
 is a tuple in a list that only grows; names are composed and times computed from stamps after the last
@@ -40,7 +40,7 @@ class SpanRecorder:
     """Recorder of the spans and transfers of this rank.
 
     watch               the device's clock: marks after the work that it was given so far, times later
-    step, micro_batch   under way now: they are noted with each span
+    step, micro_batch   in progress now: they are noted with each span
     ends_in             the step in which recording ended because there were too many spans, or None
     open                spans of `during` that have begun and not ended
     """

@@ -1,4 +1,4 @@
-"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and for people.
+"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and for messages.
 
 A launcher's exit status is no proof: 0 was seen where a host was lost. So rank 0 writes "done" after
 all ranks have come to the end. During a run a thread renews the file every few seconds, so a job that
@@ -29,7 +29,7 @@ RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 MOST_BYTES = 1 << 20  # most bytes of the file
 RENEWAL_SECONDS = 5.0  # seconds between renewals
 DISK_BLOCK = 4096  # bytes that a file takes at least on a disk
-RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal under way: the disk may hang
+RENEWAL_WAIT = 2.0  # seconds that the last write waits for a renewal in progress: the disk may hang
 
 
 class Status:
@@ -66,7 +66,6 @@ class Status:
         return as_object(self._before)
 
     def at(self, step: int) -> None:
-        """Note the number of steps done."""
         self._step = step
 
     def _renew(self) -> None:
@@ -92,7 +91,7 @@ class Status:
             self._lock.release()
 
     def refused(self, reason: str) -> None:
-        """Note that the run was not begun: the last state of the one before it stays, if there was one."""
+        """Note that the run did not start; the file then keeps the last state of the run before."""
         before, self._before = self._before, ""
         self.end(FAILED, reason)
         if before:

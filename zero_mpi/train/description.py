@@ -103,7 +103,8 @@ def as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-GROUPS = ("model", "adapter", "data", "batch", "optimizer")  # groups of settings, all of which affect bits
+# Groups of settings, all of which affect bits.
+GROUPS = ("model", "adapter", "data", "batch", "optimizer", "loss")
 EVALUATIONS = ("eval_every", "eval_windows", "patience")
 OTHERS = ("steps", "seed", "reduction", "precision", "reduce_dtype", "bits", *EVALUATIONS)
 NAMES = tuple(

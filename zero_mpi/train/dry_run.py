@@ -60,9 +60,7 @@ def check_out(out: Path) -> None:
     """Raise UsageError if the run directory could not be written to."""
     place = existing(out)
     if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        raise UsageError(
-            f"--out {shown(out)}: cannot write there: {shown(place)} is no folder that can be written to"
-        )
+        raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")
 
 
 def check_disk(config: Config, model: ModelConfig) -> list[str]:
@@ -72,9 +70,9 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
     """
     each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
-    found = f"--out {shown(out)}: {size(free)} are free there, and a checkpoint takes {size(each)}"
+    found = f"--out {shown(out)}: {size(free)} free, but a checkpoint takes {size(each)}"
     if free < each:
-        raise UsageError(f"{found}: make room, or give a folder on another disk")
+        raise UsageError(f"{found}: free some space, or use another disk")
     count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
     few = f"{found}; --keep {config.keep} takes {count} of them at once"
     return [Caution(few)] if free < count * each else []
@@ -134,9 +132,9 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     config = spec.config
     machine = assumed(case.on_gpu, case.precision_name)
     plan = make_plan(case, machine)
-    yield "dry run: nothing is written; without --dry-run it would be this run"
+    yield "dry run: nothing is written. Without --dry-run, this run would start:"
     if alone:
-        yield "started without mpirun: of one rank; try `mpirun -n N ...`, or imagine ranks by zero-mpi plan"
+        yield "one rank, without mpirun; try `mpirun -n N ...`, or estimate more ranks with zero-mpi plan"
     yield ""
     yield f"model      {next(introduction(case, ASSUMED, ()))}"
     if case.model.stored:
@@ -152,10 +150,10 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     yield ""
     yield from traffic_lines([plan])
     yield ""
-    yield "memory of a node's host"
+    yield "host memory per node"
     yield from ask_lines([resident(case, plan.memory, text_of(spec.corpus), config.sample > 0)])
     yield ""
-    yield "time of a step: zero-mpi plan, with these flags and --doctor FILE of zero-mpi doctor"
+    yield "for the time per step, run zero-mpi plan with these flags and --doctor FILE (from zero-mpi doctor)"
 
 
 def transport(wanted: str, case: Case, why: str) -> str:
@@ -164,9 +162,7 @@ def transport(wanted: str, case: Case, why: str) -> str:
     text = kind.text
     if kind.on_gpu:
         text = (
-            "from GPU to GPU by MPI if a trial succeeds, else through the host"
-            if wanted == "auto"
-            else wanted
+            "from GPU to GPU by MPI if a test succeeds, else through the host" if wanted == "auto" else wanted
         )
     because = f", because {why}" if why else ""
     return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
@@ -178,8 +174,8 @@ def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     assert corpus is not None, "rank 0 has the text"
     assert loader is not None, "and what reads it"
     yield (
-        f"data       {corpus.tokens[0]:,} tokens to train on in {corpus.documents - corpus.val_documents:,} "
-        f"documents, {corpus.tokens[1]:,} held out, of {named(config.data)}"
+        f"data       {corpus.tokens[0]:,} training tokens in {corpus.documents - corpus.val_documents:,} "
+        f"documents, {corpus.tokens[1]:,} for validation, from {named(config.data)}"
     )
     for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
         if part.name:
@@ -187,7 +183,7 @@ def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     if loader.windows.about():
         yield f"packed     {loader.windows.about()}"
     tokens, rest = config.steps * case.tokens, described(config, loader.epochs(config.steps))
-    yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} tokens, {rest}"
+    yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} in total, {rest}"
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
@@ -198,15 +194,15 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     else:
         step = read_progress(checkpoint.files.state).step
         left = max(0, config.steps - step)
-        begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) are left"
+        begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) left"
     yield f"begins     {begins}"
     when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
-    when = "every ten minutes and at the end" if config.save_every is None else when
+    when = "every 10 minutes and at the end" if config.save_every is None else when
     stays = "stay"
     if config.patience is not None:
-        when, stays = f"{when} and at each new best", "and the best stay"
+        when, stays = f"{when} and at each new best", "and the best are kept"
     kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
     yield (
-        f"leaves     in {config.out}: a checkpoint {when}, about {size(saved_bytes(case))} each, {kept}; "
-        f"{size(shutil.disk_usage(existing(Path(config.out))).free)} are free there"
+        f"writes     to {config.out}: a checkpoint {when}, about {size(saved_bytes(case))} each, {kept}; "
+        f"{size(shutil.disk_usage(existing(Path(config.out))).free)} free"
     )

@@ -1,4 +1,4 @@
-"""Early stopping: ends a run after `--patience` evaluations without a new best held-out loss.
+"""Early stopping: ends a run after `--patience` evaluations without a new best validation loss.
 
 The loss is that of all ranks, so they end together without a message. Checkpoints store the count, so
 a resumed run decides as one that was never stopped. OUT/best names the best checkpoint.
@@ -58,10 +58,10 @@ class EarlyStop(Observer):
             told.note(events.EARLY_STOP, evaluations=self.best.since, **about)
 
     def described(self, out: Path) -> str:
-        """Return the best loss and the place of its checkpoint, for people."""
+        """Return the best loss and the place of its checkpoint, for messages."""
         if not self.best.step:
             return "no validation loss was finite"
-        link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats a token"
+        link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats per token"
         place = shown(link) if link.is_symlink() else "its checkpoint is not in this folder"
         return f"the best validation loss is {loss}, of step {self.best.step}: {place}"
 
@@ -69,7 +69,7 @@ class EarlyStop(Observer):
 def reason(best: Best) -> str:
     """Return why a run ends before its last step."""
     times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
-    return f"after {times} without a new best"
+    return f"after {times} without improvement"
 
 
 def begin(session: Session) -> None:
@@ -79,7 +79,7 @@ def begin(session: Session) -> None:
     """
     link = session.out / folders.BEST
     if not link.is_symlink() and link.exists() and session.config.patience is not None:
-        raise UsageError(f"--patience: {shown(link)} is no link, expected one or nothing: move it away")
+        raise UsageError(f"--patience: {shown(link)} is not a link: move it away")
     best = session.progress.best
     with writing():
         folders.point_best(session.out, best.step if is_there(session.out, best) else 0)

@@ -25,10 +25,10 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def described(config: Config, epochs: Iterable[float]) -> str:
-    """Return how often the steps go through all sources, and at which learning rates, for people."""
+    """Return how often the steps go through all sources, and at which learning rates, for messages."""
     times = min(epochs)
-    read = f"{times:.1f} times through the data" if times >= 1 else f"{times:.3%} of the data"
-    rate, last = f"rate {config.lr:g} after {config.warmup} of warm-up", schedule_of(config)(config.steps)
+    read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
+    rate, last = f"rate {config.lr:g} after {config.warmup} warmup steps", schedule_of(config)(config.steps)
     return f"{read}; {rate}, then {config.schedule} to {last:g}"
 
 

@@ -26,8 +26,8 @@ from zero_mpi.plan.case import Case, check_sums, make_case
 from zero_mpi.plan.rank_memory import plan_memory, private, text_bytes
 
 STATE = 16  # bytes of a parameter with its gradient and two moments
-REMEDIES = "more nodes, a smaller model or --micro-batch, --recompute, --strategy full-shard"
-ASK = "ask for more (Slurm: --mem, containers: --memory)"
+REMEDIES = "more nodes, a smaller model or --micro-batch, --recompute or --strategy full-shard"
+ASK = "request more (Slurm: --mem, containers: --memory)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
     least = STATE * elements(model) // len(nodes)  # bytes of a node, however the model is sharded
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
-            return refusal(node, model, "parameters, gradients and moments alone", least)
+            return refusal(node, model, "parameters, gradients and moments", least)
     case = case_of(config, model, ranks, len(nodes))
     check_sums(case)
     memory, text = plan_memory(case), text_bytes(config, model)  # computed once: nodes may be thousands
@@ -95,9 +95,9 @@ def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, sha
     for what, option, limit, each in limits:
         if limit is not None and each > limit:
             return (
-                f"no memory for this run: a rank on {node.name} is planned to take {size(each)} of {what}, "
-                f"and ulimit {option} allows {size(limit)}: say ulimit {option} unlimited in the job script, "
-                f"or take {REMEDIES}"
+                f"not enough memory: a rank on {node.name} needs about {size(each)} of {what}, but ulimit "
+                f"{option} allows {size(limit)}: put ulimit {option} unlimited into the job script, or use "
+                f"{REMEDIES}"
             )
     return ""
 
@@ -107,8 +107,8 @@ def refusal(node: NodeRoom, model: ModelConfig, what: str, needed: int) -> str:
     limits = node.limits
     by_group = limits.group_room is not None and limits.group_room <= limits.available
     by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
-    allowed = by if by_group else f"{size(limits.memory)} are free there"
+    allowed = by if by_group else f"{size(limits.memory)} are free"
     return (
-        f"no memory for this run: {what} are planned to take {size(needed)} on {node.name} ("
-        f"{elements(model):,} parameters), and {allowed}: {ASK}, or take {REMEDIES}"
+        f"not enough memory: {what} need about {size(needed)} on {node.name} ({elements(model):,} "
+        f"parameters), but {allowed}: {ASK}, or use {REMEDIES}"
     )

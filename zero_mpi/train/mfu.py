@@ -1,9 +1,9 @@
 """Model FLOPs utilization (MFU): the share of the machine's peak that a run reaches.
 
-The peak is measured and not taken from a data sheet: what all ranks reach together in plain matrix products,
-all at once, at the start of a run. The work of a step is the products of forward and backward as the plan
-counts them; what is computed a second time to save memory does not count (Chowdhery et al., "PaLM", 2022,
-appendix B). The measurement touches no state of the run, so it changes no bit.
+The peak is measured and not taken from a data sheet: the speed of plain matmuls on all ranks at once, at the
+start of a run. The work of a step is the products of forward and backward as the plan counts them; what is
+computed a second time to save memory does not count (Chowdhery et al., "PaLM", 2022, appendix B). The
+measurement touches no state of the run, so it changes no bit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Once(Compiled):
 
 
 def step_flop(case: Case) -> float:
-    """Return the operations of the products of a step on all ranks together."""
+    """Return the matmul FLOP per step, of all ranks."""
     lone = Case(
         case.model,
         batch_size=case.micro_batch,

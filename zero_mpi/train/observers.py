@@ -45,15 +45,17 @@ class Divergence:
             self._bad = 0
         if self._bad >= MOST:
             raise JobError(
-                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}, and such "
-                f"steps change nothing: the run has diverged; {REMEDY}"
+                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}. Such steps "
+                f"are skipped, and the run has diverged; {REMEDY}"
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return whether the weights may be sound; if not, say so, since they must not replace good ones."""
+        """Return whether the weights may be valid; if not, log it, because they must not replace good
+        ones.
+        """
         if math.isfinite(self._loss):
             return True
-        log.warning("no checkpoint of step %d is made, for its loss is not finite", step)
+        log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
@@ -61,7 +63,7 @@ class Divergence:
         if not math.isfinite(self._loss):
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
-            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learnt; {REMEDY}")
+            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learned; {REMEDY}")
 
 
 def not_finite(step: int) -> str:
@@ -145,23 +147,24 @@ class SkippedSteps(Observer):
         self._before = step.record["skipped"] = now
         if before == 0 < now and not self._scale.dynamic:
             log.warning(
-                "the gradient of step %d is not finite: steps with such a gradient change nothing",
+                "the gradient of step %d is not finite: the step is skipped",
                 step.number,
             )
 
 
 class HeldOutLoss(NamedTuple):
-    """Loss of an evaluation in nats per token, and of each source where there are several."""
+    """Loss of an evaluation in nats per token, of each source where there are several, further figures."""
 
     mean: float
     by_source: dict[str, float]
+    figures: dict[str, float] = {}  # noqa: RUF012  (never changed)
 
 
 class Evaluation(Observer):
-    """Records the held-out loss every `every` steps and after the last step. Collective.
+    """Records the validation loss every `every` steps and after the last step. Collective.
 
     every      steps; 0: only after the last step
-    evaluate   function that returns the loss; None where nothing is held out
+    evaluate   function that returns the loss; None if nothing is held out
     first      evaluate before the first step too, into that step's record: where training starts from a
                pretrained model, this is the loss to improve on
     """
@@ -178,12 +181,13 @@ class Evaluation(Observer):
         if self._first and number == 1:
             found = self._timed()
             if found is not None:
-                self.before = found.mean
-                log.info("before the first step: validation loss %.4f nats a token", self.before)
+                self.before, self.figures = found.mean, found.figures
+                log.info("before the first step: validation loss %.4f", self.before)
 
     def ends(self, step: StepMade) -> None:
         if step.number == 1 and self.before is not None:
             step.record["val_loss_before"] = self.before
+            step.record.update({f"val_{name}_before": value for name, value in self.figures.items()})
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
         found = self._timed()
@@ -192,6 +196,7 @@ class Evaluation(Observer):
         self.loss = step.record["val_loss"] = found.mean
         if found.by_source:
             step.record["val_losses"] = found.by_source
+        step.record.update({f"val_{name}": value for name, value in found.figures.items()})
 
     def _timed(self) -> HeldOutLoss | None:
         begun = time.perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.merged import open_adapter, weights_digest
-from zero_mpi.checkpoint.state import Description
+from zero_mpi.checkpoint.state import Description, read_json
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, rate_scales, thread_count
@@ -127,10 +127,11 @@ class RunSpec:
         return Path(self.config.out)
 
 
-def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
+def resolve(world: World, config: Config, *, cached: bool = True, begun: str | None = None) -> RunSpec:
     """Return the specification of a configuration's run. Collective; raises UsageError on all ranks alike.
 
-    Unless `cached`, text is encoded again even if an earlier result was kept.
+    Unless `cached`, text is encoded again even if an earlier result was kept. `begun` is the fingerprint of
+    the tokenizer with which the run began, if no checkpoint says it.
 
     One agreement covers all that each rank reads for itself. The others exist because the next steps
     need their results: different flags lead ranks apart, all ranks read a checkpoint together, text
@@ -141,7 +142,9 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     checkpoint = find_checkpoint(world, config, Path(config.out), notes)
     phase("checkpoints looked at")
     number = world.node.rank
-    read = partial(look, config, checkpoint, number)
+    if checkpoint is not None:
+        begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
+    read = partial(look, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
@@ -163,10 +166,12 @@ def resolve(world: World, config: Config, *, cached: bool = True) -> RunSpec:
     return replace(spec, notes=tuple(notes))
 
 
-def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[RunSpec, Facts]:
+def look(
+    config: Config, checkpoint: ResumePoint | None, number: int, begun: str | None
+) -> tuple[RunSpec, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: index of the rank on its node, where the launcher does not tell it.
+    `number`: index of the rank on its node, where the launcher does not tell it. `begun`: as for `resolve`.
     """
     config = as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
@@ -175,7 +180,7 @@ def look(config: Config, checkpoint: ResumePoint | None, number: int) -> tuple[R
     threads = set_threads(config)
     init = open_init(config)
     named = None if init is None else read_model(init)
-    tokenizer = tokenizer_as_begun(choose_tokenizer(config, init, named), checkpoint)
+    tokenizer = tokenizer_as_begun(choose_tokenizer(config, init, named), begun)
     where = device.in_use().name
     model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
     config = shortened(config, model)
@@ -224,7 +229,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
         config, loader, held_out = fitted(spec, corpus)
         problem = problem or no_room(config)
         if config.patience is not None and not held_out:
-            raise UsageError(f"--patience {config.patience}: there are too few data to hold some out")
+            raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
             keys = carried_keys(spec.init, spec.model)
@@ -249,8 +254,10 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     if config.lora is not None:
         config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
     if config.init is not None and all(stream.counted is not None for stream in streams):
-        longest = max(int(np.diff(stream.ends, prepend=0).max(initial=2)) - 1 for stream in streams)
-        context = min(longest, model.context_length, MOST_CONTEXT)
+        step = 1 if config.preference is None else 2  # both sides of a pair are in a window
+        ends = [stream.ends[step - 1 :: step] for stream in streams]
+        longest = max(int(np.diff(each, prepend=0).max(initial=2)) - step for each in ends)
+        context = min(longest, model.context_length, step * MOST_CONTEXT)
         config = unless_said(config, context=context, epochs=EPOCHS)
         config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
     loader, held_out = make_loaders(config, corpus)
@@ -288,6 +295,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
         batches=batches,
+        preferences="" if config.preference is None else config.loss,
     )
 
 
@@ -310,8 +318,11 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 
 def windows_of(config: Config, part: Part) -> WindowSource:
-    """Return the windows of a source; raises UsageError for one of several that has none."""
-    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos)
+    """Return the windows of a source; raises UsageError for one of several that has none, or has pairs."""
+    if part.name and config.preference is not None:
+        raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
+    paired = config.preference is not None
+    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
     return found

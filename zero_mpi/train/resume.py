@@ -21,7 +21,7 @@ from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
 from zero_mpi.config.inputs import SIZES, fingerprint, kinds_of_data
 from zero_mpi.config.optimizer import ADAMW
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
 from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, PLAIN, bos_of
@@ -37,10 +37,17 @@ from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.same_bits import changes
 
-CORPUS = "the text of --data and --val-data, or what --chat-template and its flags make of it (sha256)"
+CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
 JUMP = 1.2  # ratio to the planned rate
 # Values of settings that older checkpoints lack.
-SINCE = {"control_tokens": PLAIN, "packing": NONE, "bits": NATIVE, "bos": NEVER, "optimizer": ADAMW}
+SINCE: dict[str, Any] = {
+    "control_tokens": PLAIN,
+    "packing": NONE,
+    "bits": NATIVE,
+    "bos": NEVER,
+    "optimizer": ADAMW,
+}
+SINCE |= {name: field.default for name, field in FIELDS.items() if field.metadata["group"] == "loss"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
     """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
 
     `notes` receives what was passed over. Rank 0 looks at the folders. The bytes of a checkpoint are divided
-    among the ranks, so each one that is tried needs an agreement of its own.
+    among the ranks, so all ranks must agree on each one that is tried.
     """
     faults: list[str] = []
     for folder in world.from_root(lambda: look(config, out)):
@@ -64,11 +71,11 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
         except UsageError as error:
             faults.append(str(error))
             continue
-        notes += [Caution(f"passed over a checkpoint that cannot be used: {text}") for text in faults]
+        notes += [Caution(f"skipped an unusable checkpoint: {text}") for text in faults]
         return point
     if faults:
         more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
-        raise UsageError(f"{faults[0]}{more}; use --resume DIR of another checkpoint, or --resume never")
+        raise UsageError(f"{faults[0]}{more}; use --resume DIR with another checkpoint, or --resume never")
     return None
 
 
@@ -83,7 +90,7 @@ def look(config: Config, out: Path) -> list[Path]:
     folder = Path(config.resume)
     if not is_folder(folder):
         raise UsageError(
-            f"--resume {shown(folder)}: there is no checkpoint folder there; expected auto, never or a folder"
+            f"--resume {shown(folder)}: no such folder; expected auto, never or a checkpoint folder"
         )
     return [real(folder)]
 
@@ -104,7 +111,7 @@ def read_indices(folder: Path) -> ResumePoint:
     """Return the checkpoint in a folder; raises UsageError unless its files are sound and belong together."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         link = shown(folder.parent / folders.LATEST)
-        raise UsageError(f"{link} names {shown(folder.name)}, which is not there")
+        raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
     return ResumePoint(folder, open_checkpoint(folder))
 
 
@@ -136,12 +143,11 @@ def check_resume(point: ResumePoint, description: Description) -> None:
         )
 
 
-def tokenizer_as_begun(tokenizer: Tokenizer | None, point: ResumePoint | None) -> Tokenizer | None:
+def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
     """Return the tokenizer with which the run began: 0.1.0 ignored rules of Hugging Face folders."""
-    if tokenizer is None or point is None or RULES not in (keys := tokenizer.metadata()):
+    if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
-    begun = read_json(point.files.state, "training.settings").get("data.tokenizer")
     return plain if begun == fingerprint(plain) else tokenizer
 
 
@@ -155,7 +161,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
-    """Return the day for `--template-date`: the day on which the run began; None where no template asks."""
+    """Return the day for `--template-date`: the day on which the run began; None if no template asks."""
     asked = config.template_date
     if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
         return asked
@@ -199,8 +205,9 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
     last = planned(max(0, step - 1))
     if step < config.steps and max(now, planned(step)) > JUMP * min(now, planned(step)):
         yield Caution(
-            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}: the "
-            f"schedule is not the one of the checkpoint; --schedule constant --lr {last:.3g} keeps it"
+            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}, "
+            "because the schedule differs from the checkpoint's; to keep the rate, use --schedule constant "
+            f"--lr {last:.3g}"
         )
 
 

@@ -34,8 +34,7 @@ Machine = Mapping[str, Any]
 TRIAL, THREADS = "trial", "threads"
 EXPLAINING = ("BLAS", "code for", "processor")  # names that are compared only where the trial differs
 REMEDY = (
-    "give all ranks the same threads (--threads N) and kind of processor (or --bits portable), or use "
-    "--reduction fast"
+    "use the same threads (--threads N) and CPU type (or --bits portable) on all ranks, or --reduction fast"
 )
 
 
@@ -110,11 +109,11 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
     ]
     made = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
     if other and TRIAL not in before:
-        made = "; ".join(filter(None, (made, "no trial of its operations, so nobody knows their bits")))
+        made = "; ".join(filter(None, (made, "no record of a kernel test, so its bits are unknown")))
     elif other and not keys:
-        made = "operations of other bits by a trial, under the same names of processor and libraries"
+        made = "kernels that gave other bits in a test, although CPU and libraries have the same names"
     if made:
-        yield f"{what} was made with {made}: the last bits may change"
+        yield f"{what} was made with {made}: the last bits of results may change"
 
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects

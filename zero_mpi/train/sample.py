@@ -1,4 +1,4 @@
-"""End of a run on rank 0: its held-out loss beside the entropy of letter frequencies; a sample.
+"""End of a run on rank 0: its validation loss beside the entropy of letter frequencies; a sample.
 
 A run that has nothing left to do when it starts says so, and changes nothing.
 """
@@ -30,23 +30,23 @@ def say_over(session: Session) -> None:
     """Say that there is nothing left to do; raises JobError if the run did not end well."""
     step, steps = session.progress.step, session.config.steps
     check_recorded(session.out, step)
-    state = f"and --steps is {steps}; for more give a larger --steps (or --epochs)"
+    state = f"and --steps is {steps}; to train longer, increase --steps (or --epochs)"
     if step < steps:
         why = reason(session.progress.best)
-        state = f"where the run stopped early, {why}; for more give a larger --patience"
+        state = f"where the run stopped early, {why}; to train longer, increase --patience"
     log.info(
-        "nothing to do: %s is at step %d, %s, for another run another --out", session.resumed, step, state
+        "nothing to do: %s is at step %d, %s; for a new run, use another --out", session.resumed, step, state
     )
 
 
 def compare_with_letters(session: Session, val_loss: float | None) -> None:
-    """Print the held-out loss beside the entropy of the same text's token frequencies."""
+    """Print the validation loss beside the entropy of the same text's token frequencies."""
     held_out = session.held_out
     if val_loss is None or not held_out:
         return
     targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
     log.info(
-        "validation loss %.4f nats a token; the entropy of the same text's unigram distribution is %.4f",
+        "validation loss %.4f nats per token; unigram entropy of the same text: %.4f",
         val_loss,
         unigram_entropy(targets[targets != UNCOUNTED]),
     )

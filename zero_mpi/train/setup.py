@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,21 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import rules_of, whole_matrices
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream
 from zero_mpi.data.token_spans import TokenSpans
-from zero_mpi.errors import JobError
+from zero_mpi.errors import JobError, UsageError, writing
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
@@ -32,11 +37,14 @@ from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
 from zero_mpi.sharding.precision import BFLOAT16, precision_named
 from zero_mpi.telemetry import log
+from zero_mpi.train.objective import Objective
+from zero_mpi.train.preferences import PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
 from zero_mpi.train.transport import choose_transport
 
 Place = tuple[str, int, str]  # side of the corpus, number of the part, name of what its stream has there
 SIDES = ("parts", "held_out")
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # what an objective keeps of the initial model; bytes
 
 
 def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
@@ -86,14 +94,14 @@ def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
     nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files.values())
     path = next(span.path for spans in in_files.values() for span in spans.spans)
     return (
-        f"rank {rank} on {told[rank][0]} does not see {shown(path)}, which rank 0 on {told[0][0]} reads: "
-        f"each rank holds {nbytes / 2**20:,.0f} MiB of ids; a place that all hosts see would spare them (for "
-        "text ZERO_MPI_CACHE)"
+        f"rank {rank} on {told[rank][0]} cannot see {shown(path)}, which rank 0 on {told[0][0]} reads. So "
+        f"each rank keeps {nbytes / 2**20:,.0f} MiB of token ids; to save memory, use a folder that all "
+        "hosts share (for text: ZERO_MPI_CACHE)"
     )
 
 
 def looked_at(in_files: dict[Place, TokenSpans]) -> str:
-    """Return a text that is equal on ranks that see the same ids, and empty where they cannot be read."""
+    """Return a fingerprint of the ids' files as this rank sees them; empty if they cannot be read."""
     try:
         return " ".join(in_files[place].sampled_digest().hex() for place in sorted(in_files))
     except JobError:
@@ -114,9 +122,9 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """Run that is ready to go on from `progress`.
+    """Run that is ready to continue from `progress`.
 
-    transport   what carries messages between ranks, for people; empty for a single rank
+    transport   what carries messages between ranks, for messages; empty for a single rank
     nodes       number of nodes that the transport tells apart, 0 where it does not
     resumed     folder of the checkpoint, if the run resumes from one
     weights     files of the initial weights, by setting
@@ -131,6 +139,7 @@ class Session:
     optimizer: ShardedOptimizer
     loader: StepLoader
     held_out: HeldOut
+    objective: Objective
     description: Description
     progress: TrainingProgress
     tokenizer: Tokenizer | None
@@ -157,7 +166,8 @@ def build(world: World, spec: RunSpec) -> Session:
     module = make_module(config, spec.model, comm)
     optimizer = make_optimizer(config, module, spec.model)
     phase("module and optimizer")
-    progress = fill_parameters(world, optimizer, spec)
+    objective = make_objective(config, module, loader, held_out)
+    progress = fill(world, optimizer, spec, objective)
     phase("parameters")
     return Session(
         config=config,
@@ -169,6 +179,7 @@ def build(world: World, spec: RunSpec) -> Session:
         optimizer=optimizer,
         loader=loader,
         held_out=held_out,
+        objective=objective,
         description=spec.description,
         progress=progress,
         tokenizer=spec.tokenizer,
@@ -213,7 +224,50 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
         offload_masters=config.offload == STATE,
         stored=model.stored,
         whole=whole_matrices(config.optimizer, model),
+        auxiliary=auxiliary_scales(model, config.balance_loss, config.z_loss, config.lora is not None),
     )
+
+
+def fill(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> TrainingProgress:
+    """Fill parameters and states, and give the objective what it keeps of the initial model; return progress.
+
+    That is read from the run's folder, or computed from the initial weights. Collective; raises UsageError.
+    """
+    if objective.keeps:
+        weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
+        about = repr((sorted(spec.description.settings.items()), weights)).encode()
+        kept = world.from_root(lambda: read_kept(spec.out / KEPT, about))
+        if kept is None:
+            fill_parameters(world, optimizer, replace(spec, checkpoint=None))
+            kept = objective.keep()
+            world.on_root(lambda: write_kept(spec.out / KEPT, about, kept))
+        objective.use(kept)
+    return fill_parameters(world, optimizer, spec)
+
+
+def read_kept(path: Path, about: bytes) -> np.ndarray[Any, Any] | None:
+    """Return what is kept of this initial model; None if it is not there or unsound."""
+    with suppress(OSError, UsageError):
+        raw = read_file(path, MOST_KEPT)
+        if hashlib.sha256(about + raw[32:]).digest() == raw[:32]:
+            return np.frombuffer(raw, "<f8", offset=32)
+    return None
+
+
+def write_kept(path: Path, about: bytes, kept: np.ndarray[Any, Any]) -> None:
+    """Write what is kept of the initial model, if the run has a folder."""
+    data = kept.astype("<f8").tobytes()
+    if path.parent.is_dir():
+        with writing():
+            write_whole(path, hashlib.sha256(about + data).digest() + data)
+
+
+def make_objective(config: Config, module: ShardedModule, loader: StepLoader, held_out: HeldOut) -> Objective:
+    """Return the loss of the flags."""
+    if config.preference is None:
+        return Objective(module, loader)
+    starts_at_zero = config.lora is not None and config.lora_init is None
+    return PreferenceObjective(module, loader, held_out, config.preference, starts_at_zero)
 
 
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:

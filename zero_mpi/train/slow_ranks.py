@@ -41,7 +41,7 @@ class RankFigures(Observer):
     """Records the figures of each rank, and names slow ranks, at logged or evaluated steps: collective.
 
     pace   context to enter around each micro-batch
-    say    function that is given the slow ranks as a text, "" where there are none
+    say    function that is given the slow ranks as a text, "" if there are none
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RankFigures(Observer):
         """Report the energy that the job used, if hosts measure it, for the `tokens` that it trained on."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
-            log.info("energy: %.4g kJ of %s, %.3g J a token", self._joules / 1e3, hosts, each)
+            log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)
 
 
 BEHIND = 0.2  # share of the median's seconds that a rank may be slower
@@ -132,7 +132,7 @@ class SlowRanks:
         now = {rank: value / middle - 1 for rank, value in known.items() if value > (1 + BEHIND) * middle > 0}
         for rank in [rank for rank in self._behind if rank not in now]:
             if self._behind.pop(rank) >= RECORDS:
-                log.info("rank %d on %s keeps up again", rank, self._hosts[rank])
+                log.info("rank %d on %s is no longer slow", rank, self._hosts[rank])
         for rank, behind in now.items():
             self._behind[rank] += 1
             if self._behind[rank] == RECORDS:
@@ -146,8 +146,8 @@ class SlowRanks:
     def _name(self, rank: int, behind: float, own: float, middle: float) -> None:
         host = self._hosts[rank]
         log.warning(
-            "rank %d on %s is slow: %.4g s a micro-batch, %.0f %% more than the median of ranks (%.4g s), "
-            "%d times in a row: does something else run there? zero-mpi doctor measures all ranks at once",
+            "rank %d on %s is slow: %.4g s per micro-batch, %.0f %% more than the median of ranks (%.4g s), "
+            "%d times in a row. Is another program running there? zero-mpi doctor measures all ranks at once",
             *(rank, host, own, 100 * behind, middle, RECORDS),
             extra={"facts": {"rank": rank, "host": host, "behind": round(behind, 3)}},
         )

@@ -10,13 +10,11 @@ import time
 from dataclasses import replace
 
 from zero_mpi.checkpoint.state import TrainingProgress
-from zero_mpi.data import Batch, EvalLoader
-from zero_mpi.device.types import Array
-from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.nn.balance import load_figures
 from zero_mpi.sharding.grad_accum import GradAccum
 from zero_mpi.telemetry import spans
 from zero_mpi.train.lr_schedule import schedule_of
+from zero_mpi.train.objective import StepLoss
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.setup import Session
 
@@ -32,6 +30,7 @@ class Steps:
         self.session, self.progress = session, session.progress
         self.accumulator = GradAccum(session.module, session.loader.micro_batches)
         self.rate = schedule_of(session.config)
+        self.losses, self.sums = StepLoss(), list[float]()  # of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -43,11 +42,11 @@ class Steps:
         begun = time.perf_counter()
         self.rounds(number)
         loss, stop = self.totals()
-        lr = self.rate(number)
+        tallied, lr = self.tallied(), self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
-        record["tokens"] = self.progress.tokens
+        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **tallied}
         made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
         for observer in self.observers:
             observer.ends(made)
@@ -55,21 +54,25 @@ class Steps:
 
     def rounds(self, number: int) -> None:
         """Run forward and backward of all micro-batches of a step, each on the rank that it is dealt to."""
-        loader = self.session.loader
-        scale = 1.0 / loader.counted(number)
+        self.losses = self.session.objective.step(number)
         for mine in self.accumulator:
             if mine is None:
                 self.accumulator.accumulate(None)
             else:
                 with self.pace:
                     with spans.during(spans.DATA, "read"):
-                        batch = loader.micro(number, mine)
-                    self.accumulator.accumulate(*with_loss(batch, scale))
+                        x, loss = self.losses.micro(mine)
+                    self.accumulator.accumulate(x, loss)
 
     def totals(self) -> tuple[float, bool]:
         """Return the loss of all ranks, and whether one of them wants to stop. Collective."""
-        loss, stop = self.accumulator.totals(self.wants_to_stop())
+        loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
+
+    def tallied(self) -> dict[str, float]:
+        """Return the auxiliary losses of the step, and the load of experts. Collective."""
+        module = self.session.module
+        return module.tallies.losses(module.comm) | load_figures(module.tallies.sums(module.comm))
 
     def wants_to_stop(self) -> bool:
         """Return whether this rank has a reason to stop after the current step."""
@@ -91,25 +94,15 @@ class Steps:
         )
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the held-out loss in nats per token; None where nothing is held out. Collective."""
+        """Return the validation loss in nats per token; None if nothing is held out. Collective."""
         held_out = self.session.held_out
         if not held_out:
             return None
-        losses = {
-            name: self.loss_of(loader) for name, loader in held_out.loaders.items() if loader.micro_batches
+        found = {
+            name: self.session.objective.held_out(loader)
+            for name, loader in held_out.loaders.items()
+            if loader.micro_batches
         }
-        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {})
-
-    def loss_of(self, held_out: EvalLoader) -> float:
-        """Return the mean loss of held-out windows. Collective."""
-        return evaluate(
-            self.session.module,
-            held_out.micro_batches,
-            lambda i: with_loss(held_out.micro(i), 1.0 / held_out.counted),
-        )
-
-
-def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
-    """Return the input of the model, and the criterion that compares its output with the targets."""
-    x = batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
-    return x, CrossEntropy(batch.targets, scale)
+        losses = {name: loss for name, (loss, _) in found.items()}
+        figures = next(iter(found.values()))[1]
+        return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {}, figures)

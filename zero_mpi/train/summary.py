@@ -102,7 +102,7 @@ def plan(start: Start) -> Start:
         about = base(case) if case.model.stored else ""
         return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
     except Exception as error:  # such as too few addresses under a limit: no error here may end a run
-        log.debug("no plan of this run: %s: %s", type(error).__name__, error)
+        log.debug("no memory estimate for this run: %s: %s", type(error).__name__, error)
         return start
 
 
@@ -118,7 +118,7 @@ def case_of(start: Start) -> Case:
 
 
 def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (name, ranks) of each host, from the ranks' hosts in order of ranks."""
+    """Return (name, ranks) of each host, from the ranks' hosts in rank order."""
     order = {name: number for number, name in reversed(list(enumerate(names)))}
     return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
 
@@ -139,13 +139,13 @@ def lines(start: Start) -> Iterator[str]:
     if session.transport:
         yield row("transport", session.transport)
     if start.memory is not None:
-        asked = f"ask for {gibibytes(start.ask)} a node"
-        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), of which")
+        asked = f"request {gibibytes(start.ask)} per node"
+        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), including")
         yield " " * TITLE + kinds(start.memory)
     yield row(
         "data",
         f"{corpus.tokens[0]:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
-        f"{corpus.tokens[1]:,} held out, of {named(config.data)}",
+        f"{corpus.tokens[1]:,} for validation, from {named(config.data)}",
     )
     for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
         if part.name:
@@ -195,7 +195,7 @@ def work(start: Start) -> str:
     """Return the work of a step, and the speed that is possible at best."""
     if not start.flop or not start.peak:
         return ""
-    return f"; {flops(start.flop)}, at most {flops(start.peak)}/s"
+    return f"; {flops(start.flop)} per step, measured peak {flops(start.peak)}/s"
 
 
 def flops(count: float) -> str:
@@ -213,8 +213,8 @@ def cautions(start: Start) -> Iterator[str]:
     quota, busy = environment.quota(), ranks_here * start.threads
     if quota is not None and busy > max(1, quota):
         yield (
-            f"{busy} threads of all ranks on this node, under a CPU quota of {quota:g}: the kernel stops "
-            "them in turn; start fewer ranks or threads, or raise the quota (containers: --cpus)"
+            f"{busy} threads run on this node under a CPU quota of {quota:g}, so the kernel throttles them; "
+            "start fewer ranks or threads, or raise the quota (containers: --cpus)"
         )
     chosen = config.threads is not None or environment.threads_were_set
     if chosen or device.in_use() is not device.HOST or config.reduction != "exact":
@@ -222,8 +222,8 @@ def cautions(start: Start) -> Iterator[str]:
     cores = environment.node_cores()
     if busy < cores:
         yield (
-            f"{cores - busy} of {cores} cores stand idle, for exact mode computes with one thread a rank: "
-            "start more ranks, or give --threads (the same in all jobs of a run: the last bits depend on it)"
+            f"{cores - busy} of {cores} cores are idle: start more ranks, or set --threads (keep it the same "
+            "when resuming, because the last bits depend on it)"
         )
 
 

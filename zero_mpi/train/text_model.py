@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# Below this only the likeliest token is ever drawn: two different float32 logits differ by at least 1e-45.
+# Below this only the most likely token is ever drawn: two different float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 
@@ -32,7 +34,7 @@ def choose(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
-    """Return an id drawn by `weights_of` the logits; temperature 0: the likeliest id."""
+    """Return an id drawn by `weights_of` the logits; temperature 0: the most likely id."""
     if temperature < COLDEST:
         return int(np.argmax(logits))
     weights = weights_of(logits, temperature, top_k, top_p, min_p)
@@ -42,7 +44,7 @@ def choose(
 def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
     """Return exp(logits / temperature) of the kept ids, up to a factor, and 0 for the rest; (V,) float64.
 
-    logits (V,), finite. `top_k`: keep the k likeliest ids, 0 all; `top_p`: of them the fewest whose
+    logits (V,), finite. `top_k`: keep the k most likely ids, 0 all; `top_p`: of them the fewest whose
     probabilities reach this sum; `min_p`: of them those with at least this share of the largest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
@@ -64,7 +66,7 @@ def likeliest(logits: Array, top_k: int) -> Any:
 
 
 def nucleus(ids: Any, below: Array, top_p: float) -> Any:
-    """Return the fewest of `ids`, likeliest first, whose shares among them reach `top_p`; at least one.
+    """Return the fewest of `ids`, most likely first, whose shares among them reach `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
@@ -76,7 +78,7 @@ def nucleus(ids: Any, below: Array, top_p: float) -> Any:
 
 
 class TextModel:
-    """Model of any source that `open_weights` takes, its weights as float32.
+    """Model of any source that `open_weights` takes; quantized matrices stay in their blocks, if it is GGUF.
 
     Raises UsageError for a model that it cannot run.
     """
@@ -88,11 +90,23 @@ class TextModel:
         self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)
         self.config.check_tensors(shapes, place)
         self.stages = self.config.stages()
-        self.weights = {name: self.file.tensor(name) for name in self.config.params()}
-        for name, weight in self.weights.items():
-            if not np.isfinite(weight).all():
-                raise UsageError(f"{place}: tensor {name} holds values that are not finite")
+        self.weights = {name: self._weight(name) for name in self.config.params()}
         self.reset()
+
+    def _weight(self, name: str) -> Array | PackedMatrix:
+        """Return a tensor; raise UsageError if it holds values that are not finite."""
+        weight: Array | PackedMatrix
+        spec, file = self.file.tensors[name], self.file
+        if isinstance(file, GGUFFile) and packs(spec.type.name, spec.shape):
+            raw = np.empty(spec.nbytes, np.uint8)
+            file.read_bytes(name, 0, raw)
+            weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
+            looked_at = weight.linear(np.zeros((1, spec.shape[1]), np.float32))  # 0 times infinity is NaN
+        else:
+            weight = looked_at = file.tensor(name)
+        if not np.isfinite(looked_at).all():
+            raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
+        return weight
 
     def reset(self) -> None:
         """Forget all earlier positions."""
@@ -106,7 +120,7 @@ class TextModel:
         x = np.asarray(ids, np.int64)[None]
         end = self.cache.position + x.shape[1]
         if end > self.config.context_length:
-            raise ValueError(f"{end} positions do not fit a context of {self.config.context_length}")
+            raise ValueError(f"{end} positions exceed the context of {self.config.context_length}")
         with np.errstate(all="ignore"):  # overflow is reported below
             for stage in self.stages:
                 x = infer(stage.layer, self.weights, x, self.cache)

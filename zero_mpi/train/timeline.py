@@ -47,7 +47,7 @@ KINDS = {"allgather": GATHERS, "reduce_scatter": REDUCTIONS, "allreduce": REDUCT
 FAMILIES = (GATHERS, REDUCTIONS, OTHERS)
 FIRST = 1  # the process number of rank 0: viewers take 0 for the idle process of Linux and hide it
 LANES = 20  # first thread number of a family's lanes
-TRAVELS = ("parameters", "gradients")  # first words of labels that go on with a unit
+TRAVELS = ("parameters", "gradients")  # first words of labels that continue with a unit
 
 
 @contextmanager
@@ -117,7 +117,7 @@ class Timeline:
             try:
                 self.nbytes = write_parts(self.path, chain([beginning], parts, [b"\n]}\n"]))
             except OSError as error:
-                problem = f"the time line {self.path} cannot be written: {reason(error)}"
+                problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # on all other ranks, and where rank 0 could not write
             pass
         shared: str = comm.broadcast_object(problem)
@@ -157,8 +157,8 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 def check_place(comm: Comm, path: Path) -> None:
     """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
-    Other output may go to a device (`files.atomic.write_output`). A time line comes in pieces into a file
-    beside its place, which is then renamed, so it needs a place for a file.
+    Other output may go to a device (`files.atomic.write_output`). A timeline comes in pieces into a file
+    next to its target, which is then renamed, so it needs a place for a file.
     """
 
     def look() -> None:
@@ -174,7 +174,7 @@ def check_place(comm: Comm, path: Path) -> None:
 
 
 class Tracer:
-    """Records the time line of steps [first, stop) of a run, for `--trace`. Every method is collective.
+    """Records the timeline of steps [first, stop) of a run, for `--trace`. Every method is collective.
 
     path    None: nothing is recorded
     steps   (first, stop), or None: a few steps after the first ones
@@ -187,7 +187,7 @@ class Tracer:
         self._comm, self._path = comm, None if path is None else Path(path)
         self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
-        self._recorded = 0, 0  # first and last step in the time line
+        self._recorded = 0, 0  # first and last step in the timeline
         if self._path is not None:
             check_place(comm, self._path)
 
@@ -204,10 +204,10 @@ class Tracer:
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:
-                self._say(Caution(f"the run ended before step {self.stop - 1}, the last one to trace"))
+                self._say(Caution(f"the run ended before step {self.stop - 1}, the last step to trace"))
         elif self._path is not None and not self._recorded[0]:
             why = f"--trace-steps {self.first}:{self.stop} has no step of this run"
-            self._say(Caution(f"no time line: the run ended after step {step}, and {why}"))
+            self._say(Caution(f"no timeline: the run ended after step {step}, and {why}"))
 
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
@@ -217,11 +217,11 @@ class Tracer:
             self._say(Caution(problem))
             return
         path, size = timeline.path, f"{timeline.nbytes / 1e6:.2f} MB, {timeline.count:,} spans"
-        self._say(f"time line of steps {first} to {last}: {path} ({size})")
-        self._say(f"ui.perfetto.dev shows it, zero-mpi trace {path} says where time went")
+        self._say(f"timeline of steps {first} to {last}: {path} ({size})")
+        self._say(f"open it at ui.perfetto.dev, or run zero-mpi trace {path}")
         if timeline.ends_in is not None:
             why = f"more than {spans.MAX_SPANS:,} spans of a rank"
-            self._say(Caution(f"the time line ends in step {timeline.ends_in}: {why}"))
+            self._say(Caution(f"the timeline ends in step {timeline.ends_in}: {why}"))
 
     def _say(self, note: str) -> None:
         if self._comm.rank == 0:

@@ -108,7 +108,7 @@ class Trainer(Steps):
             signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
             self.outcome.events.reason = signals.caught
             log.info(
-                "stopped after step %d%s; run the same command to go on", self.progress.step, self.ended_by
+                "stopped after step %d%s; run the same command to continue", self.progress.step, self.ended_by
             )
             return REQUEUE
         self.divergence.check_end(self.progress.step)
@@ -130,7 +130,8 @@ class Trainer(Steps):
         """Return the loss of all ranks, and whether one of them wants to stop; raises failed writes."""
         fails = self.saving.saver.failed or bool(self.outcome.folder.lost or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
-        loss, stop, failed, save = self.accumulator.totals(self.wants_to_stop(), fails, saves)
+        flags = self.wants_to_stop(), fails, saves
+        loss, stop, failed, save, *self.sums = self.accumulator.totals(*flags, *self.losses.sums)
         self.saving.time_has_come = save > 0
         if failed:
             self.outcome.folder.check(self.records.problem)
@@ -138,7 +139,7 @@ class Trainer(Steps):
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
-        """Return the held-out loss; the watchdog sees progress meanwhile. Collective."""
+        """Return the validation loss; the watchdog sees progress meanwhile. Collective."""
         self.watchdog.beat("evaluation")
         return super().evaluate()
 
@@ -186,7 +187,8 @@ class Trainer(Steps):
         """Compare the loss with letter frequencies, and show a sample. On rank 0."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
-            compare_with_letters(self.session, self.evaluation.loss)
+            if self.session.config.preference is None:
+                compare_with_letters(self.session, self.evaluation.loss)
             signals.cut_short(partial(show_sample, self.session, self.progress.step, self.outcome.events))
         self.session.comm.barrier()
 

@@ -18,8 +18,8 @@ from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 
 NOT_SHARED = (
-    "without shared memory the ranks of a node send each other messages, which is slower; give "
-    "/dev/shm more room (containers: --shm-size)"
+    "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
+    "(containers: --shm-size)"
 )
 
 
@@ -33,11 +33,11 @@ class Chosen:
 
     @property
     def text(self) -> str:
-        """Name of the transport for people; empty for one rank that shares nothing."""
+        """Name of the transport for messages; empty for one rank that shares nothing."""
         lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
         if lone and not self.why:
             return ""
-        exact = ", exact all the same" if self.comm.exact and self.fast else ""
+        exact = ", still exact" if self.comm.exact and self.fast else ""
         return self.comm.about + exact + (f", because {self.why}" if self.why else "")
 
 

@@ -36,7 +36,7 @@ VERSION = 3
 _TYPE_OF = {dtype: kind for kind, dtype in NUMBERS.items()}
 
 Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
-"""Name, shape in NumPy order, and type (F32 if left out) of a tensor to come."""
+"""Name, shape in NumPy order, and type (default F32) of a tensor to be written."""
 
 
 def pack_file(
@@ -71,8 +71,8 @@ def pack_file(
 def _with_architecture(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     given = metadata.get(ARCHITECTURE_KEY, architecture)
     if not architecture or not isinstance(given, str) or given != architecture:
-        found = f"{show(str(given))} beside architecture {show(architecture)}"
-        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one name, not empty, found {found}")
+        found = f"{show(str(given))} and architecture {show(architecture)}"
+        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one non-empty name, found {found}")
     return {ARCHITECTURE_KEY: architecture, **metadata}
 
 
@@ -133,11 +133,11 @@ def _widened(value: Any) -> np.generic:
     """Return the NumPy scalar as which a plain number is stored."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:
-            raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: give np.int64 or the like")
+            raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: use np.int64 or similar")
         return np.uint32(value)
     if isinstance(value, float):
         if np.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
-            raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: give np.float64")
+            raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: use np.float64")
         return np.float32(value)
     raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
 
@@ -212,7 +212,7 @@ class GGUFStream(TensorStream):
         spec = self._specs[name]
         if spec.type != GGMLQuantizationType.F32:
             raise ValueError(
-                f"{self.path}: tensor {show(name)} is {spec.type.name}: give its bytes to write_raw"
+                f"{self.path}: tensor {show(name)} is {spec.type.name}: write its bytes with write_raw"
             )
         if array.dtype != np.float32 or array.shape != spec.shape:
             found = f"{array.dtype} {array.shape}"

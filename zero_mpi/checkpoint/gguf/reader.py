@@ -103,7 +103,7 @@ class GGUFFile:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise GGUFError(f"{self.path}: expected a tensor {show(name)}, the file has none of that name")
+            raise GGUFError(f"{self.path}: the file has no tensor {show(name)}")
         return self.tensors[name]
 
 
@@ -131,7 +131,7 @@ class _Part:
 
 def _read_part(path: str | os.PathLike[str]) -> _Part:
     if os.path.isdir(path) and os.path.isfile(model := os.path.join(path, "model.gguf")):
-        raise GGUFError(f"{path}: expected a GGUF file, found a folder: name the file in it, {model}")
+        raise GGUFError(f"{path}: expected a GGUF file, found a folder: use the file in it, {model}")
     with open_file(path, "a GGUF file") as raw, io.BufferedReader(raw, 1 << 16) as file:
         stored = StoredFile(Path(os.fsdecode(raw.name)), os.fstat(raw.fileno()).st_size)
         if stored.nbytes == 0:
@@ -153,7 +153,7 @@ def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
         raise first.fault(f"part {place + 1} of {count} of a model: expected a name that ends in {ending}")
     if place != 0:
         whole = _part_path(named, 0, count)
-        raise first.fault(f"this is part {place + 1} of {count} of a model: name the first part, {whole}")
+        raise first.fault(f"this is part {place + 1} of {count} of a model: use the first part, {whole}")
     for number in range(1, count):
         other = _read_part(_part_path(named, number, count))
         _check_part(other, first, number, count)
@@ -185,7 +185,9 @@ def _check_total(parts: list[_Part], found: int) -> None:
         if part is parts[0] or TOTAL in part.metadata:
             said = part.split_number(TOTAL, np.int32)
             if said != found:
-                raise part.fault(f"key {TOTAL}: expected {found}, as many as the parts hold, found {said}")
+                raise part.fault(
+                    f"key {TOTAL}: expected {found}, the number of tensors in all parts, found {said}"
+                )
 
 
 def _add_tensors(tensors: dict[str, TensorInfo], part: _Part, number: int) -> None:

@@ -20,7 +20,7 @@ class Settings:
         self.values = values
 
     def fault(self, name: str, expected: str) -> FileError:
-        """Return the error for a setting that is not as expected."""
+        """Return the error for a setting with an unexpected value."""
         found = quoted(self.values[name]) if name in self.values else "nothing"
         return FileError(f"{name}: expected {expected}, found {found}")
 

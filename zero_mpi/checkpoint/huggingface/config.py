@@ -99,7 +99,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
     width = np.uint32(head_width(arch, settings))
     if not kind.kv_heads and "num_key_value_heads" not in settings.values:
         raise settings.fault(
-            "num_key_value_heads", f"a number, since {arch}'s default is one of its own whatever the heads"
+            "num_key_value_heads", f"a number (for {arch} it does not follow from the heads)"
         )
     numbers = kind.numbers.items()
     keys |= {key: np.float32(settings.number(name, default)) for key, (name, default) in numbers}
@@ -176,7 +176,7 @@ def refuse_windows(settings: Settings) -> None:
         context = settings.size("max_position_embeddings")
         if window is not None and settings.size("sliding_window", context) < context:
             raise settings.fault(
-                "sliding_window", f"null or at least {context}, since llama.cpp has no window"
+                "sliding_window", f"null or at least {context} (llama.cpp has no sliding window here)"
             )
     elif kinds is None and window is not None:
         settings.only({"use_sliding_window": (None, False)})

@@ -46,7 +46,7 @@ from zero_mpi.files.open import read_file
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
-TWICE = "tensor {}: expected once, found under another spelling too"
+TWICE = "tensor {}: expected once, found again under another name"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class HuggingFaceFolder:
         """
         spec = self.tensors.get(name)
         if spec is None:
-            raise FileError(f"{self.path}: expected a tensor {show(name)}, the folder has none of that name")
+            raise FileError(f"{self.path}: the folder has no tensor {show(name)}")
         start, stop = checked_range(spec, start, stop)
         out = output(stop - start, out)
         if isinstance(spec, HuggingFaceTensor):
@@ -169,7 +169,7 @@ def open_weights(folder: Path) -> SafetensorsModel:
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = any(folder.glob("*.bin"))
         found = "weights in another format: save them with safe_serialization=True" if pickled else "neither"
-        raise FileError(f"{folder}: expected {SINGLE} or {INDEX} beside {CONFIG}, found {found}")
+        raise FileError(f"{folder}: expected {SINGLE} or {INDEX} next to {CONFIG}, found {found}")
     return SafetensorsModel.open_folder(folder)
 
 
@@ -205,7 +205,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
     """Return one tensor; raise FileError unless its shape fits the order in which it is read."""
     order, shape = order_of(arch, name), stored.shape
     if not shape or 0 in shape:
-        raise FileError(f"tensor {show(stored.name)}: expected elements in it, found shape {shape}")
+        raise FileError(f"tensor {show(stored.name)}: expected at least one element, found shape {shape}")
     if order == Order.TRANSPOSED:
         if len(shape) != 2:
             raise FileError(f"tensor {show(stored.name)}: expected a matrix, found shape {shape}")
@@ -231,7 +231,7 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
             or pair[0].type != pair[1].type
             or any(bytes(a) != bytes(b) for a, b in pieces)
         ):
-            raise FileError("lm_head.weight is not the embedding, though tie_word_embeddings is true")
+            raise FileError("lm_head.weight differs from the embedding, but tie_word_embeddings is true")
 
 
 def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
@@ -240,6 +240,6 @@ def _check_biases(tensors: Mapping[str, TensorSpec], biases: set[str]) -> None:
         stem, _, kind = name.rpartition(".")
         part = stem.rpartition(".")[2]
         if kind == "bias" and part not in biases:
-            raise FileError(f"{CONFIG} speaks of no bias of {part}, and the folder has one ({show(name)})")
+            raise FileError(f"{CONFIG} sets no bias for {part}, but the folder has {show(name)}")
         if kind == "weight" and part in biases and f"{stem}.bias" not in tensors:
-            raise FileError(f"{CONFIG} speaks of a bias of {part}, and the folder has none ({show(name)})")
+            raise FileError(f"{CONFIG} sets a bias for {part}, but the folder has no {show(name)}")

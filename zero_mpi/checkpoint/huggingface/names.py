@@ -297,7 +297,7 @@ def from_gguf(arch: str, name: str) -> str:
     table = family.inner if block else family.outer
     theirs = next((theirs for theirs, ours in table.items() if ours == (block[2] if block else stem)), None)
     if theirs is None:
-        raise FileError(f"tensor {show(name)} has no place in a Hugging Face {arch} model")
+        raise FileError(f"tensor {show(name)} has no counterpart in a Hugging Face {arch} model")
     if block:
         return f"{family.prefix}{family.blocks}.{block[1]}.{theirs}.{kind}"
     return f"{theirs}.{kind}" if theirs == "lm_head" else f"{family.prefix}{theirs}.{kind}"

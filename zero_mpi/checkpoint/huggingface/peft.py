@@ -57,11 +57,14 @@ class PeftFolder:
         folder, keys = Path(os.path.realpath(path)), GGUFKeys(base, "the base model")
         arch = keys.architecture or ""
         if arch not in FAMILIES:
-            raise FileError(f"{folder}: architecture {show(arch)} has no Hugging Face form here")
+            raise FileError(f"{folder}: architecture {show(arch)} cannot be converted to Hugging Face")
         with prefixed(f"{folder / PEFT_CONFIG}:"):
             alpha = alpha_of(Settings(read_config(folder / PEFT_CONFIG)))
         if not exists(folder / PEFT_MODEL):
-            raise FileError(f"{folder}: expected {PEFT_MODEL} beside {PEFT_CONFIG}, found none: save it so")
+            raise FileError(
+                f"{folder}: expected {PEFT_MODEL} next to {PEFT_CONFIG}, found none: save the "
+                "adapter as safetensors"
+            )
         weights = SafetensorsModel.open(folder / PEFT_MODEL)
         with prefixed(f"{folder}:"):
             tensors = dict(_tensor(weights, source, arch, keys) for source in weights.tensors)
@@ -88,10 +91,12 @@ def alpha_of(settings: Settings) -> float:
     if settings.values.get("peft_type") != "LORA":
         raise settings.fault("peft_type", "LORA (only)")
     if settings.values.get("init_lora_weights") not in PLAIN_STARTS:
-        raise settings.fault("init_lora_weights", "a start that leaves the base as it is: convert it in PEFT")
+        raise settings.fault(
+            "init_lora_weights", "an initialization that keeps the base weights: convert the adapter in PEFT"
+        )
     for name, value in settings.values.items():
         if name not in READ | PASSED_OVER and value not in NOTHING:
-            raise FileError(f"{name}: expected none of it, found {quoted(value)}: it is not computed here")
+            raise FileError(f"{name}: {quoted(value)} is not supported")
     rank, alpha = settings.size("r"), settings.number("lora_alpha")
     return alpha * math.sqrt(rank) if settings.flag("use_rslora", False) else alpha
 
@@ -126,6 +131,6 @@ def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
     if factor.shape[0] % (2 * heads):
         raise FileError(
             f"tensor {show(factor.name)}: expected rows of the {heads} heads of the base, found "
-            f"{factor.shape[0]}: give the model that it was trained on"
+            f"{factor.shape[0]}: use the model that it was trained on"
         )
     return factor.shape[0] // heads

@@ -100,7 +100,7 @@ def object_of(settings: Settings, name: str) -> dict[str, Any]:
 def rope_of(settings: Settings) -> Settings:
     """Return base and scaling of rotary positions, in the newer or the older spelling of a configuration.
 
-    As in transformers the older spelling has precedence, and the first context beside it over the one in it.
+    As in transformers the older spelling has precedence, and a top-level original context over a nested one.
     """
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     found = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
@@ -108,7 +108,9 @@ def rope_of(settings: Settings) -> Settings:
     if former is None and settings.values.get("model_type") == "phi3":
         former = FORMER_PHI3
         if inside not in (None, former):
-            raise settings.fault(FORMER, f"{inside} beside rope_scaling too, where transformers looks for it")
+            raise settings.fault(
+                FORMER, f"the same value as {inside} next to rope_scaling, where transformers reads it"
+            )
     rope = Settings(found if former is None else found | {FORMER: former})
     if settings.values.get("model_type") != "phi3":
         rope.only({PARTIAL: (None, 1.0)})
@@ -138,7 +140,7 @@ def scaling_keys(settings: Settings) -> Metadata:
     Settings({"truncate": True} | dict(rope.values)).only(ONLY_YARN)
     usual = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", usual), usual, rel_tol=1e-6):
-        raise rope.fault("attention_factor", f"{usual:.6g} (only), as its factor makes it")
+        raise rope.fault("attention_factor", f"{usual:.6g} (only), the value that follows from its factor")
     keys["rope.scaling.original_context_length"] = np.uint32(
         rope.size(FORMER, settings.size("max_position_embeddings"))
     )

@@ -4,7 +4,7 @@ The backends are `cuda_aware` (`--transport mpi`: device memory straight into a 
 (through pinned memory of the host) and `nccl` (only where the user asks for it). `select` takes one. It takes
 `cuda_aware` by itself only after the library says yes (`detect`), a child process has tried it (`run_probe`,
 `probe`) and the ranks have tried it with each other; otherwise `staged`. In exact mode backends only move
-data. The sums are made by our own kernel in the order of ranks, so every backend gives the bits of the host.
+data. The sums are made by our own kernel in rank order, so every backend gives the bits of the host.
 
 A transfer starts when the computing stream has passed the mark made at its start. By then the
 data to send are made, and nothing reads memory to be overwritten. At its end the computing stream waits for

@@ -1,7 +1,7 @@
 """Collectives on device memory: what travels, to whom, and in which order it is added; a backend moves it.
 
 The exact reduction is that of the host (`comm.mpi`): each owner is sent its slice by every rank and adds the
-slices in the order of ranks, in float32, piece by piece; so the bits are the same whatever carries them. Only
+slices in rank order, in float32, piece by piece; so the bits are the same whatever carries them. Only
 movement is asked of a backend, because no library reduces device memory everywhere, or bfloat16. Arrays of
 the host (vectors, objects, checkpoints, the corpus) go the way they always do.
 """
@@ -42,7 +42,7 @@ def on_host(array: Any) -> bool:
 class DeviceComm(ProgressingWrapper):
     """The ranks of `inner`, a transport for the host, which takes device memory by `backend`.
 
-    about: what it uses, for people
+    about: what it uses, for messages
     """
 
     def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str = "") -> None:
@@ -286,7 +286,7 @@ class DeviceComm(ProgressingWrapper):
         node.Free()
         if nodes > 1:
             raise UsageError(
-                f"--strategy hybrid-shard: with --device cuda it works on one node, these are {nodes}; use "
+                f"--strategy hybrid-shard: with --device cuda it works on one node only, found {nodes}; use "
                 "full-shard"
             )
         return self

@@ -1,8 +1,8 @@
 """Detection of an MPI library that takes device memory: its own answer, and then a live test.
 
 A process dies if its library takes a pointer to device memory for one of the host, so nothing is assumed.
-First the user, the library or a setting of the site must say a certain yes. Some libraries say yes and
-cannot, so the answer of `probe_says` counts, on one rank of each node; a GPU that admits one process only is
+First the user, the library or a setting of the site must say a certain yes. Some libraries claim support
+wrongly, so the answer of `probe_says` counts, on one rank of each node; a GPU that admits one process only is
 left to `select.try_out`. All ranks have the same answer.
 """
 
@@ -102,7 +102,7 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
 
 
 def gpu_support(call: Any) -> int:
-    """Return MPICH's flag for support, or 0 where the call fails."""
+    """Return MPICH's flag for support, or 0 if the call fails."""
     flag = ctypes.c_int(0)
     return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
 

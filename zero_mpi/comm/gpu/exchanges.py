@@ -1,4 +1,5 @@
-"""Transfers of device memory as exchanges: pieces that travel together, several exchanges under way at once.
+"""Transfers of device memory as exchanges: pieces that travel together, several exchanges in progress at
+once.
 
 `comm` works out once, as a list of exchanges, which data travel where. A backend decides how they travel:
 straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
@@ -39,7 +40,7 @@ class Exchange:
 class Backend(Protocol):
     """A way for exchanges to travel.
 
-    depth       exchanges under way at once; the room of an exchange is used again `depth` exchanges later
+    depth       exchanges in progress at once; the room of an exchange is used again `depth` exchanges later
     in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
     kind        the transport that it makes of messages between hosts
     """
@@ -49,7 +50,7 @@ class Backend(Protocol):
     kind: Transport
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        """Return the most elements that a piece of a slice may have in an exchange, moved or also summed."""
+        """Return the maximum chunk length of an exchange, in elements; `summed`: with sums."""
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
         """Move the pieces of all exchanges and launch what follows; each exchange takes a tag."""
@@ -85,7 +86,7 @@ def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool
 
 
 class RunningExchange:
-    """A generator under way, and what it needs next. The generator begins at once."""
+    """A generator in progress, and what it needs next. The generator begins at once."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -140,7 +141,7 @@ class Tickets:
     """Queue of transfers: they begin in the order in which they were started, at most `most` at once.
 
     There are as many rooms and pinned buffers. All ranks start transfers in one order, so the oldest one not
-    complete everywhere is under way on every rank that has started it: none waits for ever for its turn.
+    complete everywhere is in progress on every rank that has started it: none waits forever for its turn.
     """
 
     def __init__(self, most: int) -> None:

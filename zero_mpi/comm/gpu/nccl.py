@@ -1,8 +1,8 @@
 """Device memory by NCCL, where the user asks for it: all in the order of one stream, without the host.
 
-In exact mode NCCL only moves: groups of sends and receives, of slices of any lengths, and the sums are ours
-as ever. With `fast` it adds, in an order of its own; slices of unequal lengths are then reduced to one owner
-after the other, in a group. Ranks meet through MPI, which also carries everything that is not on a GPU.
+In exact mode NCCL only moves data, by groups of sends and receives; the sums are computed here. With `fast`
+it adds, in an order of its own; slices of unequal lengths are then reduced to one owner after the other, in a
+group. Ranks meet through MPI, which also carries everything that is not on a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NcclBackend:
             return self._nccl.NcclCommunicator(self._size, name, self._rank)
         except RuntimeError as error:
             raise UsageError(
-                f"--transport nccl: NCCL does not start ({error}); it wants a GPU for each rank; see "
+                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; see "
                 "NCCL_DEBUG=INFO, or use --transport auto"
             ) from error
 

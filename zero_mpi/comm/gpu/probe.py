@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-MEANING = {46: ": others have it, and its compute mode lets in one process"}  # CUDA_ERROR_DEVICE_UNAVAILABLE
+MEANING = {
+    46: ": another process uses it, and its compute mode allows only one"
+}  # CUDA_ERROR_DEVICE_UNAVAILABLE
 BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
 
 
@@ -103,7 +105,7 @@ def exchange(driver: Driver, mpi: Any) -> bool:
 
 
 def mpi_library() -> Any:
-    """Return mpi4py's MPI, started now; None where there is none."""
+    """Return mpi4py's MPI, started now; None if there is none."""
     try:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError):
@@ -128,7 +130,7 @@ def main() -> None:
             text = (
                 "a message from device to device memory arrived"
                 if arrived
-                else "other bytes arrived than were sent"
+                else "the received bytes differ from the sent ones"
             )
             say(takes_memory=arrived, mpi=text)
     except DriverError as error:

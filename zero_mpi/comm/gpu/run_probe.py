@@ -1,8 +1,7 @@
 """A child process that tests whether the MPI library takes device memory.
 
-Only a live test is certain: some libraries that were built for it say yes and cannot, and they crash on
-memory that they take for the host's. So the test (`comm.gpu.probe`) runs in a child process that knows
-nothing of this job.
+Only a live test is certain: some libraries claim support, and then crash on device memory. So the test
+(`comm.gpu.probe`) runs in a child process that knows nothing of this job.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def jsons(text: str) -> list[str]:
 
 
 def ending(status: int, said: str) -> str:
-    """Return a text for people on how a process ended."""
+    """Return a text for messages on how a process ended."""
     if status < 0:
         return f"the test died of {signal.Signals(-status).name}"
     last = said.strip().splitlines()[-1:] or [""]

@@ -32,7 +32,7 @@ TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in ano
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     """Return the transport of a GPU's arrays for a value of --transport, and why it is this one. Collective.
 
-    `exact`: sums in the order of ranks; otherwise the library's where it has them. Raises UsageError on all
+    `exact`: sums in rank order; otherwise the library's where it has them. Raises UsageError on all
     ranks alike.
     """
     kinds.check_flag(flag, on_gpu=True)
@@ -77,7 +77,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     from zero_mpi.comm.gpu.nccl import NcclBackend
 
     nccl = NcclBackend(streams)
-    sums = "sums in the order of ranks" if exact else "sums in an order of its own: not exact"
+    sums = "sums in rank order" if exact else "sums in its own order: not exact"
     inner = MPIComm(exact=exact, threaded=False)  # transfers in the order of a stream need no push
     return DeviceComm(inner, nccl, streams, f"nccl {nccl.version}, {sums}")
 
@@ -95,12 +95,12 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
     if all(comm.allgather_object(bool((gpu.to_host(full) == sent).all()))):
         return comm, answer
     comm.close()
-    return None, replace(answer, yes=False, why=f"{answer.why}, but between the ranks other bytes arrived")
+    return None, replace(answer, yes=False, why=f"{answer.why}, but ranks received wrong bytes")
 
 
 def refusal(answer: Answer) -> str:
     """Return the message that `mpi` is not possible, why, and what is possible."""
     return (
-        f"--transport mpi: with --device cuda the MPI library must take GPU memory ({answer.why}); use "
-        "--transport auto or staged, or a CUDA-aware MPI: see zero-mpi doctor"
+        f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.why}); use --transport auto "
+        "or staged; see zero-mpi doctor"
     )

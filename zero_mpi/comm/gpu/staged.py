@@ -3,7 +3,7 @@
 An exchange's pieces are copied into pinned memory, sent, received into pinned memory and copied back. Each of
 these is the work of another part of the machine, so exchanges overlap: while one is in the MPI library the
 next is on its way to the host and the one before on its way back. A piece that goes to several ranks comes to
-the host once. The pinned memory is cut once and used again; sums are always in the order of ranks.
+the host once. The pinned memory is cut once and used again; sums are always in rank order.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class StagedBackend:
 
     @property
     def about(self) -> str:
-        """The pinned memory that a transfer takes, as a text for people."""
+        """The pinned memory that a transfer takes, for messages."""
         return (
-            f"{self._piece_bytes * self._others * 2 * self.depth / 2**20:.0f} MiB of pinned memory a transfer"
+            f"{self._piece_bytes * self._others * 2 * self.depth / 2**20:.0f} MiB of pinned memory per "
+            "transfer"
         )
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
@@ -97,17 +98,17 @@ class StagedBackend:
         return leaving
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        raise AssertionError("sums are in the order of ranks")
+        raise AssertionError("sums are in rank order")
 
     def sum_all(self, array: Array) -> None:
-        raise AssertionError("sums are in the order of ranks")
+        raise AssertionError("sums are in rank order")
 
     def close(self) -> None:
         self._comm.Free()
 
 
 def cut(memory: Array, pieces: list[Array]) -> Iterator[Array]:
-    """Yield a part of memory as room for each piece, one after the other."""
+    """Yield consecutive parts of memory as buffers, one per chunk."""
     start = 0
     for piece in pieces:
         assert start + piece.nbytes <= memory.nbytes, "a piece is longer than `largest`"

@@ -68,7 +68,7 @@ class GpuStreams:
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a flat array of the device, kept for ever."""
+        """Return a flat array of the device, kept forever."""
         self.adopt()
         with self._gpu.stream:  # its memory may still be in use by earlier computing
             room = self._gpu.empty(size, dtype)
@@ -76,7 +76,7 @@ class GpuStreams:
         return room
 
     def pinned(self, nbytes: int) -> Array:
-        """Return bytes of the host that the GPU copies from and to at full speed, and by itself."""
+        """Return pinned host memory, from and to which the GPU copies at full speed and asynchronously."""
         self.adopt()
         memory = self._gpu.cupy.cuda.PinnedMemory(nbytes)  # CuPy's pool would take the next power of two
         return np.ndarray((nbytes,), np.uint8, self._gpu.cupy.cuda.PinnedMemoryPointer(memory, 0))

@@ -1,4 +1,4 @@
-"""Ranks of several nodes: shared memory within a node, messages between them, sums in the order of ranks.
+"""Ranks of several nodes: shared memory within a node, messages between them, sums in rank order.
 
 With N nodes of L ranks each, rank l of every node forms lane l (`comm.topology`). Lanes carry what goes
 between nodes, so a link carries each element once instead of L times.

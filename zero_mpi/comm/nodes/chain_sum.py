@@ -1,8 +1,8 @@
-"""Sums over several nodes in the order of ranks: they travel from node to node and grow on the way.
+"""Sums over several nodes in rank order: they travel from node to node and grow on the way.
 
 On each node one rank of a lane adds what its node's ranks give to the sum that came from the node before,
 and passes it on: ((out + rank 0) + rank 1) + ..., piece by piece, so that all nodes are at work. A link
-carries an element once, however many ranks a node has. (To add within the nodes first would need no order
+carries an element once, however many ranks per node has. (To add within the nodes first would need no order
 between them, but it is another sum.) From the last node a sum goes to its owner; where every node has an
 owner, it goes back along the lane.
 """
@@ -41,7 +41,7 @@ class Source(Protocol):
         ...
 
     def parts(self, span: slice, room: int) -> list[Array]:
-        """Return the elements `span` of the unit of each contributing rank of the node, in order of ranks."""
+        """Return the elements `span` of the unit of each contributing rank of the node, in rank order."""
         ...
 
 

@@ -103,7 +103,7 @@ class NodesComm(ProgressingWrapper):
 
     @property
     def about(self) -> str:
-        """A description, for people, of what the transport uses."""
+        """Description of what the transport uses, for messages."""
         return (
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"

@@ -6,7 +6,7 @@ far as itself (`wait_written`). Before slices are written again no rank may read
 (`barrier_readers`).
 
 *Reductions.* A rank announces that its gradient is complete and where it lies; an owner whose slice all ranks
-have announced adds it, in order of ranks, and announces the sum. A reduction is complete when all owners have
+have announced adds it, in rank order, and announces the sum. A reduction is complete when all owners have
 added: then the buffers may be used again, and what the owners wrote may be read. The bits are those of the
 exact reduction over MPI, since the additions are. Nobody works for another rank, and there is no thread:
 sums are made when the runtime tests between layers, or waits.
@@ -55,7 +55,7 @@ class Reduction(Handle):
     contributors: int
     accumulate: bool
     label: str = ""
-    record: Record | None = None  # for the time line
+    record: Record | None = None  # for the timeline
     kind = "reduce_scatter"
 
     def test(self) -> bool:
@@ -80,7 +80,7 @@ class Reduction(Handle):
 
 @dataclass(eq=False)
 class OverMPI(Handle):
-    """A transfer of the inner transport; a rank that waits for it goes on with its sums meanwhile.
+    """A transfer of the inner transport; a rank that waits for it continues with its sums meanwhile.
 
     Another rank may need these sums to get as far as this one.
     """
@@ -120,7 +120,7 @@ class SharedComm(CommWrapper):
         nodes = world.allreduce(1 if node.Get_rank() == 0 else 0)
         if nodes > 1:
             node.Free()
-            raise NodesApart(f"the ranks are on {nodes} nodes, and memory is shared within one")
+            raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
         self._node_memory = NodeMemory(node, wholes, buffers)
         super().__init__(MPIComm(world, threaded=threaded))
         self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
@@ -128,10 +128,10 @@ class SharedComm(CommWrapper):
         self._crowded = self.size > environment.node_cores()
         self._started = 0  # reductions
         self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
-        self._recorded: deque[Reduction] = deque()  # reductions under way that a time line records
+        self._recorded: deque[Reduction] = deque()  # reductions in progress that a timeline records
 
     def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push the transfers under way until `ready()`; `kind` and `label` name what is waited for."""
+        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
 
         def pushed() -> bool:
             self.progress()
@@ -162,7 +162,7 @@ class SharedComm(CommWrapper):
 
     @property
     def about(self) -> str:
-        """A description, for people, of what the transport uses."""
+        """Description of what the transport uses, for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
     # ---------------------------------------------------------------------------------------- gathering
@@ -237,7 +237,7 @@ class SharedComm(CommWrapper):
         return self._counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
-        """Note for the time line which reductions are over: no message tells it, so this checks."""
+        """Note for the timeline which reductions are over: no message tells it, so this checks."""
         while self._recorded and self.is_complete(self._recorded[0].number):
             spans.end(self._recorded.popleft().record)
 

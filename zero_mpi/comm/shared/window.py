@@ -2,8 +2,8 @@
 
 The libraries back a window with a file in /dev/shm that has its length but not its pages; a page for which
 there is no room ends the process with SIGBUS, hours later. So the room is looked for first, and each rank
-brings its own pages in as soon as the window is there, which also puts them next to its cores. What fails is
-an error on all ranks alike. The file has no name once the window is made, so nothing is left behind.
+brings its own pages in as soon as the window is there, which also puts them next to its cores. A failure is
+raised on all ranks. The file has no name once the window is made, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Window:
         try:
             self._window = MPI.Win.Allocate_shared(mine, 1, comm=node)
         except MPI.Exception as error:
-            raise NoSharedMemory(f"the MPI library makes no shared window ({error})") from error
+            raise NoSharedMemory(f"the MPI library cannot create a shared window ({error})") from error
         self._window.Lock_all(MPI.MODE_NOCHECK)
         shared: Any = self._window.Shared_query(0)[0]
         memory = np.frombuffer(shared, np.uint8)
@@ -104,11 +104,12 @@ def room_problem(nbytes: int) -> str:
         about = os.statvfs(PLACE)
         free = about.f_bavail * about.f_frsize
         if free < nbytes:
-            return f"{mebibytes(nbytes)} of shared memory are needed and {PLACE} has {mebibytes(free)} free"
+            return f"{mebibytes(nbytes)} of shared memory are needed, {PLACE} has only {mebibytes(free)} free"
         with tempfile.TemporaryFile(dir=PLACE) as probe:  # a quota or a group of processes may allow less
             os.posix_fallocate(probe.fileno(), 0, nbytes)
     except OSError as error:
-        return f"{mebibytes(nbytes)} of shared memory are not to be had in {PLACE}: {error.strerror or error}"
+        cause = error.strerror or error
+        return f"{mebibytes(nbytes)} of shared memory cannot be reserved in {PLACE}: {cause}"
     return ""
 
 

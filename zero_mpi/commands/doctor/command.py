@@ -31,11 +31,11 @@ from zero_mpi.launch.world import World, run
 
 MOST_MB, QUICK_MB = 16.0, 1.0
 FIGURES = """\
-The file of --json holds all rows and, for programs: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
-flops_per_second_per_rank (fp32, the median rank, all at once), bf16_flops_per_second_per_rank (0 where
-nothing multiplies bf16 faster than fp32), and links.node and links.between (null where there are none) with
+The --json file holds all rows and these values: ranks, nodes, ranks_per_node, memory_bytes_per_rank,
+flops_per_second_per_rank (fp32, median of all ranks at once), bf16_flops_per_second_per_rank (0 if bf16
+is not faster than fp32), and links.node and links.between (null if there is none) with
 alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta * n, while all ranks send
-(in a node), or while the ranks of a node share its link (between nodes)."""
+(links.node) or the ranks of a node share its link (links.between)."""
 
 # All checks, those that take no time first; each is collective.
 CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
@@ -57,19 +57,19 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="mpirun -n N [HOSTS] zero-mpi doctor",
-        description="Check whether a job would run well on these hosts, and say what to do where not. Start "
-        "it as you start the job: the same launcher, hosts, ranks, environment. Exit status 0: a job would "
-        "run, whatever the notes say; 1: a job would fail, see the lines marked bad; 2: wrong flags.",
+        description="Check hosts, MPI, limits and speed before a job, and print what to change. Start it "
+        "like the job: same launcher, hosts, ranks and environment. Exit status 0: a job can run (notes "
+        "may advise changes); 1: a job would fail, see lines marked bad; 2: wrong flags.",
         epilog=FIGURES,
     )
     default, most = Config().out, f"{MOST_MB:g}, with --quick {QUICK_MB:g}"
     add = parser.add_argument
-    add("--out", default=default, metavar="DIR", help=f"run folder to try (default: {default})")
-    largest = f"size of the large message that tells bandwidth, in MiB (default: {most})"
+    add("--out", default=default, metavar="DIR", help=f"run folder to check (default: {default})")
+    largest = f"largest message of the bandwidth test, in MiB (default: {most})"
     add("--max-mb", type=float, metavar="N", help=largest)
-    add("--bits", choices=portable.CHOICES, help="instruction set of the job (default: native)")
-    add("--json", metavar="FILE", help="write rows and figures to FILE; zero-mpi plan reads them")
-    add("--quick", action="store_true", help="fewer repeats: a few seconds")
+    add("--bits", choices=portable.CHOICES, help="kernels of the job (default: native)")
+    add("--json", metavar="FILE", help="write results to FILE, for zero-mpi plan --doctor")
+    add("--quick", action="store_true", help="fewer repeats; takes a few seconds")
     seconds = "seconds without progress after which the job is ended (default: 120; 0: never)"
     add("--timeout", type=float, default=120.0, metavar="X", help=seconds)
     return parser

@@ -1,7 +1,7 @@
 """CUDA devices of each host, and whether the MPI library takes their memory.
 
-Only a live test tells (`comm.gpu.probe`), in a separate process that has no part in this job: libraries
-that were built for it say yes and crash. Where messages go through host memory a job runs all the same.
+Only a live test tells (`comm.gpu.probe`), in a separate process: some libraries claim support and then crash.
+Without it a job still runs, with messages through host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from zero_mpi.ops.code_cache import installed
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
 STAGED = (
-    "messages go through host memory; for more take the CUDA-aware MPI of your site, with mpi4py built on it"
+    "messages go through host memory; for more speed use the CUDA-aware MPI of your site, with mpi4py built "
+    "on it"
 )
 
 
@@ -49,7 +50,7 @@ def look(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devi
     answers = [*map(json.loads, told), {"error": end}, {"error": end}]  # or else how the process ended
     about, live = answers[:2]
     if about.get("error") or not about.get("names"):
-        return Devices(error=about.get("error") or "the driver shows none", cupy=cupy)
+        return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     said = live.get("mpi") or live.get("error", "")
     return Devices(tuple(about["names"]), about["driver"], "", cupy, said, bool(live.get("takes_memory")))
 
@@ -68,7 +69,7 @@ def rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
     counts = [f"{len(devices.names)} on {name}" for devices, name in pairs]
     if len({len(devices.names) for devices in found}) > 1:
         text = f"hosts differ: {', '.join(counts)}"
-        told.append(Row("CUDA", text, NOTE, "start the job on hosts of one kind"))
+        told.append(Row("CUDA", text, NOTE, "start the job on identical hosts"))
     return told
 
 

@@ -27,7 +27,7 @@ PATIENCE, LOOK = 3.0, 0.05  # seconds that a host has to see a file, and seconds
 SLOW = 20e6  # bytes per second
 LITTLE = 1 << 30  # bytes free
 BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
-COMMON = "the run folder must be on a file system that all hosts mount at the same path: --out DIR"
+COMMON = "use a file system that all hosts mount at the same path: --out DIR"
 
 
 @dataclass
@@ -93,7 +93,7 @@ def publish(trial: Path) -> None:
         folders.publish(trial, 1, folder, keep=1)
     seen = (trial / folders.LATEST / folders.MODEL).read_text()
     if seen != "second":
-        raise OSError(errno.EIO, f"a rename is not seen: `{folders.LATEST}` shows the {seen} of two files")
+        raise OSError(errno.EIO, f"a rename is not visible: `{folders.LATEST}` shows the {seen} of two files")
 
 
 def end(found: Trial) -> None:
@@ -121,20 +121,20 @@ def rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
     """Yield all rows; `blind`: hosts that do not see the folder."""
     if found.problem:
         full = found.free == 0 and found.folder is not None
-        remedy = f"make {'room' if full else 'it writable'}, or give another folder: --out DIR"
-        yield Row("run folder", f"{out}: a run cannot save there: {found.problem}", BAD, remedy)
+        remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
+        yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
         return
     models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
     value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
-    remedy = "make room: a checkpoint has 12 bytes a parameter, and --keep 3 stay"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
     if not found.system.lasting:
-        remedy = "this is the host's memory, and gone with it: give a folder on a disk, --out DIR"
+        remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
     yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
     rate = found.written / max(found.synced, 1e-9)
-    value = f"{short_size(found.written)} brought to disk in {duration(found.synced)}, {short_size(rate)}/s"
-    remedy = "train with --async-save, save less often, or take a faster file system"
+    value = f"{short_size(found.written)} written to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    remedy = "train with --async-save, save less often, or use a faster file system"
     yield assessed("disk", value, rate >= SLOW, remedy)
-    value = f"a small checkpoint that rank 0 published, twice in {duration(found.published)}"
+    value = f"a small checkpoint of rank 0, published twice in {duration(found.published)}"
     if blind:
-        value = f"not on {', '.join(few(blind))}: what rank 0 writes to {out}"
+        value = f"{', '.join(few(blind))} cannot see files that rank 0 writes to {out}"
     yield assessed("seen by all hosts", value, not blind, COMMON, BAD)

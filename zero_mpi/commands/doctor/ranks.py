@@ -51,20 +51,15 @@ def lines(row: Row) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Job that is checked; every check gets it as an argument.
-
-    nodes     the ranks of each node, that of rank 0 first
-    names     a host name for each node, for people
-    figures   what checks measured, for the JSON file
-    """
+    """Job that is checked; every check gets it as an argument."""
 
     world: World
     comm: Comm
     node_comm: Any  # the raw communicator of this rank's node; None without MPI
-    nodes: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, that of rank 0 first
+    names: tuple[str, ...]  # a host name for each node, for messages
     options: Namespace = field(default_factory=Namespace)
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # what checks measured, for the JSON file
 
     @property
     def rank(self) -> int:
@@ -80,7 +75,6 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """This rank's index among those of its node."""
         return self.nodes[self.node].index(self.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:

@@ -26,14 +26,14 @@ LAUNCHERS = {  # the first variable that is set names it; inside an allocation S
     "HYDI_CONTROL_FD": "mpiexec of MPICH",
     "SLURM_STEP_NUM_TASKS": "srun",
     "PMI_RANK": "mpiexec of MPICH",
-    "PMIX_RANK": "a launcher that speaks PMIx",
+    "PMIX_RANK": "a PMIx launcher",
 }
 ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
 VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # prefix of variables, by prefix of the library's name
 OFF = ("", "0", "no", "false", "off")
 SAME_MPI = (
-    "use the mpirun of the MPI that mpi4py has loaded (above); with srun, --mpi=pmi2 for MPICH and "
-    "--mpi=pmix for Open MPI"
+    "use the mpirun of the MPI that mpi4py loads (above); with srun, --mpi=pmi2 for MPICH and --mpi=pmix for "
+    "Open MPI"
 )
 FAST = "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset"
 IN_TURN = (
@@ -63,12 +63,12 @@ def version(name: str, values: list[str]) -> Row:
             others.setdefault(value, []).append(rank)
     if others:
         text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
-        remedy = "install the same on all hosts, and start all ranks from one environment"
+        remedy = "install the same versions on all hosts, and start all ranks from one environment"
         if name == "BLAS":
-            remedy = "choose hosts of one kind, or give all ranks the same OPENBLAS_CORETYPE"
+            remedy = "use identical hosts, or set the same OPENBLAS_CORETYPE on all ranks"
         return Row(name, f"{first}, but {text}", NOTE if name == "mpi4py" else BAD, remedy)
     if name == "operations" and first == "numpy":
-        return Row(name, "plain NumPy, several times slower than compiled ones", NOTE, FAST)
+        return Row(name, "plain NumPy, several times slower than compiled kernels", NOTE, FAST)
     return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI's version text is longer
 
 
@@ -83,7 +83,7 @@ def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     """Return the row of the launcher."""
     name = next((name for variable, name in LAUNCHERS.items() if variable in environ), "none")
     if alone := split_into(size, environ):
-        value = f"{name} started {alone} processes, and each is a job of one rank"
+        value = f"{name} started {alone} processes, but each is a job of one rank"
         return Row("launcher", value, BAD, SAME_MPI)
     return Row("launcher", f"{name}, {plural(size, 'rank')}")
 
@@ -97,14 +97,14 @@ def thread_level(mpi: object) -> Row:
     level = {getattr(mpi, f"THREAD_{name}"): name.lower() for name in names}[mpi.Query_thread()]  # type: ignore[attr-defined]
     if level == "multiple":
         return Row("MPI threads", level)
-    value = f"{level}: transfers go on only between layers, and only one thread may call the library"
-    return Row("MPI threads", value, NOTE, "take an MPI that was built with MPI_THREAD_MULTIPLE")
+    value = f"{level}: transfers progress only between layers, because only one thread may call MPI"
+    return Row("MPI threads", value, NOTE, "use an MPI built with MPI_THREAD_MULTIPLE")
 
 
 def progress(found: Iterable[Iterable[str]]) -> Row:
     """Return the row of a setting that makes blocking calls twenty times slower, given those on each rank."""
     name = next((name for names in found for name in names), "")
-    value = f"{name} is set: blocking calls take many times longer" if name else "none of the library's own"
+    value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
     return assessed("progress threads", value, not name, f"unset {name}")
 
 
@@ -187,12 +187,12 @@ def order(found: list[NodeSeats]) -> Row:
     odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
     if odd:
         which = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
-        value = f"{which}: neighbours are on different hosts, and more goes over the network"
+        value = f"{which}: neighbouring ranks are on different hosts, which adds network traffic"
         return Row("order of ranks", value, NOTE, IN_TURN)
     if min(counts) < max(counts):
-        value = f"{min(counts)} to {max(counts)} ranks: a transport that knows hosts needs equally many"
+        value = f"{min(counts)} to {max(counts)} ranks: transports that use nodes need equal numbers"
         return Row("order of ranks", value, NOTE, f"start the same number on each host; {IN_TURN}")
-    return Row("order of ranks", "those of a host follow each other")
+    return Row("order of ranks", "ranks of a host are consecutive")
 
 
 def crowding(found: list[NodeSeats], library: str) -> Row:
@@ -203,11 +203,11 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
     text = ", ".join(few(each))
     if all(seat.yields for node in crowded for seat in node.seats):
-        remedy = f"fine for a trial; for speed start at most {min(node.usable for node in crowded)} a host"
-        return Row(title, f"{text}; a rank that waits hands its core over", NOTE, remedy)
-    value = f"{text}, and a rank that waits keeps its core: 10 to 100 times slower"
+        remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
+        return Row(title, f"{text}; a waiting rank yields its core", NOTE, remedy)
+    value = f"{text}, and a waiting rank keeps its core: 10 to 100 times slower"
     settings = " ".join(f"{name}={value}" for name, value in yielding(library).items())
-    return Row(title, value, NOTE, f"export {settings}, or start fewer ranks a host")
+    return Row(title, value, NOTE, f"export {settings}, or start fewer ranks per host")
 
 
 def binding(found: list[NodeSeats]) -> Row:
@@ -222,7 +222,7 @@ def binding(found: list[NodeSeats]) -> Row:
             for cores, which in bound.items()
             if len(which) > len(cores) and not node.is_crowded
         ]
-    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no ranks must share a core"
+    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
     return assessed("binding", value, not shared, BIND)
 
 
@@ -235,7 +235,7 @@ def threads(found: list[NodeSeats]) -> Row:
             cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
             was_set = any(seat.threads_were_set for seat in node.seats)
             names = [name for name in environment.THREADS if was_set and name in os.environ]
-            remedy = f"unset {' '.join(names)}" if names else "do not set the threads"
+            remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
         free = node.usable - sum(seat.threads for seat in node.seats)

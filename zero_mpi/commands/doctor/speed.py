@@ -33,10 +33,13 @@ SMALL = 64  # bytes of the message that measures latency
 BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
 FEWEST, MOST = 3, 60  # repeats
 NAME_IT = (
-    "if the hosts have a faster network, name its interface: MPICH -iface NAME or UCX_NET_DEVICES, "
-    "Open MPI --mca btl_tcp_if_include NAME; else train with large batches"
+    "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
+    "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
 )
-SLOW_LINK, LATE = 125e6, 1e-3  # bytes a second (1 Gbit/s) and seconds: worth a look at the network's settings
+SLOW_LINK, LATE = (
+    125e6,
+    1e-3,
+)  # bytes per second (1 Gbit/s) and seconds: worth a look at the network's settings
 
 
 # ----------------------------------------------------------------------------------------------- products
@@ -50,7 +53,7 @@ def square_product(kind: Any) -> Callable[[], object]:
 
 
 def rate(seconds: float, product: Callable[[], object]) -> float:
-    """Return this rank's floating-point operations a second, over `seconds` and at least one product."""
+    """Return this rank's floating-point operations per second, over `seconds` and at least one product."""
     product()  # starts the library's threads
     begun, count = time.perf_counter(), 0
     while count == 0 or time.perf_counter() - begun < seconds:
@@ -72,8 +75,8 @@ def products(where: Ranks) -> Iterator[Row]:
 def rows(rates: list[float], where: Ranks) -> Iterator[Row]:
     """Yield the rates, and the hosts that are behind; of two hosts the faster one is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
-    all_at_once = f"{spread} GFLOP/s a rank, {gigaflops(sum(rates))} in all (fp32 products, all at once)"
-    yield Row("speed", all_at_once)
+    total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
+    yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
     hosts = [statistics.mean(rates[rank] for rank in ranks) for ranks in where.nodes]
     if len(hosts) == 1:
         return
@@ -82,7 +85,7 @@ def rows(rates: list[float], where: Ranks) -> Iterator[Row]:
     value = f"the slowest has {min(shares):.0f} % of the median"
     if slow:
         value = f"{', '.join(few(slow))}: all ranks wait for it"
-    remedy = "leave it out of the job; look there for other programs (top), heat and a lower clock"
+    remedy = "exclude it from the job, or check it for other programs (top), heat and a lower clock"
     yield assessed("uneven hosts", value, not slow, remedy)
 
 
@@ -101,7 +104,7 @@ def kernels(where: Ranks) -> list[Row]:
     value = f"--precision bf16 would be slower than fp32: {reason or 'some ranks have no library'}"
     if min(rates):
         times = median / where.figures["flops_per_second_per_rank"]
-        value = f"{library}: {gigaflops(median)} GFLOP/s a rank, {times:.1f} times fp32"
+        value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {times:.1f} times fp32"
     faults = list(filter(None, where.gather(pins_fault())))
     return [Row("bf16", value), bits_row(where.gather(trial.digest()), blas(), faults[0] if faults else "")]
 
@@ -110,10 +113,10 @@ def bits_row(trials: list[str], library: str, fault: str) -> Row:
     """Return the row of the ranks' bits, given each rank's trial and what keeps --bits from holding."""
     kinds = len(set(trials))
     value = f"trial {trials[0]}" + (f" and {plural(kinds - 1, 'other')} among the ranks" if kinds > 1 else "")
-    how = "native, the best code for each processor"
+    how = "native, fastest kernels for each CPU"
     if portable.asked() == portable.PORTABLE:
         how = f"portable, {portable.LEVEL} ({library}, compiled for {portable.TARGET})"
-    remedy = "give --bits portable, or hosts of one kind" if not fault else "see docs/exact.md"
+    remedy = "use --bits portable, or identical hosts" if not fault else "see docs/exact.md"
     return assessed("bits", fault or f"{how}; {value}", kinds == 1 and not fault, remedy)
 
 
@@ -164,7 +167,7 @@ def links(where: Ranks) -> Iterator[Row]:
         found["between"] = measure(where, between(where))
         yield network(found["between"])
     if where.size == 1:
-        yield Row("links", "one rank has nobody to talk to")
+        yield Row("links", "not measured: only one rank")
 
 
 def largest(where: Ranks) -> int:
@@ -212,4 +215,4 @@ def text_of(link: dict[str, float]) -> str:
 def network(link: dict[str, float]) -> Row:
     """Return the row of the network between nodes."""
     fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
-    return assessed("network", f"{text_of(link)} for the link of a node", fine, NAME_IT)
+    return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)

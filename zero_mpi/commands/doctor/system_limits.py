@@ -51,10 +51,10 @@ def memory(found: list[Limits], where: Ranks) -> Row:
     """Return the row of memory."""
     each, most = memory_per_rank(found, where), max(map(len, where.nodes))
     tight = next((limits for limits in found if limits.memory != limits.available), None)
-    limit = f"; a control group allows a host {short_size(tight.group_memory or 0)}" if tight else ""
+    limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""
     own = short_size(programs(most) + most * WITH_UCX)
-    value = f"{short_size(each)} for each rank{limit}; of a host, interpreters, libraries and MPI take {own}"
-    remedy = "ask the batch system for more (Slurm: --mem), or start fewer ranks a host"
+    value = f"{short_size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
+    remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
     return assessed("memory", value, each >= LEAST_MEMORY, remedy)
 
 
@@ -64,10 +64,10 @@ def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
     for host, name in where.named(found):
         if host.group_cores is not None and host.group_cores < host.cores:
             value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
-            remedy = "start no more ranks times threads than that, or raise it (containers: --cpus)"
+            remedy = "start at most that many ranks times threads, or raise it (containers: --cpus)"
             yield Row("processor time", value, NOTE, remedy)
         if host.address_space is not None:
-            value = f"address space of {short_size(host.address_space)} on {name}: shared memory needs much"
+            value = f"address space of {short_size(host.address_space)} on {name}: shared memory needs more"
             yield Row("limits", value, NOTE, unlimited.format("v"))
         if host.data is not None:
             value = f"private memory of {short_size(host.data)} for a rank on {name}"
@@ -87,11 +87,11 @@ def limits(found: list[Limits], where: Ranks) -> Iterator[Row]:
 def load(where: Ranks) -> Iterator[Row]:
     """Check for programs of others, with which the measurements would share the cores. Collective."""
     seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
-    remedy = "what follows is measured beside them: wait for their end, or take another host"
+    remedy = "the speeds below are measured while they run: wait until they end, or use another host"
     for ranks, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
         if threads > max(cores, ranks):
-            others = f"{threads - ranks} threads of others run on {name}"
-            yield Row("load", f"{others}, beside {ranks} of ours on {cores} cores", NOTE, remedy)
+            others = f"{threads - ranks} threads of other programs run on {name}"
+            yield Row("load", f"{others}, with {ranks} ranks of this job on {cores} cores", NOTE, remedy)
 
 
 def busy_threads() -> int:
@@ -151,7 +151,7 @@ def try_window(where: Ranks) -> str:
     node.Barrier()  # nobody frees memory that another rank still reads
     del memory
     made.free()
-    return f"what {plural(len(others), 'rank')} wrote did not arrive" if others else ""
+    return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
 
 
 def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
@@ -161,9 +161,9 @@ def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) ->
     value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(ranks, 'rank')}"
     room = assessed("shared memory", value, least.free >= SMALL, MORE_ROOM)
     broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
-    value = "made, written to and read by all ranks of each host"
+    value = "created, written and read by all ranks of each host"
     if broken:
-        value = f"{'; '.join(few(broken))}: a run would go over messages"
+        value = f"{'; '.join(few(broken))}: a run would use messages"
     elif where.node_comm is None:
         value = "not tried: one process without MPI"
     trial = assessed("shared window", value, not broken, MORE_ROOM)
@@ -176,5 +176,5 @@ def left(host: SharedMemory, name: str) -> Row:
     listed = ", ".join(few([Path(path).name for path in host.left]))
     value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
     by_hand = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}"
-    remedy = f"{by_hand}; the next zero_mpi.train of the same user there removes all"
+    remedy = f"{by_hand}; the next zero_mpi.train of the same user there removes them too"
     return Row("left in shared memory", value, NOTE, remedy)

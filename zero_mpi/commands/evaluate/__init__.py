@@ -1,7 +1,7 @@
 """`zero-mpi evaluate`: how well models predict a text, and which answers they prefer.
 
 `task` reads the flags, `candidate` opens the models, `command` has text and questions (`choices`) on all
-ranks. Both become rows of tokens of which some targets count, each part with a loss of its own. `measure`
+ranks. Both become rows of tokens with some scored targets; each part has its own loss. `measure`
 runs them through a model that is sharded over the ranks, `scores` computes figures from the losses and text
 from the figures.
 

@@ -55,7 +55,7 @@ class Candidate:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer that came with the model; None where there is none that can be read."""
+        """Tokenizer that came with the model; None if there is none that can be read."""
         try:
             found = tokenizer_of(self.source, self.model)
         except UsageError:
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Path for people."""
+        """Path for messages."""
         return shown(self.title, LONGEST_NAME)
 
     @property
@@ -156,8 +156,8 @@ def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
         odd = f"token {place} is {show(found)}, expected {show(expected)}" if expected != found else ""
     if odd:
         raise UsageError(
-            f"--against {shown(base.path)}: {odd} as in {shown(candidate.path)}: only models of the same "
-            "tokens read the same windows"
+            f"--against {shown(base.path)}: {odd} as in {shown(candidate.path)}: only models with the same "
+            "tokens can be compared"
         )
 
 
@@ -165,14 +165,14 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     """Yield a line for each thing that the user may not expect of bos and of two tokenizers."""
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
-        yield f"--bos {ALWAYS}: token files are read as they are, no bos is put in"
+        yield f"--bos {ALWAYS}: no BOS token is added to token files"
     found = [each.tokenizer for each in opened.candidates]
     asks = [each is not None and each.add_bos for each in found]
     if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(wanted)].name for wanted in (True, False))
         yield (
-            f"--against: {one} asks for bos and {other} does not: both are read as the first one asks; "
-            "--bos always or never says it for both"
+            f"--against: {one} expects a BOS token, {other} does not: both are read like the first; set "
+            "--bos always or never for both"
         )
     ours, *theirs = (each.keys for each in opened.candidates)
     differ = sorted(
@@ -183,8 +183,8 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
     )
     if differ:
         yield (
-            f"--against {path}: {', '.join(differ)} are others than in {opened.candidates[0].name}: both "
-            "models read what the first one's tokenizer makes of the text"
+            f"--against {path}: {', '.join(differ)} differ from {opened.candidates[0].name}: both models "
+            "read the tokens of the first one's tokenizer"
         )
 
 
@@ -194,5 +194,5 @@ def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:
     wanted = task.context or min(MOST_CONTEXT, *rooms)
     for candidate, room in zip(candidates, rooms, strict=True):
         if wanted > room:
-            raise UsageError(f"--context {wanted}: the model {shown(candidate.path)} has {room}")
+            raise UsageError(f"--context {wanted}: the model {shown(candidate.path)} allows at most {room}")
     return wanted

@@ -129,7 +129,7 @@ def encode_choices(
         letters = sum(map(len, each.answers)) + len(each.answers) * max(map(len, each.contexts))
         if letters > MOST_LETTERS:
             raise FileError(
-                f"{where}: question and answers have {letters} letters, expected {MOST_LETTERS} at most"
+                f"{where}: question and answers have {letters} characters, expected at most {MOST_LETTERS}"
             )
         first = edge if each.span in CORE else [] if bos is None else [bos]
         rows = list(rows_of(each, tokenizer, first, edge, context))

@@ -10,10 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.importance import write_importance
 from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate.candidate import Candidate, Opened, cautions, look
 from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
-from zero_mpi.commands.evaluate.measure import AnswerSet, WindowSet, counted, grouped, measure
+from zero_mpi.commands.evaluate.measure import (
+    AnswerSet,
+    WindowSet,
+    counted,
+    divergence,
+    grouped,
+    measure,
+)
+from zero_mpi.commands.evaluate.quantization import Importance, divergence_figures
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
 from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
@@ -26,6 +35,7 @@ from zero_mpi.data.packing import PackedWindows
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
 from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
 from zero_mpi.launch.watchdog import Watchdog
@@ -42,7 +52,7 @@ class Material:
     """Text and questions that the models are given to read.
 
     windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
-    answers   of the questions, if there are any, and once more where the likeliest ids are asked for
+    answers   of the questions, if there are any, and once more where the most likely ids are asked for
     choices   the questions
     """
 
@@ -90,13 +100,15 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
     corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
     if len(corpus.parts) > 1:
-        raise UsageError("--data: expected paths without shares: evaluate one source after the other")
+        raise UsageError("--data: expected paths without shares: evaluate one source at a time")
     if corpus.train.counted is not None and task.stride is not None:
-        raise UsageError(
-            f"--stride {task.stride}: each conversation is read from its beginning: leave it out"
-        )
+        raise UsageError(f"--stride {task.stride}: conversations have no stride: leave it out")
+    if corpus.train.counted is not None and task.imatrix is not None:
+        raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
     if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
-        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+        raise UsageError(
+            f"--context {opened.config.context}: no answer begins within the context: use a larger one"
+        )
     return corpus
 
 
@@ -146,8 +158,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
     check(world.comm, task.facts(), "start all ranks with the same flags and variables")
-    if task.json is not None:
-        world.on_root(lambda: check_target("--json", task.json or ""))
+    for flag, path in (("--json", task.json), ("--imatrix", task.imatrix)):
+        if path is not None:
+            world.on_root(partial(check_target, flag, path))
     watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
     try:
         figures = evaluate_all(world, task, watchdog)
@@ -172,11 +185,23 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     for note in notes if world.rank == 0 else ():
         log.tell(note)
     sets = [found for found in (material.windows, *material.answers) if found is not None]
+    importance = None if task.imatrix is None else Importance(opened.candidates[0].model, world.comm)
+    seen = [importance, None]  # of the first model
     models = [
-        figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog))
-        for candidate in opened.candidates
+        figures_of(task, candidate, material, measure(world, opened.config, candidate, sets, watchdog, sums))
+        for candidate, sums in zip(opened.candidates, seen, strict=False)
     ]
-    return joined(material, models)
+    found = joined(material, models)
+    if importance is not None and task.imatrix is not None:
+        totals, text = importance.totals(), material.text
+        tokens = text["windows"] * text["context"]
+        texts = [shown(path) for path in task.config.data]
+        matrix = partial(write_importance, task.imatrix, totals, tokens, texts)
+        world.on_root(lambda: matrix(text["windows"], text["context"]))
+    if task.kl and material.windows is not None:
+        sums = divergence(world, opened.config, opened.candidates, material.windows, watchdog)
+        found["divergence"] = divergence_figures(sums, int(material.tokens.sum()))
+    return found
 
 
 def figures_of(task: Task, candidate: Candidate, material: Material, losses: list[Array]) -> Figures:

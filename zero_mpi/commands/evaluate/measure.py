@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint.state import finite
 from zero_mpi.commands.evaluate.candidate import Candidate
 from zero_mpi.commands.evaluate.choices import EncodedChoices
+from zero_mpi.commands.evaluate.quantization import Importance, divergences
 from zero_mpi.config.settings import Config
 from zero_mpi.data import EvalLoader, Windows
 from zero_mpi.data.packing import PackedWindows
@@ -24,6 +26,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
+from zero_mpi.nn.linear import observing
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.evaluation import PartedBatch, part_losses
 from zero_mpi.sharding.precision import precision_named
@@ -103,13 +106,11 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
-def measure(
-    world: World, config: Config, candidate: Candidate, sets: Sequence[SequenceSet], watchdog: Watchdog
-) -> list[Array]:
-    """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
-
-    Raises UsageError on all ranks for weights or losses that are not finite. Keeps nothing of the model.
-    """
+@contextmanager
+def opened_module(
+    world: World, config: Config, candidate: Candidate, watchdog: Watchdog
+) -> Iterator[ShardedModule]:
+    """Yield a model over all ranks with its weights; nothing of it is kept. Collective; raises UsageError."""
     watchdog.beat(f"reading {candidate.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
@@ -125,9 +126,29 @@ def measure(
     ).eval()
     read = finite(candidate.source.read, candidate.source.path)
     world.together(partial(module.load_slices, read))
-    found = [take_through(module, sequences, candidate, watchdog) for sequences in sets]
+    yield module
     del module  # freed before the memory that it lies in
     comm.close()
+
+
+def measure(
+    world: World,
+    config: Config,
+    candidate: Candidate,
+    sets: Sequence[SequenceSet],
+    watchdog: Watchdog,
+    importance: Importance | None = None,
+) -> list[Array]:
+    """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
+
+    Raises UsageError on all ranks for weights or losses that are not finite. `importance` sees the first set.
+    """
+    with opened_module(world, config, candidate, watchdog) as module:
+        found = [
+            take_through(module, sequences, candidate, watchdog, None if number else importance)
+            for number, sequences in enumerate(sets)
+        ]
+        del module
     for losses in found:
         if not np.isfinite(losses).all():
             place = int(np.argmin(np.isfinite(losses)))
@@ -138,10 +159,34 @@ def measure(
     return found
 
 
-def take_through(
-    module: ShardedModule, sequences: SequenceSet, candidate: Candidate, watchdog: Watchdog
+def divergence(
+    world: World, config: Config, candidates: Sequence[Candidate], windows: SequenceSet, watchdog: Watchdog
 ) -> Array:
-    """Return the losses of one set. Collective."""
+    """Return `divergences` of two models over the windows. Collective."""
+
+    def read(number: int) -> PartedBatch:
+        watchdog.beat(f"micro-batch {number} of {windows.micro_batches} of both models")
+        return windows.micro(number)
+
+    model, base = candidates
+    with (
+        opened_module(world, config, model, watchdog) as ours,
+        opened_module(world, config, base, watchdog) as theirs,
+        np.errstate(all="ignore"),
+    ):
+        found = divergences([ours, theirs], windows.micro_batches, windows.count, read)
+        del ours, theirs
+    return found
+
+
+def take_through(
+    module: ShardedModule,
+    sequences: SequenceSet,
+    candidate: Candidate,
+    watchdog: Watchdog,
+    importance: Importance | None = None,
+) -> Array:
+    """Return the losses of one set; `importance` sees the inputs of matrices. Collective."""
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=candidate.name, leave=False, disable=hidden) as bar:
 
@@ -150,6 +195,8 @@ def take_through(
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)
 
-        with np.errstate(all="ignore"):  # overflow is reported below
-            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read)
+        seen = nullcontext() if importance is None else observing(importance.observe)
+        after = None if importance is None else importance.end_round
+        with np.errstate(all="ignore"), seen:  # overflow is reported below
+            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
     return losses

@@ -72,8 +72,8 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
     acc                of CORE's by log-likelihood per token, else by log-likelihood
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
-    right              questions whose right answer is the likeliest; of equally likely ones the first counts
-    accuracy           their share of all questions
+    right              questions whose right answer is the most likely; of equally likely ones the first
+    counts accuracy           their share of all questions
     log_likelihoods    nats, of each answer of each question
     """
     likelihoods = grouped((-losses).tolist(), choices.counts)
@@ -108,14 +108,14 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 
 
 def right_ones(likelihoods: Array, choices: EncodedChoices) -> int:
-    """Return how many questions have their right answer as the likeliest."""
+    """Return how many questions have their right answer as the most likely."""
     of_questions = grouped(likelihoods.tolist(), choices.counts)
     first = [found.index(max(found)) for found in of_questions]
     return sum(chosen == right for chosen, right in zip(first, choices.right, strict=True))
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
-    """Return `model` minus `base`, figure by figure; the error is that of the difference itself.
+    """Return `model` minus `base`, figure by figure; the standard error is that of the difference.
 
     Windows are the same for both, so what they have in common is no error.
     """
@@ -156,12 +156,18 @@ def lines(figures: Figures) -> Iterator[str]:
         yield f"{name:{width}}  {model['arch']}, {model['parameters']:,} parameters, {model['precision']}"
     if "text" in figures:
         yield from ("", *about_text(figures["text"]), "")
-        yield f"{'':{width}} {'nats a token':>14} {'+-':>10} {'perplexity':>14} {'bits a byte':>12}"
+        yield f"{'':{width}} {'nats/token':>14} {'+-':>10} {'perplexity':>14} {'bits/byte':>12}"
         for name, text in zip(names, (row["text"] for row in rows), strict=True):
             yield (
                 f"{name:{width}} {number(text['loss'], 6):>14} {number(text['standard_error'], 6):>10} "
                 f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
             )
+    if "divergence" in figures:
+        found = figures["divergence"]
+        yield (
+            f"KL divergence from {names[1]}: {found['kl']:.6f} nats a token; RMS change of the next token's "
+            f"probability: {100 * found['rms_change']:.3f} %; same top token: {100 * found['same_top']:.2f} %"
+        )
     if "choices" in figures:
         yield from ("", about_choices(figures["choices"]), "")
         if "right" in rows[0]["choices"]:
@@ -181,25 +187,21 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
     kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:
-        kind, every = "conversations of at most", "what counts of them"
+        kind, every = "conversations of at most", "their trained tokens"
     yield (
         f"{text['windows']:,}{some} {kind} {plural(text['context'], 'token')}, {every}: "
         f"{plural(text['tokens'], 'token')} predicted"
-        + ("" if text["bos"] is None else ", bos in front of each")
+        + ("" if text["bos"] is None else ", with BOS before each")
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")
     )
     rest = text["tokens_after_the_last_window"]
     if rest:
-        yield f"{plural(rest, 'token')} at the end fill no window and do not count"
+        yield f"{plural(rest, 'token')} at the end are left out: too few for a window"
 
 
 def about_choices(choices: dict[str, Any]) -> str:
     """Return how many questions there were."""
-    cut = (
-        f", {choices['cut']:,} without their beginnings, which are beyond the context"
-        if choices["cut"]
-        else ""
-    )
+    cut = f", {choices['cut']:,} cut at the beginning to fit the context" if choices["cut"] else ""
     return f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
 
 

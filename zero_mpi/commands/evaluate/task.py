@@ -17,8 +17,8 @@ from zero_mpi.train.same_bits import settings
 
 MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
-    "data": "text, token files, or conversations as .jsonl",
-    "tokenizer": "byte, from-init (the model's own, the default), or a file",
+    "data": "text, token files or conversations (.jsonl)",
+    "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
     "bos": "", "micro_batch": "", "prefetch": "", "transport": "",
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
@@ -34,7 +34,7 @@ Examples:
   zero-mpi evaluate OLD.gguf --lora ADAPTER.gguf --data TEXT
   mpirun -n 2 zero-mpi evaluate MODEL.gguf --choices FILE.jsonl
 
-A line of FILE.jsonl, where 0 is the first answer:
+A line of FILE.jsonl (answers are counted from 0):
 
   {"question": "Two and two are", "answers": [" four", " five"], "right": 0}"""
 
@@ -53,6 +53,8 @@ class Task:
     stride    tokens from a window to the next, None: as many as a window has
     windows   maximum number of windows, None: all
     json      a file for all figures
+    kl        whether the probabilities of both models are compared
+    imatrix   a file for the importance matrix of the model
     """
 
     config: Config
@@ -65,6 +67,8 @@ class Task:
     stride: int | None = None
     windows: int | None = None
     json: Path | None = None
+    kl: bool = False
+    imatrix: Path | None = None
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
@@ -77,41 +81,51 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="mpirun -n N zero-mpi evaluate",
         usage="%(prog)s PATH [flags]",
-        description="How well a model predicts a text: loss, perplexity, bits a byte; and which answers to "
-        "questions it prefers. The figures are the same at any number of ranks.",
+        description="Measure how well a model predicts a text (loss, perplexity, bits per byte) or answers "
+        "questions. Results are the same at any number of ranks.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with the model at PATH")
-    parser.add_argument("--against", metavar="PATH", help="evaluate this model too, and the difference")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    parser.add_argument("--against", metavar="PATH", help="second model, to evaluate and compare")
     parser.add_argument(
         "--choices",
         "--task",
         metavar="FILE",
-        help="questions with several answers, or a published task "
-        "(HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
+        help="multiple-choice questions or a published task (HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
     )
     parser.add_argument(
-        "--shots", type=int, metavar="N", help="solved questions of FILE before each (default: 0)"
+        "--shots", type=int, metavar="N", help="solved questions shown before each question (default: 0)"
     )
     parser.add_argument(
         "--delimiter",
         metavar="TEXT",
-        help=r"text between question and answer of CORE's files, as '\nAnswer: ' (default: a space)",
+        help=r"text between question and answer in CORE files, e.g. '\nAnswer: ' (default: a space)",
     )
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
     parser.add_argument(
-        "--context", type=int, help=f"tokens of a window (default: the model's, at most {MOST_CONTEXT})"
+        "--context", type=int, help=f"tokens per window (default: the model's, at most {MOST_CONTEXT})"
     )
     parser.add_argument(
-        "--stride", type=int, help="tokens from a window to the next, of which only new ones count "
+        "--stride", type=int, help="tokens between starts of windows; each token counts once "
         "(default: --context)"
     )  # fmt: skip
-    parser.add_argument("--windows", type=int, help="so many at most, spread over the text (default: all)")
+    parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    add_files(parser)
     return parser
+
+
+def add_files(parser: Parser) -> None:
+    """Add the flags about quantization and files to write."""
+    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
+    parser.add_argument(
+        "--kl", action="store_true", help="KL divergence and equal likeliest tokens of both models, on --data"
+    )
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="write the importance matrix of the model on --data, for export"
+    )
 
 
 def read_task(arguments: Sequence[str]) -> Task:
@@ -119,16 +133,19 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    own |= {name: Path(own[name]) for name in ("choices", "json") if name in own}
+    own |= {name: Path(own[name]) for name in ("choices", "json", "imatrix") if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
-    for name in OF_WINDOWS:
+    if "kl" in own and ("against" not in own or not config.data):
+        raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
+    for name in (*OF_WINDOWS, "imatrix"):
         if name in own and not config.data:
-            raise UsageError(f"{spelled(name)} {own[name]}: of no text: give --data PATH as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a text: add --data PATH")
+    for name in OF_WINDOWS:
         within(name, own.get(name, 1), 1)
     for name in OF_QUESTIONS:
         if name in own and "choices" not in own:
-            raise UsageError(f"--{name} {show(own[name])}: of no questions: give --task FILE as well")
+            raise UsageError(f"--{name} {show(own[name])}: needs questions: add --task FILE")
     if "delimiter" in own:
         own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
     return Task(config, **own)

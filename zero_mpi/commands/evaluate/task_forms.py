@@ -11,7 +11,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
 from zero_mpi.files.json_lines import is_text
 
-# What counts: the answers; a last word, each token of which has to be the likeliest; all of a text. For CORE
+# Scored: the answers; a last word, each token of which must be the most likely; all of a text. For CORE
 # what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")

@@ -1,4 +1,4 @@
-"""`zero-mpi export SOURCE TARGET --type q8_0`: a model in another type or format, in one process.
+"""`zero-mpi export SOURCE TARGET --type q8_0`: a model in another type or format, on any number of ranks.
 
 Tensors pass through in pieces, so a model of any size takes a few MiB. The result is written beside its
 place, flushed to disk and renamed: TARGET is complete, or it is not there.
@@ -12,23 +12,33 @@ import shutil
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
+from zero_mpi import environment
 from zero_mpi.checkpoint.folders import replace_folder, sync_folder
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
+from zero_mpi.checkpoint.importance import read_importance
 from zero_mpi.checkpoint.merged import MergedWeights, adapter_source, is_adapter_file, open_merged
+from zero_mpi.checkpoint.mixes import (
+    ALIASES,
+    FILE_TYPES,
+    MIXES,
+    file_type,
+    known_type,
+    needs_weights,
+    types_of,
+)
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.export.encode import FILE_TYPES, encoded, kind_of
+from zero_mpi.commands.export.encode import Encoder
+from zero_mpi.commands.export.gguf_files import PlannedFile, create, fill, planned
 from zero_mpi.commands.export.huggingface import ends_of
 from zero_mpi.commands.export.safetensors_folder import (
     COPIED,
@@ -46,6 +56,7 @@ from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, refusing
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
+from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest")
@@ -57,53 +68,161 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi export",
-        description="Write a model in another type or format, in one process.",
+        description="Convert a model to another type or format. Ranks of mpirun share the work for a GGUF.",
         epilog="Examples:\n\n"
         "  zero-mpi export runs/default/latest model-q8.gguf --type q8_0\n"
-        "  zero-mpi export runs/default/latest model-q4.gguf --type q4_0\n"
+        "  mpirun -n 8 zero-mpi export runs/default/latest model-q4.gguf --type q4_k_m\n"
         "  zero-mpi export runs/default/latest folder --format safetensors\n"
         "  zero-mpi export runs/adapter/latest peft-folder --base MODEL.gguf",
     )
     parser.add_argument("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
-    parser.add_argument("target", help="NAME.gguf, or a folder for safetensors")
-    parser.add_argument("--merge", metavar="FILE", help="adapter whose products are added to the weights")
-    parser.add_argument("--base", metavar="PATH", help="model of an adapter, which is the source")
-    parser.add_argument("--type", default="f32", choices=tuple(FILE_TYPES), help="of the matrices")
-    parser.add_argument("--pure", action="store_true", help="4 or 5 bits for embedding and head too, not 8")
-    parser.add_argument("--format", choices=("gguf", "safetensors"), help="if the target does not tell")
-    parser.add_argument("--shard-size", default=SHARD_SIZE, help="most bytes in a safetensors file")
-    parser.add_argument("--force", action="store_true", help="replace the target if it is there")
+    parser.add_argument("target", help="NAME.gguf, or folder for safetensors")
+    parser.add_argument("--merge", metavar="FILE", help="adapter to merge into the weights")
+    parser.add_argument("--base", metavar="PATH", help="base model, if the source is an adapter")
+    parser.add_argument(
+        "--type",
+        default="f32",
+        choices=(*FILE_TYPES, *MIXES, *ALIASES),
+        help="type of matrices; from q2_k on a mix of types as in llama.cpp, which needs the extra ggml",
+    )
+    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix of evaluate or of llama.cpp")
+    parser.add_argument(
+        "--pure", action="store_true", help="one type for all matrices, embedding and head too"
+    )
+    parser.add_argument(
+        "--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)"
+    )
+    parser.add_argument("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
+    parser.add_argument(
+        "--split-size", help="maximum size of tensors in a GGUF file, e.g. 2GB (default: one file)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing target")
     return parser
+
+
+@dataclass
+class Export:
+    """An export in progress.
+
+    place    where the result is written before it gets its name
+    kinds    type of each tensor
+    files    files of a GGUF, which ranks fill together; none of a folder
+    """
+
+    target: Path
+    wanted: str
+    pure: bool
+    kinds: Kinds = field(default_factory=dict)
+    files: list[PlannedFile] = field(default_factory=list)
+    encoder: Encoder | None = None
+    write: Callable[[Path], Kinds] | None = None
+
+    @property
+    def place(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.partial")
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths of the files before they get their names."""
+        return [self.place] if len(self.files) < 2 else [self.place / file.name for file in self.files]
+
+    @property
+    def results(self) -> list[Path]:
+        """The final paths."""
+        return [self.target.with_name(file.name) for file in self.files] or [self.target]
+
+    def begin(self) -> None:
+        """Write a folder, or create the files of a GGUF with their headers."""
+        remove(self.place)
+        if self.write is not None:
+            self.kinds = self.write(self.place)
+        if len(self.files) > 1:
+            self.place.mkdir()
+        for file, path in zip(self.files, self.paths, strict=False):
+            create(file, path)
+
+    def fill(self, rank: int, size: int) -> None:
+        """Write this rank's pieces."""
+        if self.encoder is not None:
+            fill(self.files, self.paths, self.encoder, rank, size)
+
+    def publish(self) -> None:
+        """Give the result its name; of several files the first one last: with it the model is complete."""
+        if len(self.files) > 1:
+            for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
+                path.replace(result)
+            self.place.rmdir()
+        else:
+            publish(self.place, self.target)
+        sync_folder(self.target.absolute().parent)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the target and print one line about it. Return the exit status."""
     options = make_parser().parse_args(arguments)
-    target, shard = Path(options.target), size_of(options.shard_size)
+    export: Export = world.together(partial(prepare, options, world.rank == 0))
+
+    def step(action: Callable[[], None]) -> Callable[[], None]:
+        def work() -> None:
+            try:
+                action()
+            except OSError as error:
+                cause = error.strerror or str(error)
+                raise JobError(f"{error.filename or export.target}: cannot be written: {cause}") from error
+
+        return work
+
+    try:
+        world.on_root(step(export.begin))
+        world.together(step(partial(export.fill, world.rank, world.size)))
+        world.on_root(step(export.publish))
+    except BaseException:
+        if world.rank == 0:
+            remove(export.place)
+        raise
+    if world.rank == 0:
+        print(summary(export))
+    return 0
+
+
+def prepare(options: Namespace, tells: bool) -> Export:
+    """Return the export that is asked for; raises UsageError. `tells`: this rank prints warnings."""
+    options.type = known_type(options.type)
+    target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
     if as_gguf and options.shard_size != SHARD_SIZE:
-        raise UsageError(f"--shard-size {options.shard_size}: a GGUF is one file; leave it out")
+        raise UsageError(f"--shard-size {options.shard_size}: is of safetensors: a GGUF has --split-size")
+    for name, given in (("--split-size", options.split_size), ("--imatrix", options.imatrix)):
+        if given is not None and not as_gguf:
+            raise UsageError(f"{name} {given}: only a GGUF can have it: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    write = writer(options, as_gguf, shard)
-    try:
-        with arriving(target) as place:
-            kinds = write(place)
-    except OSError as error:
-        cause = error.strerror or str(error)
-        raise JobError(f"{error.filename or target}: cannot be written: {cause}") from error
-    print(summary(target, options.type, kinds))
-    return 0
+    found = Export(target, options.type, options.pure)
+    if not as_gguf:
+        found.write = folder_writer(options, shard)
+        return found
+    source = (
+        open_source(options.source, True, options.merge) if options.base is None else only_adapter(options)
+    )
+    found.encoder = encoder_of(source, options)
+    found.kinds = {name: kind.name.lower() for name, kind in found.encoder.kinds.items()}
+    keys = gguf_metadata(source, options.type, options.imatrix, tells)
+    most = None if options.split_size is None else size_of("--split-size", options.split_size)
+    found.files = planned(found.encoder, keys, target, most)
+    taken = next((path for path in found.results if os.path.lexists(path) and path != target), None)
+    if taken is not None and not options.force:
+        raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
+    return found
 
 
 # ----------------------------------------------------------------------------------- what is asked for
 
 
-def size_of(text: str) -> int:
-    """Return a number of bytes such as 5GB or 200MiB; raises UsageError."""
+def size_of(flag: str, text: str) -> int:
+    """Return a number of bytes such as 5GB or 200MiB; raises UsageError that begins with the flag."""
     found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text)
     if not found or found[2].upper() not in UNITS or int(found[1]) < 1:
-        raise UsageError(f"--shard-size {text}: expected a size such as 5GB or 200MiB")
+        raise UsageError(f"{flag} {text}: expected a size such as 5GB or 200MiB")
     return int(found[1]) * UNITS[found[2].upper()]
 
 
@@ -111,44 +230,48 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
     """Raise UsageError unless the target may be written: --force replaces a model, and nothing else."""
     above = target.absolute().parent
     if not is_folder(above):
-        raise UsageError(f"{target}: expected a folder to put it in, found none: make {above}")
+        raise UsageError(f"{target}: the folder {above} does not exist: create it")
     if not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
     if not as_gguf and (kind not in DTYPES or target.suffix in (".safetensors", ".gguf")):
         what = f"--type {kind}" if kind not in DTYPES else str(target)
-        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: take another name or type")
+        raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
         ours = (CONFIG, *COPIED, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in ours]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
             found = f"a folder with {show(foreign)}" if foreign else "a folder"
-            raise UsageError(f"{target}: expected a place for a model, found {found}: take another name")
+            raise UsageError(f"{target}: expected a new name or a model, found {found}: use another name")
         if not os.listdir(target):
             return
     if os.path.lexists(target) and not force:
-        raise UsageError(f"{target}: is there already: take another name, or --force to replace it")
+        raise UsageError(f"{target}: already exists: use another name, or --force to replace it")
     if os.path.lexists(target) and not is_folder(target) and not (as_gguf and is_file(target)):
-        raise UsageError(f"{target}: expected a model to replace, found something else: take another name")
+        raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
-def writer(options: Namespace, as_gguf: bool, most: int) -> Callable[[Path], Kinds]:
-    """Return the writer of the requested target; raises UsageError for a source that it cannot convert."""
-    kind = options.type
+def folder_writer(options: Namespace, most: int) -> Callable[[Path], Kinds]:
+    """Return the writer of a folder; raises UsageError for a source that it cannot convert."""
     if options.base is None:
-        source = open_source(options.source, as_gguf, options.merge)
-        if as_gguf:
-            return partial(write_gguf, source, kind, options.pure)
-        return partial(write_folder, source, kind, most)
-    for name, given in (("--merge", options.merge), ("--type", kind if as_gguf and kind != "f32" else None)):
+        source = open_source(options.source, False, options.merge)
+        return partial(write_folder, source, options.type, most)
+    return partial(write_peft, only_adapter(options), open_weights(options.base), options.type)
+
+
+def only_adapter(options: Namespace) -> WeightSource:
+    """Return the adapter that is exported alone, with --base; raises UsageError if it does not fit."""
+    as_gguf = options.format == "gguf" or options.target.endswith(".gguf")
+    kind = options.type if as_gguf and options.type != "f32" else None
+    for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
-            raise UsageError(f"{name} {given}: cannot be had with --base, which writes the adapter as it is")
+            raise UsageError(
+                f"{name} {given}: cannot be combined with --base, which converts only the adapter"
+            )
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)  # raises if it does not fit
-    if as_gguf:
-        return partial(write_gguf, adapter, kind, False)
-    return partial(write_peft, adapter, base, kind)
+    MergedWeights(base, adapter)
+    return adapter
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
@@ -156,10 +279,10 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     source = open_merged(path, adapter)
     architecture = GGUFKeys(source.metadata, str(source.path)).architecture
     if architecture is None or architecture == "zero_mpi":
-        found = "none" if architecture is None else "the state of a training: give its model.gguf"
+        found = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
     if is_adapter_file(source):
-        raise UsageError(f"{source.path}: is an adapter: give the model that it was trained on by --base")
+        raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
         config_from_gguf(source.metadata, shapes, path, source.read).check_tensors(shapes, path)
@@ -169,28 +292,34 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 # ----------------------------------------------------------------------------------------- a GGUF file
 
 
-def write_gguf(source: WeightSource, wanted: str, pure: bool, path: Path) -> Kinds:
-    """Write a GGUF file. Return the type of each tensor."""
-    kind = GGMLQuantizationType[wanted.upper()]
-    kinds = {name: kind_of(spec, kind, pure) for name, spec in source.tensors.items()}
-    table = [(name, spec.shape, kinds[name]) for name, spec in source.tensors.items()]
-    metadata = gguf_metadata(source, wanted)
-    with GGUFStream(path, metadata["general.architecture"], metadata, table) as stream:
-        for name, spec in source.tensors.items():
-            stream.write_raw(name, encoded(source, spec, kinds[name]))
-    return {name: kind.name.lower() for name, kind in kinds.items()}
+def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
+    """Return the types of the file's tensors; raises UsageError where they need a library or a matrix."""
+    wanted, matrix = options.type, options.imatrix
+    by_ggml = wanted in MIXES or matrix is not None
+    if by_ggml:
+        ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
+    shapes = {name: spec.shape for name, spec in source.tensors.items()}
+    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None)
+    importance = {} if matrix is None else read_importance(matrix, shapes)
+    for name, kind in kinds.items():
+        if name not in importance and needs_weights(name, kind, wanted):
+            remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
+            raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
+    return Encoder(source, kinds, by_ggml, importance)
 
 
-def gguf_metadata(source: WeightSource, wanted: str) -> dict[str, Any]:
+def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
     """Return the source's keys that are still true, and the tokenizer's if it lies in a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
-    keys["general.file_type"] = np.uint32(FILE_TYPES[wanted])
-    if wanted.startswith("q"):
+    keys["general.file_type"] = np.uint32(file_type(wanted))
+    if wanted in MIXES or wanted.startswith("q"):
         keys["general.quantization_version"] = np.uint32(2)
+    if matrix is not None:
+        keys["quantize.imatrix.file"] = matrix
     if isinstance(source, HuggingFaceFolder):
         keys |= tokenizer_keys(source)
-    if rules := rules_in_words(keys):
-        why = "it may read some text as other tokens"
+    if tells and (rules := rules_in_words(keys)):
+        why = "it may tokenize some text differently"
         print(
             f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
             file=sys.stderr,
@@ -209,25 +338,16 @@ def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ the target
 
 
-@contextmanager
-def arriving(target: Path) -> Iterator[Path]:
-    """Yield a name beside `target` for a file or folder; in the end it replaces the target or is removed."""
-    place = target.with_name(f".{target.name}.partial")
-    remove(place)
-    try:
-        yield place
-        if place.is_dir():
-            sync_folder(place)
-        if place.is_dir() and target.exists():
-            replace_folder(place, target)  # now one of these names is the old folder's
-            remove(place)
-            remove(target.with_name(f".{target.name}.old"))
-        else:
-            place.replace(target)
-        sync_folder(target.absolute().parent)
-    except BaseException:
+def publish(place: Path, target: Path) -> None:
+    """Let a file or folder at `place` replace the target."""
+    if place.is_dir():
+        sync_folder(place)
+    if place.is_dir() and target.exists():
+        replace_folder(place, target)  # now one of these names is the old folder's
         remove(place)
-        raise
+        remove(target.with_name(f".{target.name}.old"))
+    else:
+        place.replace(target)
 
 
 def remove(path: Path) -> None:
@@ -238,19 +358,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def summary(target: Path, wanted: str, kinds: Kinds) -> str:
+def summary(export: Export) -> str:
     """Return file, type, size, tensors by type; and matrices of another type than the wanted one, and why."""
-    files = [target, *target.iterdir()] if target.is_dir() else [target]
+    target, wanted, kinds = export.results[0], export.wanted, export.kinds
+    files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())
     count = Counter(kinds.values())
     counts = ", ".join(f"{number} {kind}" for kind, number in count.most_common())
-    text = f"{target}: {wanted}, {size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
-    finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
-    text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
-    fallen = count["f16"] if wanted.startswith("q") else 0
-    return text + (f"; f16 where rows do not fill blocks of 32: {fallen}" if fallen else "")
+    parts = f"{len(files)} files, " if len(export.files) > 1 else ""
+    text = f"{target}: {wanted}, {parts}{size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
+    if wanted not in MIXES:
+        finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
+        text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
+    fallen = 0 if wanted in ("f32", "f16", "bf16") else count["f16"]
+    return text + (f"; f16 where the row length is not a multiple of 32: {fallen}" if fallen else "")
 
 
 def main() -> None:
     """Run the command."""
-    run("export", command, sys.argv[1:], alone=True)
+    run("export", command, sys.argv[1:], alone=not environment.under_launcher())

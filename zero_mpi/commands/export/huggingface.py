@@ -132,10 +132,12 @@ class Keys:
         mixtral = self.arch == "llama" and (self.size("expert_count", 0) or 0) > 0
         self.family = "mixtral" if mixtral else self.arch
         if self.arch not in FAMILIES:
-            raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face form here")
+            raise FileError(
+                f"{source.path}: architecture {show(self.arch)} cannot be converted to Hugging Face"
+            )
 
     def size(self, name: str, least: int = 1) -> int | None:
-        """Return the integer at ARCH.NAME; None where it is absent."""
+        """Return the integer at ARCH.NAME; None if it is absent."""
         return self.keys.whole(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
@@ -157,7 +159,9 @@ def plain(value: Any) -> Any:
 
 
 def outgoing(source: WeightSource) -> list[Outgoing]:
-    """Return the tensors of a folder for the model of `source`. FileError for a tensor without a place."""
+    """Return the tensors of a folder for the model of `source`. FileError for a tensor that the format
+    lacks.
+    """
     keys = Keys(source)
     width = 0 if keys.arch == "gpt2" else keys.head_width()
     found: list[Outgoing] = []
@@ -227,14 +231,14 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
     turned, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
     if value_width not in (None, width) or (turned != width and not kind.longrope):
-        problem = "heads of q and v differ in width, or are turned in part"
-        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
+        problem = "heads of q and v differ in width, or only part of a head is rotated"
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
     if kind.longrope:
         scaling = longrope(keys)
     if from_keys is not None and (kind.longrope or scaling is not None):
         problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
-        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot say")
+        raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
     # Phi 3's class takes the first context from beside the scaling.
     former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
@@ -281,7 +285,7 @@ def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
     for stems in kind.biases.values():
         if found & stems not in (set(), stems):
             some = ", ".join(sorted(found & stems))
-            raise FileError(f"{source.path}: biases of {some} alone: config.json can only say all or none")
+            raise FileError(f"{source.path}: biases of {some} only: config.json can express all or none")
     return {name: bool(found & stems) for name, stems in kind.biases.items()}
 
 
@@ -304,7 +308,9 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
         return None
     if len(names) < len(LONG_FACTORS):
         found = names[0] if names else "rope.scaling.attn_factor"
-        raise FileError(f"{keys.source.path}: {found} alone, and config.json takes all that LongRoPE has")
+        raise FileError(
+            f"{keys.source.path}: {found} without the other LongRoPE values, which config.json needs"
+        )
     factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
     return {"rope_type": LONGROPE, **factors, FORMER: former, "attention_factor": magnitude}
@@ -325,4 +331,6 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
         made = llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
             return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}
-    raise FileError(f"{source.path}: {ROPE_FREQS} is not of Llama 3's kind, which config.json could say")
+    raise FileError(
+        f"{source.path}: {ROPE_FREQS} is not a Llama 3 scaling, the only one that config.json can express"
+    )

@@ -75,7 +75,7 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """Conversation so far, as messages of role and content; `system` stands before them."""
+    """Conversation so far, as messages of role and content; `system` comes first."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -87,7 +87,7 @@ class Chat:
             self.messages.append({"role": "system", "content": self.system})
 
     def asked(self, text: str) -> Array:
-        """Return the ids of the conversation with one more question; UsageError where the template fails."""
+        """Return the ids of the conversation with one more question; UsageError if the template fails."""
         self.messages.append({"role": "user", "content": text})
         try:
             rendered = self.template.render(self.messages, generation_prompt=True)
@@ -115,21 +115,31 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to use with it")
-    parser.add_argument("--prompt", metavar="TEXT", help="to continue (default: 'def '), or to answer")
-    parser.add_argument("--prompts", metavar="FILE", help="a prompt in each line; -: of standard input")
-    parser.add_argument("--chat", action="store_true", help="answer prompts by the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="what a conversation begins with")
-    add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each prompt, with its answer")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to generate at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of those, from the best that make up X")
+    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="of those, from all with X of the best one's"
+        "--prompt", metavar="TEXT", help="text to continue, or to answer with --chat (default: 'def ')"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; -: standard input")
+    parser.add_argument("--chat", action="store_true", help="answer prompts, using the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
+    parser.add_argument(
+        "--json", action="store_true", help="print prompt and answer as one JSON object per line"
+    )
+    parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens to generate")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0: always the most likely token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=40, help="sample from the k most likely tokens; 0: no limit"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="then from tokens with at least X times the best probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed for sampling")
     return parser
 
 
@@ -182,10 +192,10 @@ def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -
 def check(options: argparse.Namespace) -> None:
     """Raise UsageError for the first number that is out of range."""
     if options.prompt is not None and options.prompts is not None:
-        raise UsageError("--prompt and --prompts are two places for prompts: give one of them")
+        raise UsageError("--prompt and --prompts: use one of them")
     for name in ("system", *OF_TEMPLATES):
         if getattr(options, name) is not None and not options.chat:
-            raise UsageError(f"--{name.replace('_', '-')} belongs to a conversation: give --chat as well")
+            raise UsageError(f"--{name.replace('_', '-')} needs a conversation: add --chat")
     for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if not value >= 0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
@@ -16,13 +16,15 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi hostfile",
-        description="Write a hostfile in the form that a launcher reads.",
-        epilog="Examples, in a job of PBS and of Slurm:\n\n"
+        description="Write a hostfile for a launcher.",
+        epilog="Examples, in a PBS job and a Slurm job:\n\n"
         "  zero-mpi hostfile $PBS_NODEFILE --for openmpi\n"
         "  scontrol show hostnames | zero-mpi hostfile - --for mpich",
     )
-    parser.add_argument("file", help="in either form, or a list of names; - for standard input")
-    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="who reads it")
+    parser.add_argument("file", help="hostfile of either launcher, or list of names; -: standard input")
+    parser.add_argument(
+        "--for", dest="launcher", choices=tuple(LINES), required=True, help="launcher that reads it"
+    )
     return parser
 
 
@@ -37,6 +39,4 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def main() -> None:
-    """Run the command."""
-    run("hostfile", command, sys.argv[1:], alone=True)
+main = partial(run, "hostfile", command, alone=True)

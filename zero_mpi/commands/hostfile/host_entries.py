@@ -2,8 +2,8 @@
 
 MPICH writes ranks per host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
 or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
-Slurm). All of these are read, also mixed: a plain name is one slot, and the slots of a name that comes again
-are added to it where it came first.
+Slurm). All of these may be mixed. A plain name is one slot; slots of a repeated name are added up at its
+first place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`zero-mpi inspect PATH [OTHER]`: describes and checks a model or checkpoint, or compares two.
 
 The result is one dictionary (`examine`, `compare`): `--json` prints it, and the text here is
-made of nothing else. Exit status 0: sound, or the same; 1: unsound or different; 2: not readable.
+made of nothing else. Exit status 0: sound, or the same; 1: damaged or different; 2: not readable.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import (
-    checkpoint_lines,
-    compare,
-    compare_checkpoints,
-    compare_records,
-    is_run,
-    record_line,
-)
+from zero_mpi.commands.inspect.compare import compare, compare_checkpoints, compare_records, is_run
 from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.errors import UsageError
@@ -39,8 +33,8 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi inspect",
-        description="Show what a model or a checkpoint is and whether it is sound; with OTHER, compare their "
-        "bits. Exit status 0: sound, or the same; 1: not so; 2: cannot be read.",
+        description="Show and check a model or checkpoint. With OTHER, compare the two bit by bit. Exit "
+        "status 0: valid, or equal; 1: damaged, or different; 2: cannot be read.",
         epilog="Examples:\n\n"
         "  zero-mpi inspect runs/default/latest\n"
         "  zero-mpi inspect runs/a/latest runs/b/latest\n"
@@ -48,13 +42,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "path",
-        help="GGUF file (the first of a split one), checkpoint or Hugging Face folder; with OTHER also the "
-        "folder of a run",
+        help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
+        "run folder",
     )
-    parser.add_argument("other", nargs="?", help="path of the same kind to compare with")
-    parser.add_argument("--keys", action="store_true", help="all keys, arrays and long texts whole")
-    parser.add_argument("--tensors", action="store_true", help="all tensors, or all that differ")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("other", nargs="?", help="path of the same kind, to compare with")
+    parser.add_argument("--keys", action="store_true", help="show all keys, with full arrays and texts")
+    parser.add_argument("--tensors", action="store_true", help="show all tensors, or all that differ")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -124,7 +118,7 @@ def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterat
     for role, key in pairs if everything else pairs[:MANY]:
         yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
     if not everything and len(pairs) > MANY:
-        yield f"and {len(pairs) - MANY:,} more: --keys shows all"
+        yield f"and {len(pairs) - MANY:,} more (show all with --keys)"
 
 
 def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
@@ -198,15 +192,15 @@ def verdict_lines(found: Report) -> Iterator[str]:
     count, odd, unknown = found["checksums"], found["not_finite"], ", ".join(found["unknown_types"])
     yield from map(one_line, found["problems"])
     if not count:
-        yield "checksums: none in the file, which is not one of zero_mpi's"
+        yield "checksums: none in the file (it was not written by zero_mpi)"
     elif not found["problems"]:
-        yield f"checksums: all {count:,} tensors are those that were written"
-    yield f"{'state' if len(found['files']) > 1 else 'tensors'} worked out: {found['state_digest']}"
+        yield f"checksums: all {count:,} tensors match"
+    yield f"{'state' if len(found['files']) > 1 else 'tensors'} computed: {found['state_digest']}"
     yield from some(
         [f"tensor {shown(name)}: {number:,} values are not finite" for name, number in odd.items()]
     )
     if not odd:
-        yield f"values: all finite{f', but {unknown} were not looked into' if unknown else ''}"
+        yield f"values: all finite{f', but {unknown} were not checked' if unknown else ''}"
 
 
 # ------------------------------------------------------------------------------------------- a comparison
@@ -228,12 +222,12 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     if "records" in found:
         yield from section("records", [record_line(found["records"])])
         yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
-    yield from section("verdict", ["the same, bit for bit" if found["same"] else "not the same"])
+    yield from section("verdict", ["identical, bit for bit" if found["same"] else "different"])
 
 
 def difference_lines(found: Report) -> Iterator[str]:
     """Yield how many tensors differ, and how the first one does."""
-    yield f"{found['tensors']:,} in both, {len(found['differing']):,} of them differ"
+    yield f"{found['tensors']:,} in both, {len(found['differing']):,} differ"
     first = found["difference"]
     if first is None:
         return
@@ -247,6 +241,31 @@ def difference_lines(found: Report) -> Iterator[str]:
     yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
 
 
+def record_line(records: Report) -> str:
+    """Return a line about the first record that differs."""
+    if records["step"] is None:
+        return f"all {plural(records['common'], 'common record')} are the same"
+    values = " and ".join(map(told, records["values"]))
+    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
+
+
+def checkpoint_lines(found: Report) -> Iterator[str]:
+    """Yield lines about the first checkpoint whose tensors differ."""
+    if found["step"] is None:
+        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
+        return
+    if "problem" in found:
+        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
+        return
+    count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
+    yield f"the first that differs is of step {found['step']}: {count}"
+    first = found["difference"]
+    if first is not None:
+        values = first.get("values")
+        pair = f": {' and '.join(map(told, values))}" if values else ""
+        yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
+
+
 # ------------------------------------------------------------------------------------------------- values
 
 
@@ -257,7 +276,7 @@ def some(lines: Sequence[str], everything: bool = False) -> list[str]:
 
 
 def told(value: Any, most: int = LONGEST) -> str:
-    """Return a value for people, in at most `most` letters."""
+    """Return a value for messages, in at most `most` letters."""
     if value is None:
         return "none"
     if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
@@ -269,6 +288,4 @@ def told(value: Any, most: int = LONGEST) -> str:
     return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
 
 
-def main() -> None:
-    """Run the command."""
-    run("inspect", command, sys.argv[1:], alone=True)
+main = partial(run, "inspect", command, alone=True)

@@ -17,12 +17,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.cli.text import plural
 from zero_mpi.commands.inspect.examine import as_json
 from zero_mpi.commands.inspect.pieces import Report, Subject, elements, open_subject, pieces
 from zero_mpi.commands.verify.history import Records, other
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import one_line, quoted, shown
 from zero_mpi.files.open import exists
 from zero_mpi.telemetry.metrics import METRICS
 from zero_mpi.telemetry.proof import bits_of
@@ -113,7 +111,7 @@ def place_of(element: int, spec: TensorSpec) -> list[int]:
 
 
 def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
-    """Return the largest difference so far; NaN once there was one, None for a type of unknown values."""
+    """Return the largest difference so far; NaN after a NaN, None for a type that cannot be decoded."""
     if largest is None or a is None:
         return None
     with np.errstate(all="ignore"):
@@ -177,33 +175,3 @@ def compare_checkpoints(first: Path, second: Path) -> Report:
         if any(pair[name] for name in ("differing", "only_in_first", "only_in_second")):
             return {"common": len(common), "step": step, **{name: pair[name] for name in names}}
     return {"common": len(common), "step": None}
-
-
-def record_line(records: Report) -> str:
-    """Return a line about the first record that differs."""
-    if records["step"] is None:
-        return f"all {plural(records['common'], 'common record')} are the same"
-    values = " and ".join(map(value_text, records["values"]))
-    return f"the first that differs is of step {records['step']}: {shown(records['field'])} {values}"
-
-
-def checkpoint_lines(found: Report) -> Iterator[str]:
-    """Yield lines about the first checkpoint whose tensors differ."""
-    if found["step"] is None:
-        yield f"{plural(found['common'], 'common checkpoint')}: the same tensors"
-        return
-    if "problem" in found:
-        yield f"the one of step {found['step']} cannot be read: {one_line(found['problem'])}"
-        return
-    count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
-    yield f"the first that differs is of step {found['step']}: {count}"
-    first = found["difference"]
-    if first is not None:
-        values = first.get("values")
-        pair = f": {' and '.join(map(value_text, values))}" if values else ""
-        yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
-
-
-def value_text(value: Any) -> str:
-    """Return a value for people."""
-    return "none" if value is None else quoted(value)

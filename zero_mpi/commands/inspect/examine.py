@@ -26,10 +26,11 @@ from zero_mpi.checkpoint.sound import (
     check_files,
     digest_of_files,
     from_lines,
+    keys_of,
 )
 from zero_mpi.checkpoint.state import COUNTS, read_json
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, keys_of, open_subject, read_tensor
+from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, open_subject, read_tensor
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
@@ -65,7 +66,7 @@ def wrong_files(files: CheckpointFiles, known: Sequence[str], whole: str) -> Ite
     try:
         check_files(files)
         if not known and keys_of(files.state).text(STATE_DIGEST) != whole:
-            yield f"{files.state.path}: key {STATE_DIGEST} is not that of the tensors"
+            yield f"{files.state.path}: key {STATE_DIGEST} does not match the tensors"
     except UsageError as error:
         yield str(error)
 
@@ -80,11 +81,11 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
         return
     for name in [*found, *(name for name in recorded if name not in found)]:
         if name not in recorded:
-            yield f"{path}: tensor {show(name)} has no checksum, others have"
+            yield f"{path}: tensor {show(name)} has no checksum, but others do"
         elif name not in found:
-            yield f"{path}: tensor {show(name)} has a checksum and is not there"
+            yield f"{path}: tensor {show(name)} has a checksum but is missing"
         elif found[name] != recorded[name]:
-            yield f"{path}: tensor {show(name)} is not the one that was written: its checksum differs"
+            yield f"{path}: tensor {show(name)} was changed after it was written: its checksum differs"
 
 
 LONG, FEW = 60, 3  # letters of a text and items of an array that are shown by default

@@ -21,12 +21,12 @@ from zero_mpi.checkpoint.sound import (
     PIECE_BYTES,
     average_beside,
     digest_of_pieces,
+    keys_of,
     piece_digests,
 )
 from zero_mpi.checkpoint.state import ARCHITECTURE, STATE
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.files.gguf_keys import GGUFKeys
 
 READ_AT_ONCE = 1 << 20  # bytes read at a time
 
@@ -41,7 +41,6 @@ class Subject:
 
     @property
     def parts(self) -> dict[str, WeightSource]:
-        """Parts that are there, by role."""
         parts = {MODEL: self.model, AVERAGE: self.average, STATE: self.state}
         return {role: part for role, part in parts.items() if part is not None}
 
@@ -59,11 +58,6 @@ def open_subject(path: Path) -> Subject:
         return Subject(source, None)
     state = GGUFFile.open(path / folders.OPTIMIZER)
     return Subject(source, state, average_beside(state))
-
-
-def keys_of(source: WeightSource) -> GGUFKeys:
-    """Return the keys of a source, read with their types."""
-    return GGUFKeys(source.metadata, str(source.path))
 
 
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:

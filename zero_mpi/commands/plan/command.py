@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType
-
-from zero_mpi.checkpoint.tensor_file import TensorSpec
+from zero_mpi.checkpoint.mixes import FILE_TYPES, MIXES, types_of
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.export.encode import FILE_TYPES, kind_of
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
@@ -80,9 +77,9 @@ def make_parser() -> Parser:
     parser = train_parser()
     parser.prog, parser.epilog = "zero-mpi plan", EXAMPLES
     parser.description = (
-        "Work out what a run will take: memory of a rank, bytes that travel, time of a step. Takes the flags "
-        "of zero_mpi.train; without --strategy it compares all strategies. One process, no mpirun, no GPU: "
-        "--device auto is the CPU."
+        "Estimate what a run will need: memory per rank, traffic and time per step. It takes the flags of "
+        "zero_mpi.train; without --strategy it compares all strategies. It runs in one process, without "
+        "mpirun or a GPU; --device auto means the CPU."
     )
     for group in parser._action_groups:
         for action in group._group_actions:
@@ -94,22 +91,30 @@ def make_parser() -> Parser:
 
 def add_own(group: Any) -> None:
     """Add the flags that only a plan has."""
-    group.add_argument("--ranks", type=int, metavar="N", help="MPI ranks (default: 1)")
+    group.add_argument("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
     group.add_argument(
-        "--nodes", type=int, metavar="M", help="nodes that they are on (default: 1, or by --machine)"
+        "--nodes", type=int, metavar="M", help="number of nodes (default: 1, or from --machine)"
     )
     group.add_argument(
-        "--base", choices=tuple(FILE_TYPES), help="type of the GGUF beside --lora, without --init"
+        "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
     )
-    group.add_argument("--memory", metavar="SIZE", help="of a rank, as 64G: show the largest sizes that fit")
-    group.add_argument("--doctor", metavar="FILE", help="rates that zero-mpi doctor measured (its JSON)")
-    group.add_argument("--machine", metavar="FILE", help="a machine that is not at hand, described in TOML")
+    group.add_argument(
+        "--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print the largest sizes that fit"
+    )
+    group.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
+    group.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
     for name, (_, text, *_) in RATES.items():
-        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; goes before a file")
-    group.add_argument("--sweep", action="store_true", help="1, 2, 4, ... ranks, and where scaling stops")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="in the sweep (default: as planned)")
-    group.add_argument("--most-ranks", type=int, metavar="N", help=f"of the sweep (default: {MOST_RANKS})")
-    group.add_argument("--json", metavar="FILE", help="write the numbers there as well")
+        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; overrides files")
+    group.add_argument(
+        "--sweep", action="store_true", help="estimates for 1, 2, 4, ... ranks, and where scaling stops"
+    )
+    group.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
+    )
+    group.add_argument(
+        "--most-ranks", type=int, metavar="N", help=f"most ranks of the sweep (default: {MOST_RANKS})"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
 
 
 def read(arguments: Sequence[str]) -> Question:
@@ -121,7 +126,7 @@ def read(arguments: Sequence[str]) -> Question:
     check(config)
     for name in SWEEP:
         if name in own and "sweep" not in own:
-            raise UsageError(f"{spelled(name)} {own[name]}: of no sweep: give --sweep as well")
+            raise UsageError(f"{spelled(name)} {own[name]}: needs a sweep: add --sweep")
     described = find_file(own)
     ranks, nodes = find_places(own, described)
     model = find_model(config, own.get("base"))
@@ -156,9 +161,7 @@ def find_file(own: dict[str, Any]) -> MachineFile | None:
         return None
     for name in ("doctor", "alpha", "beta"):
         if name in own:
-            raise UsageError(
-                f"{spelled(name)} {shown(own[name])}: --machine says it as well: give one of them"
-            )
+            raise UsageError(f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them")
     return read_machine(Path(own["machine"]))
 
 
@@ -167,7 +170,9 @@ def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
     if ranks % nodes:
-        raise UsageError(f"--nodes {nodes} does not divide --ranks {ranks}: expected nodes with equally many")
+        raise UsageError(
+            f"--nodes {nodes} does not divide --ranks {ranks}: expected the same number of ranks on each node"
+        )
     return ranks, nodes
 
 
@@ -175,7 +180,7 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default."""
     init = inputs.open_init(config)
     if init is not None and base is not None:
-        raise UsageError(f"--base {base}: the file of --init has a type: leave one of them out")
+        raise UsageError(f"--base {base}: --init already has a type: leave one of them out")
     if init is not None:
         model = inputs.adapted(config, inputs.read_model(init), init, config.device)
         settled(config, model)  # raises where a flag says otherwise
@@ -195,15 +200,13 @@ def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> Mod
     if base is None:
         return adapted
     if adapted.lora is None:
-        raise UsageError(f"--base {base}: beside no adapter: give --lora RANK as well")
+        raise UsageError(f"--base {base}: needs an adapter: add --lora RANK")
     if config.device == "cuda":
-        raise UsageError(f"--base {base}: on a GPU it is kept as floats: leave it out")
-    wanted = GGMLQuantizationType[base.upper()]
-    kinds = {
-        name: kind_of(TensorSpec(name, param.shape, wanted), wanted).name
-        for name, param in model.params().items()
-    }
-    stored = tuple((name, BLOCK_KINDS[kind]) for name, kind in kinds.items())
+        raise UsageError(f"--base {base}: a GPU keeps the base as floats: leave it out")
+    shapes = {name: param.shape for name, param in model.params().items()}
+    keys = {"general.architecture": model.arch} | model.metadata()
+    kinds = types_of(keys, shapes, base)
+    stored = tuple((name, BLOCK_KINDS[kind.name]) for name, kind in kinds.items())
     return replace(adapted, lora=replace(adapted.lora, stored=stored))
 
 
@@ -262,7 +265,7 @@ def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
         for plan, node in zip(made, asked, strict=True)
     ]
     numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": tables}
-    title = head("memory of a node's host", made)
+    title = head("host memory per node", made)
     return [*report(made, question.machine, question.known), "", title, *ask_lines(asked)], numbers
 
 
@@ -278,6 +281,4 @@ def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
     return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
-def main() -> None:
-    """Run the command."""
-    launch("plan", command, sys.argv[1:], alone=True, instead="leave mpirun out, and say --ranks N")
+main = partial(launch, "plan", command, alone=True, instead="start it without mpirun, with --ranks N")

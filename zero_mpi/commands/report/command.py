@@ -1,15 +1,15 @@
 """Command `report`: reads the runs and writes the page.
 
 It is one process without MPI, changes nothing of the runs, and may be used while a job goes on. The page is
-written beside its place and renamed, so a browser never loads half of it.
+written next to its target and renamed, so a browser never loads half of it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
@@ -34,12 +34,12 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi report",
-        description="Write one HTML page with the curves, events and settings of runs. It needs no network.",
+        description="Write one HTML page with curves, events and settings of runs. It works offline.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, as --out of train named it")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, --out of training")
     parser.add_argument(
-        "--out", metavar="FILE", help=f"page to write (default: {NAME} in RUN; of several runs, here)"
+        "--out", metavar="FILE", help=f"file to write (default: {NAME} in RUN, or here for several runs)"
     )
     return parser
 
@@ -61,6 +61,4 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def main() -> None:
-    """Run the command."""
-    launch("report", command, sys.argv[1:], alone=True)
+main = partial(launch, "report", command, alone=True)

@@ -30,10 +30,16 @@ from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 Json = dict[str, Any]
 # Title of a panel, its axis, and the curves in it with their unit.
 PANELS = (
-    ("Loss (nats a token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
+    (
+        "Load of experts (1: even)",
+        {"load_most": "most", "load_least": "least", "load_entropy": "entropy"},
+        1.0,
+    ),
     ("Gradient norm (before clipping)", {"grad_norm": "gradient norm"}, 1.0),
     ("Learning rate", {"lr": "learning rate"}, 1.0),
-    ("Throughput (computed tokens a second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),
+    ("Throughput (computed tokens per second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),
     ("Seconds a step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
     ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
     ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
@@ -213,7 +219,7 @@ def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]
 
 
 def setting(value: object) -> str:
-    """Return a setting for people."""
+    """Return a setting for messages."""
     return shown(" ".join(map(str, value)) if isinstance(value, list) else value, LONGEST_LINE)
 
 
@@ -227,7 +233,7 @@ def figures(run: Run) -> dict[str, str]:
         "Tokens counted in the loss": number(last, "tokens", count),
         "Loss": number(last, "loss", plain),
         "Validation loss": number(last, "val_loss", plain),
-        "Computed tokens a second": number(last, "tokens_per_second", count),
+        "Computed tokens per second": number(last, "tokens_per_second", count),
         "Share of measured peak": number(last, "mfu", percent),
         "Seconds a step": number(last, "step_seconds", elapsed),
         "Memory of the largest rank": number(last, MEMORY, lambda value: size(int(value))),

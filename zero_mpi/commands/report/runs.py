@@ -37,7 +37,8 @@ LIMIT = 2000  # columns of a run
 LARGEST = 1e39  # beyond what a float32 holds: counts as not finite
 MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes the curve
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
-NUMBERS += ("step_seconds", "wait_seconds", MEMORY)
+NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
+NUMBERS += ("load_most", "load_least", "load_entropy")
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -99,7 +100,7 @@ class Entry(dict[str, Any]):
         return value if isinstance(value, str) else ""
 
     def count(self, name: str) -> int | None:
-        """Return a whole number from 0 on."""
+        """Return an integer from 0 on."""
         value = self.get(name)
         return int(value) if is_number(value) and 0 <= value <= MOST_COUNT else None
 
@@ -133,12 +134,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done, by the records, or by the status where there are none."""
+        """Steps done, by the records, or by the status if there are none."""
         return self.curves.step or self.status.count("step") or 0
 
     @property
     def started(self) -> Entry:
-        """Latest start of a job."""
         return next((event for event in reversed(self.events) if event["event"] == "started"), Entry())
 
 
@@ -181,16 +181,16 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
 def check_folder(path: Path) -> None:
     """Raise UsageError if `path` is not the folder of a run."""
     if not exists(path):
-        found = "nothing there: give the path of a run"
+        found = "nothing: use the path of a run"
     elif not os.path.isdir(path):
-        found = "a file: give its folder"
+        found = "a file: use its folder"
     elif any(os.path.exists(path / name) for name in (METRICS, STATUS)):
         return
     elif os.path.exists(folders.weights_in(path)):
-        found = f"a checkpoint: give the folder around it, {Path(os.path.realpath(path)).parent}"
+        found = f"a checkpoint: use the run folder, {Path(os.path.realpath(path)).parent}"
     else:
-        found = "neither: give the path of a run"
-    wanted = f"expected the folder of a run (what --out named), which holds {METRICS} or {STATUS}"
+        found = "neither: use the path of a run"
+    wanted = f"expected a run folder (--out of training) with {METRICS} or {STATUS}"
     raise UsageError(f"{shown(path)}: {wanted}; found {found}")
 
 

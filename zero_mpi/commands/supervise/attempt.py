@@ -36,7 +36,6 @@ class StopRequest:
         self._interrupted = 0.0
 
     def listen(self) -> None:
-        """Handle the signals from now on."""
         for number in SIGNALS:
             stopping.handle(number, self._note)
 
@@ -113,7 +112,7 @@ class Attempt:
         """Return why the run must be ended now; empty while it goes on."""
         now = time.monotonic()
         if self._stop.at_once:
-            return "told twice to stop"
+            return "stopped by a second signal"
         if self._stop.told and self._over_since is None:
             self._tell(job, now)
         if now - self._looked_at < LOOK_AT_RUN:
@@ -122,7 +121,7 @@ class Attempt:
         if self._over_since is None and self._said().get("state") in LAST_WORDS:
             self._over_since = now
         if self._over_since is not None and now - self._over_since > LINGER:
-            return f"the launcher went on for {LINGER:.0f} s after the end of the run"
+            return f"the launcher did not end within {LINGER:.0f} s after the run"
         return self._silence(now)
 
     def _silence(self, now: float) -> str:
@@ -131,7 +130,7 @@ class Attempt:
             self._signs, self._alive_at = signs, now
         if self._facts.out is None or not 0 < self._hang_after < now - self._alive_at:
             return ""
-        return f"no sign of life in the run's folder for {self._hang_after:g} s"
+        return f"no change in the run folder for {self._hang_after:g} s"
 
     def _tell(self, job: subprocess.Popen[bytes], now: float) -> None:
         if self._told_at is None or now - self._told_at > AGAIN:

@@ -32,23 +32,17 @@ MOST_REASON = 400  # most letters of a reason
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a start.
+    """End of a start."""
 
-    status    exit status of the launcher, as a shell reports it
-    said      status.json of the run; empty if this start has written none
-    ended_for why the supervisor ended it; empty where it ended by itself
-    step      the last that was recorded; progressed: whether it got further
-    """
-
-    status: int
-    said: Mapping[str, Any]
-    ended_for: str = ""
-    step: int = 0
-    progressed: bool = False
+    status: int  # exit status of the launcher, as a shell reports it
+    said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
+    ended_for: str = ""  # why the supervisor ended it; empty if it ended by itself
+    step: int = 0  # the last that was recorded
+    progressed: bool = False  # whether there is a new checkpoint
 
     @property
     def reason(self) -> str:
-        """Return why it failed, for people."""
+        """Return why it failed, for messages."""
         state, why = self.said.get("state"), self.said.get("reason")
         if state == words.FAILED and isinstance(why, str) and why:
             return one_line(why)[:MOST_REASON]
@@ -110,11 +104,10 @@ class RunFacts:
         return {} if self.out is None else status.read_status(self.out / status.NAME)
 
     def step(self) -> int:
-        """Return the last step that was recorded."""
         return 0 if self.out is None else last_step(self.out / METRICS)
 
     def checkpoint(self) -> tuple[str, int]:
-        """Return name and time of the newest complete checkpoint; an empty name where there is none."""
+        """Return name and time of the newest complete checkpoint; an empty name if there is none."""
         if self.out is None:
             return "", 0
         try:
@@ -125,7 +118,7 @@ class RunFacts:
 
     @property
     def origin(self) -> str:
-        """Origin of the next start, for people."""
+        """Origin of the next start, for messages."""
         return self.checkpoint()[0] or "the start"
 
     def signs(self) -> Signs:

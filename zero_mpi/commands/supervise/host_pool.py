@@ -34,17 +34,12 @@ BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
 
 @dataclass(frozen=True)
 class HostPool:
-    """Hosts in their order.
-
-    probe     words of a command, with HERE for a host's name
-    timeout   seconds that it may take
-    spare     how many of the last hosts are kept back
-    """
+    """Hosts in their order."""
 
     hosts: tuple[HostEntry, ...]
-    probe: tuple[str, ...]
-    timeout: float = 15.0
-    spare: int = 0
+    probe: tuple[str, ...]  # words of a command, with HERE for a host's name
+    timeout: float = 15.0  # seconds that it may take
+    spare: int = 0  # how many of the last hosts are kept back
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
         """Return the hosts of a start: the first that are not silent."""
@@ -74,7 +69,7 @@ class HostPool:
 
 
 def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
-    """Start a process in a group of its own, without output; None where there is no such program."""
+    """Start a process in a group of its own, without output; None if there is no such program."""
     quiet = subprocess.DEVNULL
     try:
         return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -86,7 +81,7 @@ def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
-    """Return the hosts of a file or of the batch job, or None where none are named; raises UsageError."""
+    """Return the hosts of a file or of the batch job, or None if none are named; raises UsageError."""
     if hostfile:
         return HostPool(tuple(read_file(hostfile)), probe_words(probe or BY_SSH))
     if environ.get("SLURM_JOB_NODELIST"):
@@ -103,7 +98,7 @@ def probe_words(text: str) -> tuple[str, ...]:
     except ValueError as error:
         raise UsageError(f"--probe {shown(text)}: not a command: {error}") from None
     if not any(HERE in word for word in words):
-        raise UsageError(f"--probe {shown(text)}: expected {HERE} where the host's name belongs")
+        raise UsageError(f"--probe {shown(text)}: expected {HERE} in place of the host name")
     return words
 
 
@@ -114,7 +109,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
         answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
         names = read_hosts(answer.stdout.decode().splitlines(), "scontrol show hostnames")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
-        raise UsageError(f"scontrol does not name the nodes of this job ({error}); give --hostfile") from None
+        raise UsageError(f"scontrol cannot list the nodes of this job ({error}); add --hostfile") from None
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
     counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
@@ -135,7 +130,6 @@ class Template:
 
     @property
     def takes_hosts(self) -> bool:
-        """Return whether the command has a placeholder."""
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
     def fill(self, hosts: Sequence[HostEntry], folder: Path) -> tuple[str, ...]:
@@ -152,7 +146,7 @@ class Template:
         return tuple(words)
 
     def resuming(self) -> Template:
-        """Return the command that goes on from the run's own newest checkpoint, whatever it began from."""
+        """Return the command that continues from the run's own newest checkpoint, whatever it began from."""
         words, is_given = list(self.words), False
         for number, word in enumerate(words):
             if word == "--resume" and number + 1 < len(words):
@@ -170,9 +164,7 @@ class Template:
         if given:
             return Path(given[-1])
         if any(word.partition("=")[0] == "--config" for word in self.words):
-            raise UsageError(
-                "--run: expected the folder of the run, for the command has --config and no --out"
-            )
+            raise UsageError("--run: expected the run folder, because the command has --config and no --out")
         return Path(DEFAULT_OUT) if self._is_training() else None
 
     def _is_training(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi.cli.text import duration, few, plural
@@ -29,25 +29,10 @@ LOOK = 0.1  # seconds between checks for an end of the pause
 ORPHANS = 30.0  # seconds for ranks without a launcher to end
 
 
-@dataclass(frozen=True)
-class RestartLimits:
-    """Limits: restarts without a new checkpoint, seconds of the first pause and of silence.
-
-    min_hosts: minimum number of hosts of a start.
-    """
-
-    restarts: int = 10
-    backoff: float = 5.0
-    hang_after: float = 900.0
-    min_hosts: int = 1
-
-
 class Restarts:
-    """Run and its starts. `stop`: the stop signals of this process."""
+    """Run and its starts. `limits`: the flags of the command; `stop`: the stop signals of this process."""
 
-    def __init__(
-        self, template: Template, pool: HostPool | None, facts: RunFacts, limits: RestartLimits
-    ) -> None:
+    def __init__(self, template: Template, pool: HostPool | None, facts: RunFacts, limits: Namespace) -> None:
         self._template, self._pool, self._facts, self._limits = template, pool, facts, limits
         self._first_checkpoint = facts.checkpoint()
         self._failed_before: tuple[object, ...] = ()
@@ -132,12 +117,12 @@ class Restarts:
             where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
             about = {"hosts": names, "ranks": ranks}
         if silent:
-            where += f"; left out, as no answer came: {', '.join(few(silent))}"
+            where += f"; left out (no answer): {', '.join(few(silent))}"
         say(f"zero_mpi supervise: {number} from {self._facts.origin}{where}")
         self._facts.note(
             events.RESTARTED, ending.step, reason=f"{ending.reason}; {number}{where}", silent=silent, **about
         )
 
     def _give_up(self, ending: Ending, why: str) -> None:
-        say(f"zero_mpi supervise: gives up: {why}")
+        say(f"zero_mpi supervise: giving up: {why}")
         self._facts.note(events.GAVE_UP, ending.step, reason=why)

@@ -43,19 +43,19 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi tokenize",
-        description="Make token files of text: Megatron's .bin and .idx, which train takes as they are. The "
-        "bytes are the same at any number of ranks, and the same command goes on where a job ended.",
+        description="Convert text to token files (Megatron's .bin and .idx) for zero_mpi.train --data. The "
+        "files are the same at any number of ranks. The same command resumes a job that was stopped.",
         epilog=EXAMPLES,
     )
-    inputs = "text, .jsonl, .gz or .zst of these, .parquet, or folders (default: Python's own library)"
-    size = "MiB of text in a token file (default: a 256th of all, at least 1, at most 256)"
-    field = "JSON field or Parquet column that is the text (default: text)"
+    inputs = "text, .jsonl, either as .gz or .zst, .parquet, or folders (default: Python's library)"
+    size = "MiB of text per token file (default: 1/256 of all, from 1 to 256)"
+    field = "JSON field or Parquet column with the text (default: text)"
     add = parser.add_argument
     add("path", nargs="*", metavar=FLAG, help=inputs)
-    add("--tokenizer", required=True, metavar="FILE", help="GGUF, tokenizer.json, or byte")
-    add("--out", default="tokens", metavar="DIR", help="folder of the token files")
+    add("--tokenizer", required=True, metavar="FILE", help="GGUF file, tokenizer.json, or byte")
+    add("--out", default="tokens", metavar="DIR", help="folder for the token files")
     add("--field", metavar="NAME", default="text", help=field)
-    add("--skip-bad", action="store_true", help="skip lines and rows without a text, and count them")
+    add("--skip-bad", action="store_true", help="skip and count lines or rows without text")
     add_settings(parser, {"control_tokens": "", "timeout": ""})
     add("--part-mb", type=float, metavar="X", help=size)
     return parser

@@ -204,11 +204,9 @@ class Encoding:
     options: Namespace
 
     def reading(self) -> Reading:
-        """Return an empty reading."""
         return Reading(self.options.field, self.options.skip_bad, self.text_filter())
 
     def text_filter(self) -> TextFilter:
-        """Return an empty filter."""
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
 
 
@@ -229,7 +227,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], pulse: Pulse) ->
 
 
 def _encode(encoding: Encoding, part: WorkPart, reading: Reading, pulse: Pulse) -> bool:
-    """Write a part; return False where all ranks are to stop, perhaps because of this one."""
+    """Write a part; return False if all ranks are to stop, perhaps because of this one."""
     reader, total = encoding.text.anew(), 0
 
     def texts() -> Iterator[Text]:

@@ -29,16 +29,13 @@ DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked text: per byte of the
 
 @dataclass(frozen=True)
 class InputFile:
-    """File to read: its name among the inputs, its path, and the name of its format.
-
-    size, changed_at    bytes, and nanoseconds of its last change, when it was looked at
-    """
+    """File to read: its name among the inputs, its path, and the name of its format."""
 
     name: str
     path: Path
     format: str
-    size: int
-    changed_at: int
+    size: int  # bytes when it was looked at
+    changed_at: int  # nanoseconds of its last change then
 
 
 def check_unchanged(file: InputFile) -> None:
@@ -46,9 +43,9 @@ def check_unchanged(file: InputFile) -> None:
     try:
         about = file.path.stat()
     except OSError as error:
-        raise JobError(f"{shown(file.path)}: {error.strerror}; it was there when the job began") from None
+        raise JobError(f"{shown(file.path)}: {error.strerror}; it existed when the job started") from None
     if (about.st_size, about.st_mtime_ns) != (file.size, file.changed_at):
-        raise JobError(f"{shown(file.path)} changed while it was read: start again when it stays as it is")
+        raise JobError(f"{shown(file.path)} changed while it was read: start again when it no longer changes")
 
 
 class Reading:
@@ -87,7 +84,7 @@ class Reading:
         """Raise FileError for a line or row in error, or count it."""
         if not self.skips:
             where = f"{shown(path)}, {place} {number():,}"
-            raise FileError(f"{where}: {problem}; --skip-bad leaves out such lines and rows") from None
+            raise FileError(f"{where}: {problem}; --skip-bad skips such lines and rows") from None
         self.skipped += 1
 
     def text_of(self, value: Any) -> bytes:
@@ -96,7 +93,9 @@ class Reading:
             raise ValueError(f"expected an object with {quoted(self.field)}, found {quoted(value)}")
         if self.field not in value:
             found = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
-            raise ValueError(f"expected the field {quoted(self.field)}, found {found}; --field names it")
+            raise ValueError(
+                f"expected the field {quoted(self.field)}, found {found}; set the name with --field"
+            )
         if not is_text(value[self.field]):
             raise ValueError(f"{self.field}: expected a text, found {quoted(value[self.field])}")
         text: str = value[self.field]
@@ -104,19 +103,14 @@ class Reading:
 
 
 class TextFormat(NamedTuple):
-    """Format of text.
-
-    suffixes    suffixes of its files, without that of a packing
-    weights     bytes of text, or nearly: of the file or each row group; None: the file is left out
-    texts       the names and bytes of the texts of a file between two places
-    divisible   whether places are bytes; if not, they are numbers of weights
-    """
+    """Format of text."""
 
     name: str
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of its files, without that of a packing
+    # Bytes of text, or nearly: of the file or each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]
-    divisible: bool = False
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # of a file between two places
+    divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
 
 
 def _length(file: InputFile, reading: Reading) -> list[int]:
@@ -137,8 +131,8 @@ def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
         data = stream.read(most + 1)
     if len(data) > most:
         raise FileError(
-            f"{shown(file.path)}: expected a text of at most {most:,} bytes, which is one document, found "
-            "more: cut it, or write a document a line as JSON Lines"
+            f"{shown(file.path)}: expected a text (one document) of at most {most:,} bytes, found more: "
+            "split it, or write one document per line as JSON Lines"
         )
     reading.filter.read(file.name, data)
     yield file.name, data
@@ -163,7 +157,7 @@ def _group_weights(file: InputFile, reading: Reading) -> list[int]:
         names = found.schema_arrow.names
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
-            problem = f"expected a column {quoted(reading.field)}, found {others}; --field names it"
+            problem = f"expected a column {quoted(reading.field)}, found {others}; set the name with --field"
             raise FileError(f"{shown(file.path)}: {problem}")
         kind = str(found.schema_arrow.field(reading.field).type)
         if kind not in ("string", "large_string"):
@@ -198,7 +192,7 @@ TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the 
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file's name without the end that says how it is packed."""
+    """Return a file's name without its compression suffix."""
     return name[: len(name) - len(packing_of(name))]
 
 

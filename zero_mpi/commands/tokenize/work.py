@@ -61,7 +61,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, about: Tabl
     encoding = Encoding(Path(options.out), files, TextReader(tokenizer, options.control_tokens), options)
     folder: WorkFolder = world.on_root(lambda: WorkFolder(encoding.out, about))
     inputs, weights = look_at_files(world, encoding, watchdog)
-    watchdog.beat("reading what is there already")
+    watchdog.beat("reading existing parts")
     size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
     parts = cut_parts(files, weights, size)
     missing = world.from_root(lambda: begin(folder, encoding, parts, inputs))
@@ -89,7 +89,7 @@ def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
     for given in paths:
         inner, outer = os.path.realpath(out), os.path.realpath(given)
         if os.path.commonpath([inner, outer]) == outer:
-            raise UsageError(f"--out {shown(out)}: lies in {FLAG} {shown(given)}: use a folder beside it")
+            raise UsageError(f"--out {shown(out)}: is inside {FLAG} {shown(given)}: use a folder outside it")
     files = list[InputFile]()
     for name, path in collect_files(paths, FLAG) if paths else library_files():
         try:
@@ -153,11 +153,11 @@ def digest_of(file: InputFile, pulse: Pulse) -> str:
 def begin(
     folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], inputs: list[Table]
 ) -> set[str] | None:
-    """Write the plan; returns the names of missing parts, None where the folder is complete. On rank 0."""
+    """Write the plan; returns the names of missing parts, None if the folder is complete. On rank 0."""
     with writing():
         folder.begin(inputs, encoding.text.tokenizer)
     if folder.is_complete:
-        log.info("%s", f"{shown(encoding.out)} was complete: {train_on(encoding)}")
+        log.info("%s", f"{shown(encoding.out)} is already complete: {train_on(encoding)}")
         return None
     missing = {part.name for part in parts if read_record(encoding.out, part.name) is None}
     of = f"of {len(parts):,}, from {plural(len(inputs), 'file')}"
@@ -174,7 +174,10 @@ def check_shared(out: Path) -> None:
 def say_stopped(out: Path, parts: list[WorkPart]) -> None:
     """Log how much of a stopped job is complete."""
     done = sum(read_record(out, part.name) is not None for part in parts)
-    log.info("%s", f"stopped: {done} of {plural(len(parts), 'part')} are complete; the same command goes on")
+    log.info(
+        "%s",
+        f"stopped: {done} of {plural(len(parts), 'part')} are complete; run the same command to continue",
+    )
 
 
 def finish(
@@ -183,7 +186,7 @@ def finish(
     """Write the manifest, and log the result. Raises UsageError where there is nothing."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
-        raise JobError(f"{shown(folder.out)}: the records of parts were removed under the job")
+        raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
     records, out = list(found.values()), shown(folder.out)
     counts = {name: sum(each[name] for each in records) for name in COUNTS}
     joint, reader = encoding.text_filter(), encoding.text.anew()
@@ -192,11 +195,11 @@ def finish(
         reader.spelt.update(record["spelt"])
     warn((*joint.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
     if counts["skipped"]:
-        warn([f"lines and rows without a text left out: {counts['skipped']:,}"])
+        warn([f"skipped lines and rows without text: {counts['skipped']:,}"])
     if not counts["documents"]:
         folder.clear()
         (folder.out / TOKENIZER).unlink()
-        raise UsageError(f"{FLAG} holds no text: {named(encoding.options.path, LONGEST)}")
+        raise UsageError(f"{FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
     files = [file for each in records for file in each["files"]]
     ids = megatron_dtype(reader.tokenizer.vocab_size).name
     with writing():
@@ -215,4 +218,4 @@ def warn(notes: Iterable[str]) -> None:
 
 def train_on(encoding: Encoding) -> str:
     """Return the advice at the end."""
-    return f"{TRAIN} {shown(encoding.out)} trains on them"
+    return f"train on it with {TRAIN} {shown(encoding.out)}"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.folders import sync_folder
 from zero_mpi.checkpoint.gguf.header import pack_file
-from zero_mpi.data.encoded_cache import code
+from zero_mpi.data.encoded_cache import code, sealed
 from zero_mpi.data.sources import UNFINISHED
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_index
@@ -35,11 +35,11 @@ from zero_mpi.files.open import exists, open_in_place, read_file
 from zero_mpi.files.parse import parse_json
 
 PLAN, BIN, IDX = "plan.json", ".bin", ".idx"
-CODE, DIGEST = "zero_mpi's source", "digest"  # key of the plan; key in a plan or record: digest of the rest
+CODE = "zero_mpi's source"  # key of the plan
 MOST_BYTES, MOST_VALUES = 1 << 32, 1 << 30  # limits of a plan or manifest: one of millions of files is large
 UNDER_WAY = re.compile(r"\d{5,}\.(bin|idx)|\.(\d{5,}|plan|manifest|tokenizer)\.(json|gguf)\.partial")
 RECORD = re.compile(r"(\d{5,}|plan)\.json")
-SAME = "start with the same to go on, or use another --out"
+SAME = "use the same value to continue, or another --out"
 
 Table = dict[str, Any]
 
@@ -47,7 +47,7 @@ Table = dict[str, Any]
 class WorkFolder:
     """Folder of `--out`, for rank 0 while the job has it; `about`: all but the inputs that decides bytes.
 
-    Raises UsageError for a folder of other files, or one that was begun with other settings.
+    Raises UsageError for a folder of other files, or one that was started with other settings.
     """
 
     def __init__(self, out: Path, about: Table) -> None:
@@ -60,8 +60,8 @@ class WorkFolder:
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
         if others and not self.is_complete and not exists(self.aside):
             raise UsageError(
-                f"--out {shown(out)}: expected an empty folder, or one that tokenize has begun, found "
-                f"{show(min(others))} there: use another --out"
+                f"--out {shown(out)}: expected an empty folder or one that tokenize started, found "
+                f"{show(min(others))}: use another --out"
             )
 
     def _kept(self) -> Table:
@@ -76,7 +76,7 @@ class WorkFolder:
         if self._before:
             with ours(self.out / MANIFEST if self.is_complete else self.aside / PLAN):
                 for what, was, value in differences(self._before, now):
-                    begun = f"--out {shown(self.out)} was begun with other input"
+                    begun = f"--out {shown(self.out)} was started with other input"
                     raise UsageError(f"{begun}: {what} was {quoted(was)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
@@ -170,18 +170,12 @@ class PartWriter:
 
 
 def read_record(out: Path, name: str) -> Table | None:
-    """Return the record of a part that is complete; None where it is not."""
+    """Return the record of a part that is complete; None if it is not."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         record: Table = parse_json(read_file(out / UNFINISHED / f"{name}.json"))
         there = all((out / each["name"]).stat().st_size == each["bytes"] for each in record["files"])
         return record if there and sealed(record) == record else None
     return None
-
-
-def sealed(table: Table) -> Table:
-    """Return a table with its digest, which shows any later change."""
-    text = json.dumps({name: value for name, value in table.items() if name != DIGEST})
-    return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:
@@ -220,6 +214,6 @@ def ours(path: Path) -> Iterator[None]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(
-            f"{shown(path)}: expected what tokenize wrote, found {shown(error)}: remove the folder and "
-            "start again"
+            f"{shown(path)}: expected a file of tokenize, found {shown(error)}: remove the folder and start "
+            "again"
         ) from None

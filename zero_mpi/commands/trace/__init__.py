@@ -1,1 +1,1 @@
-"""Command `trace`: reads the time line of a run, which `train.timeline` writes, and says where time went."""
+"""Command `trace`: reads the timeline of a run, which `train.timeline` writes, and says where time went."""

@@ -1,16 +1,16 @@
 """Command `trace`: computes where the time of each rank went, and prints it.
 
-Each moment of a step belongs to the first of `CLAIMS` that is under way, so the columns of a rank add up to
+Each moment of a step belongs to the first of `CLAIMS` that is in progress, so the columns of a rank add up to
 the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the device
-computes, and such a transfer is hidden. Transfers under way while nobody waits for them are hidden too.
+computes, and such a transfer is hidden. Transfers in progress while nobody waits for them are hidden too.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from zero_mpi.cli.parser import Parser
@@ -22,7 +22,7 @@ from zero_mpi.telemetry.spans import BETWEEN, CHECKPOINT, COMPUTE, DATA, OPTIMIZ
 from zero_mpi.train.timeline import FAMILIES
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, kinds (all if none are named); the first that is under way gets the moment.
+# Column, track, kinds (all if none are named); the first that is in progress gets the moment.
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", STEPS, ("evaluation",)),
     ("checkpoint", CHECKPOINT, ()),
@@ -35,33 +35,26 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers under way
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 UNITS = 5  # number of longest-awaited units that are shown
 MEANING = (
-    "exposed: waits for transfers and other ranks; hidden: transfers under way meanwhile, beside all this;",
-    "moving: what is done for transfers between stages, without the waits; sent: bytes given to other ranks",
+    "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
+    "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
 
 
 @dataclass
 class Share:
-    """Time of a rank in its steps, in microseconds.
-
-    steps     the length of each
-    columns   time by column; they add up to the steps' time
-    hidden    time in which transfers were under way and cost nothing
-    exposed   time in waits, by the transfer that was waited for
-    sent      bytes given to other ranks
-    """
+    """Time of a rank in its steps, in microseconds."""
 
     rank: int
-    steps: dict[int, float] = field(default_factory=dict)
-    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))
-    hidden: float = 0.0
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    sent: int = 0
+    steps: dict[int, float] = field(default_factory=dict)  # the length of each
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
+    hidden: float = 0.0  # transfers were in progress and cost nothing
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer
+    sent: int = 0  # bytes given to other ranks
 
     @property
     def step(self) -> float:
@@ -127,11 +120,10 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi trace",
-        description="Where the time of each rank went, from a time line of zero_mpi.train --trace FILE. "
-        "To look at it, drop the file on ui.perfetto.dev, which keeps it on your machine, or open it in "
-        "chrome://tracing.",
+        description="Summarize where the time of each rank went, from a timeline of zero_mpi.train --trace. "
+        "To view the timeline, open the file at ui.perfetto.dev (it is not uploaded) or in chrome://tracing.",
     )
-    parser.add_argument("file", metavar="FILE", help="a time line of --trace, .json or .json.gz")
+    parser.add_argument("file", metavar="FILE", help="timeline written by --trace, .json or .json.gz")
     return parser
 
 
@@ -142,12 +134,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def table(recorded: Recorded) -> Iterator[str]:
-    """Yield lines about a time line: a row for each rank, and what the ranks waited for."""
+    """Yield lines about a timeline: a row for each rank, and what the ranks waited for."""
     found, steps = shares(recorded), recorded.steps
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     which += f" of {plural(len(found), 'rank')}"
     yield f"{shown(recorded.path)}: {which}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
-    yield "milliseconds a step, and their share of it"
+    yield "milliseconds per step, and share of the step"
     columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in found)]
     names = "".join(f" {name:>15}" for name in columns)
     yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
@@ -155,7 +147,7 @@ def table(recorded: Recorded) -> Iterator[str]:
     yield from ("", *MEANING, "")
     longest = exposed_by_unit(found)[:UNITS]
     if longest:
-        yield "waited for longest (mean of the ranks, ms a step):"
+        yield "longest waits (mean of ranks, ms per step):"
         yield from (f"  {lasted / 1e3:>10.3f}  {name}" for name, lasted in longest)
     wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
     if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
@@ -175,6 +167,4 @@ def row(share: Share, columns: Sequence[str]) -> str:
     return f"{share.rank:>4} {step / 1e3:>10.3f}{cells} {hidden / 1e3:>10.3f} {sent:>9.2f}"
 
 
-def main() -> None:
-    """Run the command."""
-    run("trace", command, sys.argv[1:], alone=True)
+main = partial(run, "trace", command, alone=True)

@@ -1,4 +1,4 @@
-"""Reader of a time line's file: the activity of each rank, in microseconds of one clock.
+"""Reader of a timeline's file: the activity of each rank, in microseconds of one clock.
 
 A file of zero_mpi has one event on each line, so it is read line by line in bounded memory.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_mpi.errors import FileError, UsageError
-from zero_mpi.files.foreign import shown
+from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import open_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry.spans import MAX_SPANS, STEPS
@@ -31,24 +31,21 @@ DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked file: per byte of the
 
 
 class Slice(NamedTuple):
-    """Event of a rank. family: its track, or the kind of transfer; kind: "forward", "allgather", ...
+    """Event of a rank."""
 
-    unit: the unit or stage that it is about, or nothing; step: from 1; nbytes: of a transfer.
-    """
-
-    family: str
+    family: str  # its track, or the kind of transfer
     name: str
     begun: float
     ended: float
-    kind: str
-    unit: str
-    step: int
-    nbytes: int
+    kind: str  # "forward", "allgather", ...
+    unit: str  # the unit or stage that it is about, or nothing
+    step: int  # from 1
+    nbytes: int  # of a transfer
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Contents of a file: the events of each rank in order of ranks, and what it says beside them."""
+    """Contents of a file: the events of each rank in rank order, and what it says beside them."""
 
     path: Path
     ranks: dict[int, list[Slice]]
@@ -65,13 +62,14 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read the time line in a file, compressed or not. Raises UsageError for other files."""
+    """Read the timeline in a file, compressed or not. Raises UsageError for other files."""
     try:
         return recorded(path)
     except FileError:
         raise
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{shown(path)}: not a whole time line of --trace: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = shown(str(error), LONGEST)
+        raise UsageError(f"{shown(path)}: not a complete timeline of --trace: {why}") from None
 
 
 def recorded(path: Path) -> Recorded:
@@ -80,7 +78,7 @@ def recorded(path: Path) -> Recorded:
     head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
     about = head.get("otherData") if isinstance(head, dict) else None
     if not (isinstance(about, dict) and "zero_mpi" in about and next(lines, b"") == b'"traceEvents":[\n'):
-        raise ValueError("it does not begin as one")
+        raise ValueError("it does not start like one")
     for line in lines:
         if line.startswith(b"]"):
             break
@@ -89,12 +87,14 @@ def recorded(path: Path) -> Recorded:
         raise ValueError("it ends too early")
     found = Recorded(path, dict(sorted(ranks.items())), about)
     if not found.steps:
-        raise ValueError("it has no step that all ranks ended; trace again, fewer steps if those were many")
+        raise ValueError(
+            "no step was completed on all ranks; trace again, with fewer steps if there were many"
+        )
     return found
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, unpacked where it is packed."""
+    """Yield the lines of a file, decompressed if needed."""
     with open_file(path, "a time line") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
@@ -104,46 +104,39 @@ def lines_of(path: Path) -> Iterator[bytes]:
             if left < 0:
                 raise ValueError(f"it unpacks to more than {DENSEST} times its size")
             if not line.endswith(b"\n"):
-                raise ValueError("it has a line without an end")
+                raise ValueError("it has an unfinished line")
             yield line
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to those of its rank. Raises ValueError for one that no trace of zero_mpi has."""
-    about = event.get("args", {}) if isinstance(event, dict) else None
-    if not isinstance(about, dict):
-        raise ValueError(f"an event is {shown(event, LONGEST_NAME)}")
-    slices = ranks.setdefault(number(event, "pid", int, 0, MOST_RANKS) - FIRST, [])
-    if event.get("ph") != "X":
+    """Add an event to those of its rank. Raises any error for one that no trace has."""
+    slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
+    if event["ph"] != "X":
         return  # metadata: the name of a rank or track
     if len(slices) >= MOST_OF_RANK:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
-    begun = float(number(event, "ts", int | float, -LATEST, LATEST))
+    about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
     slices.append(
         Slice(
-            family=text(event, "cat"),
-            name=text(event, "name"),
+            family=text(event["cat"]),
+            name=text(event["name"]),
             begun=begun,
-            ended=begun + number(event, "dur", int | float, 0, LATEST),
-            kind=text(about, "kind", ""),
-            unit=text(about, "unit", ""),
-            step=number(about, "step", int, 0, MOST),
-            nbytes=number(about, "bytes", int, 0, MOST, 0),
+            ended=begun + within(event["dur"], 0, LATEST),
+            kind=text(about.get("kind", "")),
+            unit=text(about.get("unit", "")),
+            step=within(about["step"], 0, MOST),
+            nbytes=within(about.get("bytes", 0), 0, MOST),
         )
     )
 
 
-def number(of: dict[str, Any], name: str, kind: Any, least: float, most: float, default: Any = None) -> Any:
-    """Return the number of type `kind` under a name; ValueError for an impossible one."""
-    value = of.get(name, default)
-    if isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most:
-        return value
-    raise ValueError(f"{name} of an event is {shown(value, LONGEST_NAME)}")
+def within(value: Any, least: float, most: float) -> Any:
+    """Return a number between bounds; ValueError for another one."""
+    if isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"an event has the number {shown(value, LONGEST_NAME)}")
+    return value
 
 
-def text(of: dict[str, Any], name: str, default: Any = None) -> str:
-    """Return a short text, stored once however often it occurs; ValueError for anything else."""
-    value = of.get(name, default)
-    if isinstance(value, str):
-        return sys.intern(shown(value, LONGEST_NAME))
-    raise ValueError(f"{name} of an event is {shown(value, LONGEST_NAME)}")
+def text(value: Any) -> str:
+    """Return a short text, stored once however often it occurs."""
+    return sys.intern(shown(value, LONGEST_NAME))

@@ -46,14 +46,14 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.description import NAMES, SETTINGS
+from zero_mpi.train.description import FACTS, NAMES, SETTINGS
 from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.same_bits import obey_early, settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
 OWN = {
-    **dict.fromkeys(PLACES, "where it lies now (default: where it lay)"),
+    **dict.fromkeys(PLACES, "current path (default: path in the run's settings)"),
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
@@ -64,29 +64,21 @@ Examples:
   mpirun -n 4 zero-mpi verify runs/mine --sample 3
   zero-mpi verify runs/mine --from 200 --to 300 --data TEXT
 
-Exit status 0: the run is what it says; 1: it is not, and a line says what differs first; 3: nothing
-differs, but not all that was asked for could be computed again."""
+Exit status 0: the run matches its records; 1: it does not, and a line names the first difference; 3: no
+difference was found, but not everything could be recomputed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Run to verify, and how.
-
-    run       the folder
-    config    settings of the run, with the current places and ways of computing
-    first, last   states between which the steps are to be computed; None: all
-    sample    maximum number of segments; None: all
-    seed      random seed of the sample; None: any
-    expect    digest that the chain has to end with
-    """
+    """Run to verify, and how."""
 
     run: Path
-    config: Config
-    first: int | None = None
-    last: int | None = None
-    sample: int | None = None
-    seed: int | None = None
-    expect: str | None = None
+    config: Config  # settings of the run, with the current places and ways of computing
+    first: int | None  # states between which the steps are to be computed; None: all
+    last: int | None
+    sample: int | None  # maximum number of segments; None: all
+    seed: int | None  # random seed of the sample; None: any
+    expect: str | None  # digest that the chain has to end with
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
@@ -99,19 +91,19 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="mpirun -n N zero-mpi verify",
         usage="%(prog)s DIR [flags]",
-        description="Whether a run is what its folder says: its steps are computed again, on any number of "
-        "ranks, and every bit is compared.",
+        description="Recompute the steps of a run, on any number of ranks, and compare every bit with its "
+        "records.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
-    parser.add_argument("--from", type=int, metavar="STEP", help="compute from the state after this step on")
-    parser.add_argument("--to", type=int, metavar="STEP", help="up to the state after this step")
+    parser.add_argument("--from", type=int, metavar="STEP", help="start from the state after this step")
+    parser.add_argument("--to", type=int, metavar="STEP", help="stop at the state after this step")
     parser.add_argument(
-        "--sample", type=int, metavar="K", help="compute K of the stretches between checkpoints; 0: none"
+        "--sample", type=int, metavar="K", help="recompute K random segments between checkpoints; 0: none"
     )
-    parser.add_argument("--seed", type=int, help="by which these are drawn (default: any, which is told)")
-    parser.add_argument("--expect", metavar="HEX", help="what the run has printed as its proof at the end")
+    parser.add_argument("--seed", type=int, help="random seed for --sample (default: random, and printed)")
+    parser.add_argument("--expect", metavar="HEX", help="digest that the run printed at its end")
     add_settings(parser, OWN)
     return parser
 
@@ -119,12 +111,10 @@ def make_parser() -> Parser:
 def read_request(arguments: Sequence[str]) -> Request:
     """Return the request of a command line; raises UsageError for invalid combinations."""
     now, own = given(make_parser(), arguments, OWN)
-    run, first, last = Path(own.pop("run")), own.get("from"), own.get("to")
+    run = Path(own.pop("run"))
     for name in ("from", "to", "sample", "seed"):
         within(name, own.get(name, 0), 0, MOST_SEED)
-    return Request(
-        run, config_of(run, now), first, last, own.get("sample"), own.get("seed"), own.get("expect")
-    )
+    return Request(run, config_of(run, now), *map(own.get, ("from", "to", "sample", "seed", "expect")))
 
 
 def config_of(run: Path, now: dict[str, Any]) -> Config:
@@ -132,7 +122,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
     place = run / replay.NAME
     if not exists(place):
         raise UsageError(
-            f"{shown(run)}: expected a run folder, --out of zero_mpi.train; there is no {replay.NAME} in it"
+            f"{shown(run)}: expected a run folder (--out of training), found no {replay.NAME} in it"
         )
     # Nothing is to be written or resumed: this job has no folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
@@ -153,7 +143,6 @@ def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
     return found
 
 
-__all__ = ["command", "main", "make_parser"]
 INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
 
 
@@ -179,15 +168,15 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     """Return status and last line of a run without a difference; raises Differs on all ranks. Collective."""
     watchdog.beat("reading the records")
     history: History = of_root(world, lambda: read_history(request.run, request.expect))
-    say(world, *([f"chain: whole, proof {history.head}"] if history.head else []))
+    say(world, *([f"chain: complete, proof {history.head}"] if history.head else []))
     say(world, *(f"note: {note}" for note in history.notes))
     for step in history.kept:
         watchdog.beat(f"reading the checkpoint of step {step}")
         agreed(world, partial(check_tensors, request.run, step, world))
     agreed(world, lambda: check_config(request.run, request.config, history))
     if history.at != (request.config.steps or history.at):
-        say(world, f"note: {history.at} of {request.config.steps} steps were made")
-    say(world, f"files: sound, the tensors of {plural(len(history.kept), 'checkpoint')} too")
+        say(world, f"note: {history.at} of {request.config.steps} steps were run")
+    say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
     bounds = request.first or 0, history.at if request.last is None else request.last
     asked = between(history.segments, *bounds)
     said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
@@ -210,12 +199,12 @@ def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segme
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
         if chosen:
             between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
-            say(world, f"{between_states}, which are states that are there")
+            say(world, f"{between_states}, where states are saved")
     if request.sample is not None:
         seed = request.seed
         if seed is None:
             seed = of_root(world, lambda: secrets.randbelow(MOST_SEED))
-        say(world, f"sample: {request.sample} of {len(chosen)} stretches, by --seed {seed}")
+        say(world, f"sample: {request.sample} of {len(chosen)} segments, --seed {seed}")
         chosen = drawn(chosen, request.sample, seed)
     return chosen
 
@@ -226,7 +215,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
     config = request.config
     if SETTINGS in said:
         config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
-    spec = resolve(world, config, cached=False)
+    spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
     notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
@@ -237,12 +226,12 @@ def answer(
 ) -> tuple[int, str]:
     """Return the exit status, and a line that says what is verified and what nobody can compute."""
     found = {
-        f"have the same bits, computed again on {plural(ranks, 'rank')}": steps_of(chosen),
-        "cannot be, from this folder": missing,
+        f"have the same bits, recomputed on {plural(ranks, 'rank')}": steps_of(chosen),
+        "cannot be recomputed from this folder": missing,
         "have no --reduction exact": inexact,
     }
-    parts = ["its files are those that it has written" if head else "its files agree"]
-    parts += [] if chosen else ["no step was computed again"]
+    parts = ["its files are unchanged" if head else "its files agree"]
+    parts += [] if chosen else ["no step was recomputed"]
     for text, steps in found.items():
         if steps:
             parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")

@@ -86,7 +86,7 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
     notes = list(changes(machine or now[MACHINE], now[MACHINE], "the run"))
     if run.get(CODE, now[CODE]) != now[CODE]:
         found = f"{quoted(run[CODE])}, now {quoted(now[CODE])}"
-        notes.append(f"the package's files are not those of the run ({found}): bits may differ")
+        notes.append(f"the package differs from that of the run ({found}): bits may differ")
     return notes
 
 
@@ -109,12 +109,12 @@ class Comparison(Observer):
             return
         said = next(self._records, {})
         if said.get("step") != step.number:
-            self.found = f"step {step.number} has no record in its place in {METRICS}"
+            self.found = f"step {step.number} has no record at its position in {METRICS}"
             return
         found = other(bits_of(finite_or_none(step.record)), bits_of(said))
         if found:
             name, now, before = found
-            self.found = f"step {step.number}: {name} is {before} in the records, and {now} computed again"
+            self.found = f"step {step.number}: {name} is {before} in the records, but {now} when recomputed"
 
 
 class Recomputation(Steps):
@@ -218,7 +218,7 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
             odd = np.flatnonzero(run.view(np.uint32) != stored.view(np.uint32))[:1]
             for place in odd.tolist():
                 text = f"element {first + place} of {shown(name)} is {stored[place]:.9g} in {folder.name}/"
-                text += f"{file.path.name}, and {run[place]:.9g} computed again"
+                text += f"{file.path.name}, but {run[place]:.9g} when recomputed"
                 yield number, order[name], first + place, text
 
 

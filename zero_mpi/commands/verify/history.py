@@ -86,18 +86,12 @@ def of_root(world: World, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps that can be computed again.
+    """Steps that can be computed again."""
 
-    start   step of the checkpoint that it begins at; 0: the first weights
-    last    its last step
-    ends    whether there is a checkpoint of that step
-    run     the run's job that defines the computation, as an index into `History.runs`
-    """
-
-    start: int
+    start: int  # step of the checkpoint that it begins at; 0: the first weights
     last: int
-    ends: bool
-    run: int
+    ends: bool  # whether there is a checkpoint of the last step
+    run: int  # the run's job that defines the computation, as an index into `History.runs`
 
     @property
     def text(self) -> str:
@@ -106,24 +100,15 @@ class Segment:
 
 @dataclass
 class History:
-    """Events of a run, noted in their order, and the segments that follow from them.
+    """Events of a run, noted in their order, and the segments that follow from them."""
 
-    folders   the checkpoints that are there, by step
-    runs      what each job recorded that its bits depend on; empty if it recorded nothing
-    segments  segments that can be computed again
-    saved     steps of the known checkpoints, from records of saves and resumes
-    at        the last step
-    head      digest of the chain's last line; empty where there is no chain
-    notes     facts worth knowing
-    """
-
-    folders: Mapping[int, Path]
-    runs: list[Record] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    at: int = -1
-    head: str = ""
-    notes: list[str] = field(default_factory=list)
+    folders: Mapping[int, Path]  # the checkpoints that are there, by step
+    runs: list[Record] = field(default_factory=list)  # what the bits of each job depend on, if it says so
+    segments: list[Segment] = field(default_factory=list)  # that can be computed again
+    saved: list[int] = field(default_factory=list)  # steps of checkpoints, by records of saves and resumes
+    at: int = -1  # the last step
+    head: str = ""  # digest of the chain's last line; empty if there is no chain
+    notes: list[str] = field(default_factory=list)  # facts worth knowing
     _since: int = 0
     _is_there: bool = False
     _tip: tuple[int, Any] = (-1, None)
@@ -134,7 +119,7 @@ class History:
         return [step for step in self.saved if step in self.folders]
 
     def id_of(self, step: int) -> str | None:
-        """Return the id of the checkpoint of a step, None where there is none; Differs for a damaged one."""
+        """Return the id of the checkpoint of a step, None if there is none; Differs for a damaged one."""
         if step not in self.folders:
             return None
         with differing():
@@ -228,7 +213,7 @@ class Records:
 
     @property
     def step(self) -> int:
-        """Step of the next record; 0 where there is none."""
+        """Step of the next record; 0 if there is none."""
         return int(self.ahead.get("step", 0))
 
     def take(self) -> Record:
@@ -253,7 +238,7 @@ def read_history(run: Path, expect: str | None) -> History:
         raise UsageError(f"{shown(run)}: nothing to verify: neither {PROOF} nor records in {METRICS}")
     else:
         history.notes.append(
-            f"there is no {PROOF}: the run has no chain, so records are held to computing alone"
+            f"no {PROOF}: the run has no chain, so records are checked only by recomputation"
         )
         replay(records, history)
     if expect is not None and history.head != expect:
@@ -279,14 +264,14 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     except Broken as broken:
         if ended or not broken.torn:
             raise Differs(f"{PROOF}, {broken}") from None
-        history.notes.append(f"the last line of {PROOF} was cut off, as by a kill")
+        history.notes.append(f"the last line of {PROOF} is cut off, as after a kill")
     if not history.head:
         raise Differs(f"{PROOF} has no line")
     if records.step:
         after = f"{METRICS} has a record of step {records.step} after the last of {PROOF}, step {history.at}"
         if ended or records.step != history.at + 1:
             raise Differs(after)
-        history.notes.append(f"{after}, as after a kill: it is held to computing alone")
+        history.notes.append(f"{after}, as after a kill: it is checked only by recomputation")
         history.record(records.step)
 
 
@@ -297,7 +282,7 @@ def tell(line: Line, records: Records, history: History) -> None:
             raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
         first = max(history.at, 0) + 1
         if line.step >= first:
-            history.notes.append(f"steps {first} to {line.step} are not in {PROOF}: they are held to nothing")
+            history.notes.append(f"steps {first} to {line.step} are not in {PROOF}: they are not checked")
             while 0 < records.step <= line.step:
                 records.take()
         history.begin(line.step, line.value)
@@ -328,7 +313,7 @@ def replay(records: Records, history: History) -> None:
 
 
 def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
-    """Return the first differing part of a record: its name, and both values for people."""
+    """Return the first differing part of a record: its name, and both values for messages."""
     for name in dict.fromkeys((*expected, *found)):
         if found.get(name) != expected.get(name) or (name in found) != (name in expected):
             mine, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
@@ -341,12 +326,12 @@ def check_links(run: Path, history: History, ended: bool) -> Iterator[str]:
     name = folders.named(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
     if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
-        raise Differs(f"{folders.LATEST} names {shown(name)}, which the records do not tell of")
+        raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     untold = [path.name for step, path in history.folders.items() if step not in history.saved]
     if untold:
-        yield f"not of this run, or given up by it: {', '.join(untold[:8])}{' and more' * (len(untold) > 8)}"
+        yield f"not in this run, or abandoned: {', '.join(untold[:8])}{' and more' * (len(untold) > 8)}"
     if gone := len(history.saved) - len(history.kept):
-        yield f"{gone} of {len(history.saved)} checkpoints are not there any more"
+        yield f"{gone} of {len(history.saved)} checkpoints no longer exist"
 
 
 def check_tensors(run: Path, step: int, world: World) -> None:

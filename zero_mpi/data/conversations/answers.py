@@ -90,7 +90,7 @@ class AnswerFinder:
         if len(turns) > MOST_TURNS:
             raise ValueError(
                 f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
-                "over messages; mark answers in it by {% generation %}"
+                "over messages; mark its answers with {% generation %}"
             )
         text, spans = whole.text, Spans()
         for turn in turns:
@@ -167,12 +167,13 @@ def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> l
     if len(whole.marked) == len(answers):
         return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
     raise ValueError(
-        "the chat template: expected a {% generation %} for each answer, as some are not trained"
+        "the chat template: expected a {% generation %} block around each answer, because some are not "
+        "trained"
     )
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:
-    """Return where each message stands by the template's loop; nothing if the loop cannot be trusted.
+    """Return the position of each message, from the template's loop; nothing if the loop is not reliable.
 
     A loop inside a macro, whose text is held back, seems to write all messages in one place.
     """

@@ -34,7 +34,7 @@ PROGRAM = str(Path(__file__).with_name("sandbox.py"))
 SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
 MOST_BYTES = 1 << 20  # bytes of a template: those of models have some thousands
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
-REMEDY = "give one with --chat-template FILE, such as the chat_template.jinja of a model like it"
+REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
 
 
 class TemplateInputs(NamedTuple):
@@ -129,7 +129,7 @@ class ChatTemplate:
         return self._shows(parts_of("\ue000", "\ue001"), "\ue000", "\ue001")
 
     def _shows(self, content: Any, *texts: str) -> bool:
-        """Return whether the template shows these texts of a content, and no list as Python or JSON text."""
+        """Return whether the template prints these texts of a content, and no list as Python or JSON text."""
         try:
             found = self._rendered([{"role": "user", "content": content}], False, None).text
         except ValueError:

@@ -51,9 +51,11 @@ EXPECTED = (
     "conversations"
 )
 ROWS = re.compile(
-    rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"(?:data|messages|conversations|prompt|instruction)")'
+    rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"
+    rb'"(?:data|messages|conversations|prompt|instruction|chosen|rejected|completion)")'
 )
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
+OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 
 
 @dataclass(frozen=True)
@@ -91,46 +93,61 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
     if any(found) and not all(found):
         one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
         raise UsageError(
-            f"--data takes conversations or other data, not both: {one} holds conversations, {other} does "
-            "not: name the files of one kind"
+            f"--data takes conversations or other data, not both: {one} has conversations, {other} does not: "
+            "use files of one kind"
         )
     return any(found)
 
 
-def holds_conversations(path: Path) -> bool:
-    """Return whether a file holds conversations, by its name and its first keys; raises FileError."""
+def holds_pairs(path: Path, labels: bool = False) -> bool:
+    """Return whether a file holds pairs of answers, or answers with labels; raises FileError."""
+    forms = [("chosen", "rejected"), *[("prompt", "completion", "label")] * labels]
+    return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, forms)
+
+
+def holds_conversations(
+    path: Path, first: re.Pattern[bytes] = KEYS, forms: Sequence[tuple[str, ...]] = ()
+) -> bool:
+    """Return whether a file holds conversations, by its name and its first keys; raises FileError.
+
+    first, forms: keys of rows of another kind, in lines and in tables
+    """
     suffix = suffix_of(path)
     if suffix not in (*LINES, DOCUMENT, *TABLES):
         return False
     try:
         if suffix in TABLES:
             columns = columns_of(path)
-            return any(all(key in columns for key in keys) for keys, _ in FORMS)
+            return any(all(key in columns for key in keys) for keys in forms or [keys for keys, _ in FORMS])
         with prefixed("--data"):
-            head = beginning(path, KEYS.search)
+            head = beginning(path, first.search)
     except UsageError as error:  # no library, or a damaged table
         if suffix not in TABLES and isinstance(error, FileError):
             raise
         return False
-    return KEYS.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
+    return first.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(
-    name: str, path: Path, make: Callable[[Conversation], T], bad: BadRows | None = None
+    name: str,
+    path: Path,
+    make: Callable[[Any], T],
+    bad: BadRows | None = None,
+    parse: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[T]:
     """Yield what `make` returns for each conversation of a file, called `name`.
 
     A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
-    names the file, the line, what was expected and what was found.
+    names the file, the line, what was expected and what was found. `parse`: reads a row of another form.
     """
 
     def one(number: int, value: Any) -> T:
-        return make(one_conversation(f"{name}:{number}", value))
+        return make((parse or one_conversation)(f"{name}:{number}", value))
 
     def fail(number: int, error: ValueError) -> None:
         if bad is None:
             where = f"--data {shown(path)}, {kind} {number}"
-            raise FileError(f"{where}: {error}; --skip-bad leaves out such rows") from None
+            raise FileError(f"{where}: {error}; --skip-bad skips such rows") from None
         bad.add(name, number, error)
 
     with prefixed("--data"):
@@ -176,7 +193,9 @@ def is_trained(message: Message) -> bool:
 
 
 def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools of a line, given as a list or its JSON text; None for none, ValueError for others."""
+    """Return the tools of a line, given as a list or its JSON text; None if there are none, ValueError for
+    others.
+    """
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")

@@ -1,4 +1,4 @@
-"""Facts on rows of conversations, for the user: what training reads of them, and which rows are left out."""
+"""Counts of conversations and tokens for the user: how training reads the rows, and which rows it skips."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import Counter
 from zero_mpi.files.foreign import shown
 
 Facts = Counter[str]
-"""Of a row, or of many: tokens; counted, those in the loss; bos, rows that begin with one; turns, stretches
-that count; silent, answers that rows take out; tools, rows that have some; and `CAUTIONS`."""
+"""Counts of one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
+trained segments; silent: answers with weight 0; tools: rows with tools; and the keys of `CAUTIONS`."""
 CAUTIONS = {
-    "left_out": "conversations without an answer left out: {:,}",
-    "unwritten": "answers that the chat template leaves out, which are not learned: {:,}",
-    "unread": "conversations whose tools the chat template does not read: {:,}",
-    "endless": "turns without a token that ends one: {:,}; the end that the chat template writes is no token "
-    "of the vocabulary, and a model that learns it has none to stop by",
+    "left_out": "skipped conversations without an answer: {:,}",
+    "unwritten": "answers that the chat template drops, so they are not trained on: {:,}",
+    "unread": "conversations whose tools the chat template ignores: {:,}",
+    "endless": "turns without an end-of-turn token: {:,}; the chat template ends them with plain text, so "
+    "the model cannot learn to stop",
 }
 MOST_REASONS = 6  # reasons that are counted separately
 VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
@@ -26,8 +26,8 @@ def described(of: Facts) -> str:
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
     text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
-    text += f", answers not to be learned: {of['silent']:,}" * (of["silent"] > 0)
-    return text + f", tools read: {of['tools'] - of['unread']:,} of {of['tools']:,}" * (of["tools"] > 0)
+    text += f", answers not trained on: {of['silent']:,}" * (of["silent"] > 0)
+    return text + f", tools used: {of['tools'] - of['unread']:,} of {of['tools']:,}" * (of["tools"] > 0)
 
 
 class Totals:
@@ -68,4 +68,4 @@ class BadRows:
     def notes(self) -> list[str]:
         """Return a line on all reasons; none if there are no bad rows."""
         told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
-        return [f"--skip-bad left out {self.counts.total():,} rows: {told}"] if told else []
+        return [f"--skip-bad skipped {self.counts.total():,} rows: {told}"] if told else []

@@ -20,6 +20,7 @@ from zero_mpi.files.text_streams import MOST, TextStream, packing_of
 LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
+COLUMNS |= {"chosen", "rejected", "label"}
 BESIDE = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes in which a row must begin that shows the kind of a file
 ROWS = 64  # rows of a table that are read together
@@ -46,7 +47,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
-    """Return the word for a unit of a file (line or row), and all units; FileError for an unsound file."""
+    """Return the word for a unit of a file (line or row), and all units; FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
     return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))

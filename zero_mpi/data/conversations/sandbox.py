@@ -1,14 +1,14 @@
 """Program that renders a chat template in a process of its own, under limits that the system enforces.
 
 A template comes with a model and is a stranger's program. Jinja2's sandbox keeps it from the interpreter, but
-lets it loop for ever and double a text as often as it likes, also inside a filter or a comparison, where no
+lets it loop forever and double a text as often as it likes, also inside a filter or a comparison, where no
 code of ours runs. So the system ends this process once a rendering has used its CPU time, and refuses it
 memory beyond a limit. A conversation must give the same text whenever and wherever it is read: there is
 no `random`, and `strftime_now` returns a given day.
 
 `chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
 `marshal` come in, each after its length: the template (`source`, `day`), then variables of each rendering.
-Each has `seconds` of CPU time and is answered by one value, with the seconds that are `left`.
+Each has `seconds` of CPU time; the answer has one value and the seconds that are `left`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             parts.append(part)
             self.written += len(part)
             if self.written > most:
-                raise TemplateError(f"the text has more than {most} letters, the limit for this conversation")
+                raise TemplateError(
+                    f"the text has more than {most} characters, the limit for this conversation"
+                )
         return {"text": "".join(parts).encode(), "marked": self.marked, "begins": self.begins}
 
 
@@ -107,9 +109,9 @@ def told(error: Exception) -> str:
     name = type(error).__name__
     return {
         "MemoryError": f"it takes more than {MEMORY >> 20} MiB of memory",
-        "RecursionError": "it calls itself too deeply",
+        "RecursionError": "its recursion is too deep",
         "TemplateError": str(error),
-        "UnicodeEncodeError": "the text has halves of letters, which UTF-8 cannot hold",
+        "UnicodeEncodeError": "the text has lone surrogates, which UTF-8 cannot encode",
     }.get(name, f"{name}: {error}")[:1000]
 
 

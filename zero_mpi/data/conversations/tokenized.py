@@ -1,14 +1,15 @@
 """Conversations as tokens, each with a mark: whether the loss counts that token as a target.
 
-The ids are those of the full text. Each token stands for as many bytes as its spelling has, so the sums of
-lengths tell which tokens have letters of an answer. A token with letters of both sides counts, for a model
-that answers has to produce all of it.
+The ids are those of the full text. Each token stands for as many bytes as its spelling has, so sums of
+lengths show which tokens overlap an answer. A token with letters of both sides counts, for a model that
+answers has to produce all of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, groupby, pairwise, tee
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from zero_mpi.data.conversations.chat_template import (
     template_of,
 )
 from zero_mpi.data.conversations.formats import Conversation, read_conversations
+from zero_mpi.data.conversations.pairs import Sides, one_pair
 from zero_mpi.data.conversations.row_facts import BadRows, Facts
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import UsageError
@@ -99,7 +101,26 @@ class ConversationReader:
         Rows in error go to `bad`, if it is given.
         """
         read = (read_conversations(name, path, self.render, bad) for name, path in files)
-        found, measured = tee(chain.from_iterable(read))
+        yield from self._encoded(chain.from_iterable(read))
+
+    def read_pairs(
+        self, files: Files, bad: BadRows | None = None, labels: bool = False
+    ) -> Iterator[list[TokenizedConversation | None]]:
+        """Yield the better and the worse side of each pair of files, as `read` does; see `pairs`."""
+
+        def make(pair: Sides) -> list[RenderedConversation | None]:
+            return [None if side is None else self.render(side) for side in pair]
+
+        parse = partial(one_pair, labels=labels)
+        read = (read_conversations(name, path, make, bad, parse) for name, path in files)
+        pairs, rendered = tee(chain.from_iterable(read))
+        encoded = self._encoded(side for pair in rendered for side in pair if side is not None)
+        for pair in pairs:
+            yield [None if side is None else next(encoded) for side in pair]
+
+    def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
+        """Yield conversations as tokens."""
+        found, measured = tee(rendered)
         ends = accumulate(len(each.text) for each in measured)
         for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
             group = [each for _, each in pairs]

@@ -141,7 +141,6 @@ class BPETokenizer(GGUFTokenizer):
             start = max(stop, start + 1)
 
     def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Return the library's ids of each text."""
         found = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in found]
 

@@ -2,7 +2,6 @@
 
 So it can represent any data without training. In a GGUF the same vocabulary is a GPT-2 one
 (llama.cpp's "gpt2" model): byte b is written as the printable character that GPT-2's byte-to-unicode map
-gives it, three special tokens follow, and one merge that never fires, because readers ask for at least one
 gives it, three special tokens follow, and one merge that never applies, because readers ask for at least one
 and want both its halves and the joined token in the vocabulary. The "llama" (SentencePiece) kind with <0xNN>
 """
@@ -115,7 +114,6 @@ class ByteTokenizer:
     def encode_batch(
         self, documents: Sequence[bytes | str], *, special: bool = False
     ) -> list[NDArray[np.unsignedinteger[Any]]]:
-        """Return `encode` of each text."""
         return [self.encode(data, special=special) for data in documents]
 
     def encode_with_lengths(
@@ -174,7 +172,6 @@ class ByteTokenizer:
 
 
 def _raw(data: bytes | str) -> bytes:
-    """Return the bytes of a text."""
     return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
@@ -184,7 +181,6 @@ def _cut(raw: bytes) -> list[int | str]:
 
 
 def _ids(part: int | str) -> NDArray[np.uint16]:
-    """Return the ids (n,) of a part that was cut."""
     if isinstance(part, int):
         return np.array([part], np.uint16)
     return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)

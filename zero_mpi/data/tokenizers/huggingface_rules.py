@@ -79,7 +79,7 @@ class Rules:
             if not spelt or spelt in found or is_lost:
                 raise UsageError(
                     f"the added token {show(token)} is white space with lstrip, or normalized to nothing or "
-                    "another one: expected one that the package tokenizers finds in a text"
+                    "another one: expected one that the package tokenizers can find in a text"
                 )
             found[spelt] = token
         flags = {spelt: self.flags.get(token, frozenset()) for spelt, token in found.items()}

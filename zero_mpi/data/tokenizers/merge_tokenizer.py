@@ -20,18 +20,12 @@ _LETTERS = 0x110000
 
 
 class _Symbols(NamedTuple):
-    """Data of the merges: tokens, letters that are part of a token, and the next number for all others.
+    """Data of the merges: tokens, letters that are part of a token, and the next number for all others."""
 
-    of_letter   (letters of Unicode + 1,) int32; the last is for no letter
-    pairs       from two symbols to the symbol that they become
-    ranks       (symbols,) int64 by the score of each: the greatest score has rank 0
-    bytewise    (256,) int32: the token of a byte
-    """
-
-    of_letter: NDArray[np.int32]
-    pairs: PairTable
-    ranks: NDArray[np.int64]
-    bytewise: NDArray[np.int32]
+    of_letter: NDArray[np.int32]  # (letters of Unicode + 1,); the last is for no letter
+    pairs: PairTable  # from two symbols to the symbol that they become
+    ranks: NDArray[np.int64]  # (symbols,) by the score of each: the greatest score has rank 0
+    bytewise: NDArray[np.int32]  # (256,) the token of a byte
 
 
 class MergeTokenizer(SentencePieceTokenizer):

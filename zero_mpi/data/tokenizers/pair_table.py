@@ -1,4 +1,4 @@
-"""Table from pairs of whole numbers to a whole number, as two arrays that compiled code can read."""
+"""Table from pairs of integers to an integer, as two arrays that compiled code can read."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
     if (name or "default") in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name or "default"]
     raise UsageError(
-        f"{place} has tokenizer.ggml.pre {show(str(name))}, expected one of {', '.join(PRE_TOKENIZERS)}: "
-        "give --data as token files (1-D .npy of uint16 or uint32 ids)"
+        f"{place} has tokenizer.ggml.pre {show(str(name))}, expected one of {', '.join(PRE_TOKENIZERS)}: use "
+        "token files for --data (1-D .npy of uint16 or uint32 ids)"
     )
 
 
@@ -139,8 +139,8 @@ def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict
     for rules, merges, name in sorted(found, key=lambda each: each[1] != ignore_merges)[:1]:
         return name, rules | ({} if merges == ignore_merges else {"ignore_merges": ignore_merges})
     raise UsageError(
-        f"{where}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found "
-        f"the pre_tokenizer {shown(definition, 300)}: give --data as token files (1-D .npy)"
+        f"{where}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found the "
+        f"pre_tokenizer {shown(definition, 300)}: use token files for --data (1-D .npy)"
     )
 
 

@@ -121,7 +121,8 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """Return the ids of merged symbols; a symbol that is no token (a letter then) by its UTF-8 bytes.
+    """Return the ids of merged symbols; a symbol without a token, which is a single character, by its UTF-8
+    bytes.
 
     `letters` (n,): code points, or -1 - id of a token that stood in the text. `bytewise` (256,): the token of
     each byte.
@@ -147,7 +148,7 @@ def spell(
     return ids[:count].copy()
 
 
-# ---------------------------------------------------------------------------------- the likeliest tokens
+# ---------------------------------------------------------------------------------- the most likely tokens
 
 
 @compiled

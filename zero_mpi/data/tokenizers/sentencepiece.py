@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizers as model files describe them: merges by score, and the likeliest tokens.
+"""SentencePiece's tokenizers as model files describe them: merges by score, and the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
 those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
@@ -75,7 +75,6 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each piece."""
         threads = min(environment.within_quota(environment.cores()), len(pieces))
         if threads == 1:
             return [self.segment(piece) for piece in pieces]

@@ -26,7 +26,7 @@ from zero_mpi.files.parse import parse_json
 
 _KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
-_WAY_OUT = "give --data as token files (1-D .npy)"
+_WAY_OUT = "use token files for --data (1-D .npy)"
 _MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits of a folder's templates; of letters in a template's name
 _GAP = 1 << 16  # extra ids without a token that a model may have, besides doubling
@@ -195,7 +195,7 @@ def _vocabulary(
             f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
         )
     if vocab_size is not None and vocab_size < size:
-        raise UsageError(f"{path}: the tokenizer has {size} tokens, the model's vocabulary {vocab_size}")
+        raise UsageError(f"{path}: the tokenizer has {size} tokens, but the model's vocabulary {vocab_size}")
     if vocab_size is not None and vocab_size > 2 * size + _GAP:
         raise UsageError(
             f"{path}: expected the tokenizer of a vocabulary of {vocab_size}, found {size} tokens in it"
@@ -221,8 +221,8 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
 
 
 def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str]) -> None:
-    """Raise UsageError if an added token's id differs from the one that the library gives it, whatever the
-    file says: its own id in the vocabulary, or the next free one.
+    """Raise UsageError if an added token's id differs from the one that the library assigns: its id in the
+    vocabulary, or the next free one.
     """
     following = len(ids)
     for place, token in extra.items():

@@ -20,7 +20,7 @@ _UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the lea
 
 
 class _Trie(NamedTuple):
-    """Tables for finding the likeliest tokens: nodes by node and letter, and tokens by node."""
+    """Tables for finding the most likely tokens: nodes by node and letter, and tokens by node."""
 
     nodes: PairTable
     ends: NDArray[np.int32]

@@ -11,18 +11,4 @@ Kernels propagate NaN and infinity, so that a bad number is noticed. AdamW is co
 its bits do not depend on where a buffer is cut into slices.
 """
 
-from zero_mpi.ops.cpu import attention, dequantize, elementwise, embedding, experts, flat, linear, loss, norm
-
-MODULES = (
-    attention,
-    dequantize,
-    elementwise,
-    embedding,
-    experts,
-    flat,
-    linear,
-    loss,
-    norm,
-)  # that define operations
-# Operations that get float32 copies of bfloat16 (`low_precision`); the others compute with bfloat16.
-ON_COPIES = (loss.cross_entropy,)
+from zero_mpi.ops.cpu import attention, dequantize, elementwise, embedding, experts, flat, linear, loss, norm  # noqa: F401

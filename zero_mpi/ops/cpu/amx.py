@@ -13,22 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import (
-    EITHER,
-    LOW,
-    TRUTH,
-    bits,
-    filled,
-    fixed_helper,
-    given,
-    helper,
-    kernel,
-    narrow,
-    wide,
-)
+from zero_mpi.ops.cpu.jit import bits, fixed_helper, helper, kernel, narrow, wide
 from zero_mpi.ops.cpu.tile_units import (
     add_product,
     clear,
@@ -154,7 +141,7 @@ def put(c: Array, sums: Array, adds: bool) -> None:
                 c[i, j] = narrow(c, wide(c[i, j]) + sums[i, j] if adds else sums[i, j])
 
 
-@kernel(*[given(4, LOW, "A")] * 2, filled(4, EITHER, "A"), TRUTH, given(1, types.uint8))
+@kernel("l4~ l4~ e4~+ b u1")
 def multiply_many(a: Array, b: Array, c: Array, adds: bool, tiles: Array) -> None:
     """Compute c (..., M, N) = a (..., M, K) b (..., K, N), plus c if `adds`."""
     (m, k), n = a.shape[2:], b.shape[3]

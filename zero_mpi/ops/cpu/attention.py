@@ -15,21 +15,16 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
-from zero_mpi.ops import threads
+from zero_mpi.ops import reference, threads
 from zero_mpi.ops.cpu import attention_bf16
 from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
 from zero_mpi.ops.cpu.blas import NN, NT, TN, gemm
 from zero_mpi.ops.cpu.jit import (
-    FLOAT,
-    INTEGER,
     ONE,
-    TRUTH,
     UNSEEN,
     ZERO,
     exponential,
     f4,
-    filled,
-    given,
     helper,
     kernel,
     log_single,
@@ -37,10 +32,8 @@ from zero_mpi.ops.cpu.jit import (
     single,
 )
 from zero_mpi.ops.cpu.products import otherwise, product_of
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import BLOCK, KEPT_WEIGHTS, LOW_BLOCK, check_kept, gradients_like, head_weights
-
-VIEW, BEGINS = given(4, layout="A"), given(1, INTEGER)
-ROOM = filled(4, layout="A")
 
 
 @helper
@@ -118,7 +111,7 @@ def slopes(p: Array, d: Array, n: int, m: int) -> None:
             slope[j] = row[j] * (slope[j] - along)
 
 
-@kernel(VIEW, VIEW, VIEW, BEGINS, FLOAT, INTEGER, TRUTH, ROOM, filled(1), filled(1))
+@kernel("f4~ f4~ f4~ i1 f i b f4~+ f1+ f1+")
 def forward(
     q: Array,
     k: Array,
@@ -151,7 +144,7 @@ def forward(
                 gemm(NN, (n, tall, m), ONE, matrix, at(v, b, first, g), ZERO, at(y, b, r, h))
 
 
-@kernel(*[VIEW] * 4, BEGINS, FLOAT, INTEGER, TRUTH, filled(1), given(1), filled(1), *[ROOM] * 3)
+@kernel("f4~ f4~ f4~ f4~ i1 f i b f1+ f1 f1+ f4~+ f4~+ f4~+")
 def backward(
     dy: Array,
     q: Array,
@@ -204,6 +197,7 @@ def rowwise(x: Array) -> Array:
     return x if right == 4 and down % 4 == 0 and down >= 4 * x.shape[3] else np.ascontiguousarray(x)
 
 
+@implements(reference.causal_attention)
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
@@ -232,10 +226,10 @@ def causal_attention(
     return y, (p if keep else None, sums, begins)
 
 
+@implements(reference.causal_attention_backward)
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Compute `reference.causal_attention_backward`."""
     multiplies = product_of(dy, q, k, v)
     if multiplies is None or not isinstance(kept, tuple):
         found: tuple[Array, Array, Array] = otherwise(causal_attention_backward, dy, q, k, v, kept, scale)

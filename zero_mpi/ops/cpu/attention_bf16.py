@@ -22,18 +22,12 @@ from zero_mpi.ops.cpu.attention_shares import HeadShare, shares
 from zero_mpi.ops.cpu.attention_tiles import Tile, tiles_for
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
-    FLOAT,
-    INTEGER,
-    LOW,
     ONE,
-    TRUTH,
     UNSEEN,
     ZERO,
     bits,
     exponential,
     f4,
-    filled,
-    given,
     kernel,
     log_single,
     narrow,
@@ -46,7 +40,7 @@ Multiply = Callable[..., Array]
 EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
 
 
-@kernel(given(4), given(2, INTEGER), FLOAT, TRUTH, filled(3), filled(4, LOW))
+@kernel("f4 i2 f b f3+ l4+")
 def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: Array) -> None:
     """Compute p, the weights of scores s (B, H, n, m) times scale: the last n of m positions, causal.
 
@@ -83,7 +77,7 @@ def soften(s: Array, hidden: Array, scale: float, again: bool, sums: Array, p: A
                 weights[end:] = 0
 
 
-@kernel(given(4, LOW), given(4), FLOAT, filled(4, LOW))
+@kernel("l4 f4 f l4+")
 def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
     """Compute ds = p (dp - sum(p dp)) scale, the gradient of scores, from p (B, H, n, m) and its gradient."""
     batch, heads, n, m = p.shape
@@ -100,7 +94,7 @@ def slopes(p: Array, dp: Array, scale: float, ds: Array) -> None:
                 out[end:] = 0
 
 
-@kernel(given(1), filled(1, LOW))
+@kernel("f1 l1+")
 def lower(x: Array, out: Array) -> None:
     """Round x to bfloat16, element by element."""
     for i in range(x.size):

@@ -21,7 +21,7 @@ from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import FLOAT, ONE, ZERO, filled, given, helper, kernel
+from zero_mpi.ops.cpu.jit import ONE, ZERO, helper, kernel
 
 SYMBOL = "zero_mpi_sgemm"
 EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # as builds of OpenBLAS name it
@@ -108,7 +108,7 @@ def gemm(turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta: Any, c: Any) 
     sgemm(turns[1], turns[0], n, m, k, alpha, b[0], b[1], a[0], a[1], beta, c[0], c[1])
 
 
-@kernel(given(2, layout="A"), given(2, layout="A"), FLOAT, filled(2, layout="A"))
+@kernel("f2~ f2~ f f2~+")
 def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
     """Compute c (M, N) = a (M, K) b (K, N) + beta c; c, and a and b or their transposes, have unit stride."""
     m, k = a.shape
@@ -137,7 +137,7 @@ def by_rows(x: Array) -> bool:
 
 
 def by_row(x: Array) -> Array:
-    """Return a matrix if its rows are as BLAS needs them, else a copy."""
+    """Return the matrix if BLAS supports its strides, else a copy."""
     return x if by_rows(x) else np.ascontiguousarray(x)
 
 

@@ -1,183 +1,303 @@
-"""Unpacks blocks of GGUF (`ops.block_kinds`) to float32 or bfloat16, in one pass to the layers' buffer.
+"""Blocks of GGUF (`ops.block_kinds`): unpacked in one pass to the layers' buffer, or multiplied as they are.
 
-It is compiled without fast-math: each element has the bits of `reference.dequantize`, for any scale. The
-byte layout of a kind is that of llama.cpp's ggml-common.h.
+Each kind is written once, as a function that emits the elements of a block in vectors of sixteen float32. A
+kernel stores them, with the bits of `reference.dequantize` for any scale, or multiplies a row of them with an
+input and adds up. The byte layout of a kind is that of llama.cpp's ggml-common.h.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops import reference
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
-from zero_mpi.ops.cpu.jit import EITHER, INTEGER, alike, bits, f4, filled, fixed_helper, given, kernel, narrow
+from zero_mpi.ops import ggml, reference
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, RARE
+from zero_mpi.ops.cpu.jit import LOW, WORD, alike, bits, kernel, nearest_low
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
-i4 = np.int32
-HALF_EXPONENT = np.uint32(0x7C00)
-RESCALED = f4(2.0**112)  # between the exponents of float16 and float32
-Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(len(PACKED))
+LANES = 16
+BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
+BYTES, WORDS, SINGLES = (ir.VectorType(element, LANES) for element in (BYTE, WORD, SINGLE))
+TOTALS = 4  # sums of a row that grow side by side, since an addition takes four cycles
 
 
-@fixed_helper
-def half(raw: Array, at: int) -> Any:
-    """Return the float16 in two bytes as float32: move its bits, then correct its exponent by a product."""
-    word = np.uint32(raw[at]) | np.uint32(np.uint32(raw[at + 1]) << np.uint32(8))
-    body = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
-    sign = np.uint32((word & np.uint32(0x8000)) << np.uint32(16))
-    if word & HALF_EXPONENT == HALF_EXPONENT:
-        return np.uint32(body | sign | np.uint32(0x7F800000)).view(np.float32)
-    return np.uint32(body | sign).view(np.float32) * RESCALED
+def words(number: int) -> Any:
+    """Return sixteen words of one number."""
+    return ir.Constant(WORDS, [number] * LANES)
 
 
-@fixed_helper
-def scale_and_least(packed: Array, j: int) -> Any:
-    """Return the 6-bit scale and minimum of the j-th of eight sub-blocks, from twelve bytes."""
-    if j < 4:
-        return i4(packed[j] & 63), i4(packed[j + 4] & 63)
-    high = packed[j + 4]
-    return (
-        i4(high & 15) | i4(i4(packed[j - 4] >> 6) << 4),
-        i4(high >> 4) | i4(i4(packed[j] >> 6) << 4),
-    )
+class Block:
+    """Code that reads a block at an address: bytes, float16, and vectors of sixteen elements."""
+
+    def __init__(self, builder: Any, place: Any) -> None:
+        self.builder, self._place = builder, place
+
+    def _read(self, at: int, kind: Any) -> Any:
+        place = self.builder.add(self._place, PLACE(at))
+        found = self.builder.load(self.builder.inttoptr(place, kind.as_pointer()))
+        found.align = 1
+        return found
+
+    def byte(self, at: int) -> Any:
+        """Return a byte as a word."""
+        return self.builder.zext(self._read(at, BYTE), WORD)
+
+    def signed(self, at: int) -> Any:
+        """Return a byte with a sign as a float32."""
+        return self.builder.sitofp(self._read(at, BYTE), SINGLE)
+
+    def half(self, at: int) -> Any:
+        """Return a float16 as float32: move its bits, then correct its exponent by a product."""
+        b, word = self.builder, self.builder.zext(self._read(at, HALF), WORD)
+        body = b.shl(b.and_(word, WORD(0x7FFF)), WORD(13))
+        finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # between the exponents of both types
+        top = b.icmp_unsigned(">=", body, WORD(0x7C00 << 13))
+        body = b.select(top, b.or_(body, WORD(0x7F800000)), b.bitcast(finite, WORD))
+        return b.bitcast(b.or_(body, b.shl(b.and_(word, WORD(0x8000)), WORD(16))), SINGLE)
+
+    def sixteen(self, at: int, shift: int = 0, mask: int = 255) -> Any:
+        """Return sixteen bytes as words, shifted to the right and masked."""
+        found = self._read(at, BYTES)
+        found = self.builder.lshr(found, ir.Constant(BYTES, [shift] * LANES)) if shift else found
+        found = self.builder.and_(found, ir.Constant(BYTES, [mask] * LANES)) if mask < 255 else found
+        return self.builder.zext(found, WORDS)
+
+    def scaled(self, whole: Any, factor: Any, least: Any = None) -> Any:
+        """Return words with signs as float32 times a factor, plus a minimum if there is one."""
+        b, spread = self.builder, ir.Constant(WORDS, [0] * LANES)
+
+        def all_lanes(number: Any) -> Any:
+            first = b.insert_element(ir.Constant(SINGLES, ir.Undefined), number, WORD(0))
+            return b.shuffle_vector(first, ir.Constant(SINGLES, ir.Undefined), spread)
+
+        product = b.fmul(b.sitofp(whole, SINGLES), all_lanes(factor))
+        return product if least is None else b.fadd(product, all_lanes(least))
+
+    def with_bits(self, low: Any, high: Any, place: int) -> Any:
+        """Return words with more bits put in from a place on."""
+        return self.builder.or_(low, self.builder.shl(high, words(place)))
+
+    def times(self, factor: Any, whole: Any) -> Any:
+        """Return a float32 times a word."""
+        return self.builder.fmul(factor, self.builder.sitofp(whole, SINGLE))
+
+    def part(self, whole: Any, shift: int, mask: int) -> Any:
+        """Return some bits of a word."""
+        return self.builder.and_(self.builder.lshr(whole, WORD(shift)), WORD(mask))
 
 
-@fixed_helper
-def scale_of_16(packed: Array, j: int) -> Any:
-    """Return the 6-bit scale of the j-th of sixteen sub-blocks, from twelve bytes, less 32."""
-    low = i4(packed[j & 7]) >> i4(4 * (j >> 3))
-    high = i4(packed[8 + (j & 3)]) >> i4(2 * (j >> 2))
-    return i4((low & i4(15)) | i4((high & i4(3)) << i4(4))) - i4(32)
+def plain_8(x: Block) -> list[Any]:
+    """Q8_0: a scale, 32 signed bytes."""
+    b, d = x.builder, x.half(0)
+    return [x.scaled(b.sext(x._read(at, BYTES), WORDS), d) for at in (2, 18)]
 
 
-@fixed_helper
-def plain_8(raw: Array, y: Array) -> None:
-    """Unpack Q8_0: a scale, 32 signed bytes."""
-    d = half(raw, 0)
-    for i in range(32):
-        y[i] = narrow(y, f4(np.int8(raw[2 + i])) * d)
+def nibbles(x: Block, has_least: bool) -> list[Any]:
+    """Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
+    d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
+    whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
+    return [x.scaled(q if has_least else x.builder.sub(q, words(8)), d, least) for q in whole]
 
 
-@fixed_helper
-def nibbles(raw: Array, y: Array, has_least: bool) -> None:
-    """Unpack Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
-    d, start = half(raw, 0), 2
-    if has_least:
-        least, start = half(raw, 2), 4
-        for i in range(16):
-            q = raw[start + i]
-            y[i] = narrow(y, d * f4(q & 15) + least)
-            y[i + 16] = narrow(y, d * f4(q >> 4) + least)
-        return
-    for i in range(16):
-        q = raw[start + i]
-        y[i] = narrow(y, d * f4(i4(q & 15) - i4(8)))
-        y[i + 16] = narrow(y, d * f4(i4(q >> 4) - i4(8)))
+def five_bits(x: Block, has_least: bool) -> list[Any]:
+    """Q5_0 and Q5_1: as with four bits, and the fifth bits in four bytes before them."""
+    b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
+    first = b.insert_element(ir.Constant(WORDS, ir.Undefined), x._read(start, WORD), WORD(0))
+    tops = b.shuffle_vector(first, ir.Constant(WORDS, ir.Undefined), words(0))
+    found = []
+    for shift in (0, 4):
+        lanes = ir.Constant(WORDS, [4 * shift + lane for lane in range(LANES)])
+        q = x.with_bits(x.sixteen(start + 4, shift, 15), b.and_(b.lshr(tops, lanes), words(1)), 4)
+        found.append(x.scaled(q if has_least else b.sub(q, words(16)), d, least))
+    return found
 
 
-@fixed_helper
-def five_bits(raw: Array, y: Array, has_least: bool) -> None:
-    """Unpack Q5_0 and Q5_1: as with four bits, and the fifth bits in four bytes before them."""
-    d, start = half(raw, 0), 4 if has_least else 2
-    least = half(raw, 2)
-    for i in range(32):
-        top = i4(raw[start + (i >> 3)] >> (i & 7)) & i4(1)
-        q = i4(raw[start + 4 + (i & 15)] >> (4 * (i >> 4))) & i4(15) | i4(top << i4(4))
-        if has_least:
-            y[i] = narrow(y, d * f4(q) + least)
+def two_bits(x: Block) -> list[Any]:
+    """Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
+    d, least, found = x.half(80), x.builder.fneg(x.half(82)), []
+    for j in range(16):
+        both = x.byte(j)
+        whole = x.sixteen(16 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
+        found.append(x.scaled(whole, x.times(d, x.part(both, 0, 15)), x.times(least, x.part(both, 4, 15))))
+    return found
+
+
+def three_bits(x: Block) -> list[Any]:
+    """Q3_K: 32 bytes of third bits, 64 of pairs of bits, twelve of sixteen 6-bit scales, their factor."""
+    b, d, found = x.builder, x.half(108), []
+    for j in range(16):
+        low = x.part(x.byte(96 + (j & 7)), 4 * (j >> 3), 15)
+        high = x.part(x.byte(104 + (j & 3)), 2 * (j >> 2), 3)
+        scale = b.sub(b.or_(low, b.shl(high, WORD(4))), WORD(32))
+        whole = x.sixteen(32 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
+        whole = x.with_bits(whole, b.and_(x.sixteen(16 * (j & 1), j >> 1), words(1)), 2)
+        found.append(x.scaled(b.sub(whole, words(4)), x.times(d, scale)))
+    return found
+
+
+def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
+    """Q4_K and Q5_K: two factors, eight scales and minima, fifth bits (32 bytes) if any, 128 bytes."""
+    b, d, least, found = x.builder, x.half(0), x.builder.fneg(x.half(2)), []
+    for j in range(8):  # a scale and a minimum have six bits each, in twelve bytes
+        if j < 4:
+            scale, minimum = x.part(x.byte(4 + j), 0, 63), x.part(x.byte(8 + j), 0, 63)
         else:
-            y[i] = narrow(y, d * f4(q - i4(16)))
-
-
-@fixed_helper
-def two_bits(raw: Array, y: Array) -> None:
-    """Unpack Q2_K: sixteen nibble pairs of scale and minimum, 64 bytes of bit pairs, their two factors."""
-    d, least = half(raw, 80), half(raw, 82)
-    for j in range(16):
-        dl, ml = d * f4(raw[j] & 15), least * f4(raw[j] >> 4)
-        first, shift = 16 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3)
-        for i in range(16):
-            y[16 * j + i] = narrow(y, dl * f4((raw[first + i] >> shift) & 3) - ml)
-
-
-@fixed_helper
-def three_bits(raw: Array, y: Array) -> None:
-    """Unpack Q3_K: 32 bytes of third bits, 64 of pairs of bits, sixteen scales, their factor."""
-    d = half(raw, 108)
-    for j in range(16):
-        dl = d * f4(scale_of_16(raw[96:108], j))
-        first, shift = 32 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3)
-        for i in range(16):
-            low = i4(raw[first + i] >> shift) & i4(3)
-            missing = (i4(raw[16 * (j & 1) + i] >> (j >> 1)) & i4(1)) ^ i4(1)
-            y[16 * j + i] = narrow(y, dl * f4(low - i4(missing << i4(2))))
-
-
-@fixed_helper
-def scaled_bits(raw: Array, y: Array, has_fifth: bool) -> None:
-    """Unpack Q4_K and Q5_K: two factors, eight scales and minima, fifth bits (32 bytes) if any, 128 bytes."""
-    d, least = half(raw, 0), half(raw, 2)
-    start = 48 if has_fifth else 16
-    for j in range(8):
-        scale, minimum = scale_and_least(raw[4:16], j)
-        dl, ml = d * f4(scale), least * f4(minimum)
-        first, shift = start + 32 * (j >> 1), 4 * (j & 1)
-        for i in range(32):
-            q = i4(raw[first + i] >> shift) & i4(15)
+            both = x.byte(8 + j)
+            scale = b.or_(x.part(both, 0, 15), b.shl(x.part(x.byte(j), 6, 3), WORD(4)))
+            minimum = b.or_(x.part(both, 4, 15), b.shl(x.part(x.byte(4 + j), 6, 3), WORD(4)))
+        dl, ml = x.times(d, scale), x.times(least, minimum)
+        for i in (0, LANES):
+            whole = x.sixteen((48 if has_fifth else 16) + 32 * (j >> 1) + i, 4 * (j & 1), 15)
             if has_fifth:
-                q |= i4((i4(raw[16 + i] >> j) & i4(1)) << i4(4))
-            y[32 * j + i] = narrow(y, dl * f4(q) - ml)
+                whole = x.with_bits(whole, b.and_(x.sixteen(16 + i, j), words(1)), 4)
+            found.append(x.scaled(whole, dl, ml))
+    return found
 
 
-@fixed_helper
-def six_bits(raw: Array, y: Array) -> None:
-    """Unpack Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
-    d = half(raw, 208)
+def six_bits(x: Block) -> list[Any]:
+    """Q6_K: 128 bytes of four bits, 64 of two, sixteen signed scales, their factor."""
+    b, d, found = x.builder, x.half(208), []
     for j in range(16):
-        dl = d * f4(np.int8(raw[192 + j]))
-        for i in range(16):
-            e = 16 * j + i
-            half_block, place = e >> 7, e & 127
-            low = i4(raw[64 * half_block + (place & 63)] >> (4 * (place >> 6))) & i4(15)
-            high = i4(raw[128 + 32 * half_block + (place & 31)] >> (2 * (place >> 5))) & i4(3)
-            y[e] = narrow(y, dl * f4((low | i4(high << i4(4))) - i4(32)))
+        half, place = j >> 3, 16 * (j & 7)
+        low = x.sixteen(64 * half + (place & 63), 4 * (place >> 6), 15)
+        high = b.and_(x.sixteen(128 + 32 * half + (place & 31), 2 * (place >> 5)), words(3))
+        whole = b.sub(x.with_bits(low, high, 4), words(32))
+        found.append(x.scaled(whole, b.fmul(d, x.signed(192 + j))))
+    return found
 
 
-@kernel(given(1, types.uint8), filled(1, EITHER), INTEGER, INTEGER, INTEGER, liberties=False)
-def unpack(raw: Array, out: Array, number: int, elements: int, nbytes: int) -> None:
+EMITTED: dict[str, Callable[[Block], list[Any]]] = {
+    "Q8_0": plain_8,
+    "Q4_0": lambda x: nibbles(x, False),
+    "Q4_1": lambda x: nibbles(x, True),
+    "Q5_0": lambda x: five_bits(x, False),
+    "Q5_1": lambda x: five_bits(x, True),
+    "Q2_K": two_bits,
+    "Q3_K": three_bits,
+    "Q4_K": lambda x: scaled_bits(x, False),
+    "Q5_K": lambda x: scaled_bits(x, True),
+    "Q6_K": six_bits,
+}
+
+
+def each_block(
+    builder: Any, number: Any, place: Any, blocks: Any, work: Callable[[int, Any, Any], None]
+) -> None:
+    """Emit a loop over blocks of the kind PACKED[number]: work(elements of a block, its number, vectors)."""
+    after = builder.append_basic_block("after")
+    cases = builder.switch(number, after)
+    for at, name in enumerate(PACKED):
+        case = builder.append_basic_block(name)
+        cases.add_case(PLACE(at), case)
+        builder.position_at_end(case)
+        kind = BLOCK_KINDS[name]
+        with cgutils.for_range(builder, blocks) as loop:
+            here = builder.add(place, builder.mul(loop.index, PLACE(kind.nbytes)))
+            work(kind.elements, loop.index, EMITTED[name](Block(builder, here)))
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int, element: Any) -> Any:
+    """Return a pointer to the sixteen elements `step` after the `nbytes` of each earlier block."""
+    place = builder.add(start, builder.add(builder.mul(index, PLACE(nbytes)), PLACE(step)))
+    return builder.inttoptr(place, ir.VectorType(element, LANES).as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, low: Any) -> Any:
+    """Write the elements of blocks at an address to another one, as float32 or as `low`, bfloat16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number, raw, out, blocks, _ = values
+        narrow = signature.args[4] == LOW
+        element, width = (HALF, 2) if narrow else (SINGLE, 4)
+
+        def write(elements: int, index: Any, vectors: list[Any]) -> None:
+            for at, vector in enumerate(vectors):
+                if narrow:
+                    near = nearest_low(builder, vector, WORDS, words)
+                    vector = builder.trunc(near, ir.VectorType(HALF, LANES))
+                place = place_of(builder, out, index, at * LANES * width, elements * width, element)
+                builder.store(vector, place).align = 1
+
+        each_block(builder, number, raw, blocks, write)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, low), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
+    """Return the sum of blocks at an address times float32 at another one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number, raw, x, blocks = values
+        totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(TOTALS)]
+        for total in totals:
+            builder.store(ir.Constant(SINGLES, [0.0] * LANES), total)
+
+        def add(elements: int, index: Any, vectors: list[Any]) -> None:
+            for at, vector in enumerate(vectors):
+                place = place_of(builder, x, index, at * LANES * 4, elements * 4, SINGLE)
+                factor = builder.load(place)
+                factor.align = 4
+                product = builder.fmul(vector, factor, flags=["contract"])
+                total = totals[at % TOTALS]
+                builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+
+        each_block(builder, number, raw, blocks, add)
+        first, second, third, fourth = (builder.load(total) for total in totals)
+        vector = builder.fadd(builder.fadd(first, second), builder.fadd(third, fourth))
+        lanes = [builder.extract_element(vector, WORD(lane)) for lane in range(LANES)]
+        while len(lanes) > 1:
+            lanes = [builder.fadd(*pair) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
+        return lanes[0]
+
+    return types.float32(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@kernel("u1 e1+ i i", liberties=False)
+def unpack(raw: Array, out: Array, number: int, blocks: int) -> None:
     """Fill `out` from full blocks of the kind PACKED[number]."""
-    for block in range(out.size // elements):
-        x, y = raw[block * nbytes : (block + 1) * nbytes], out[block * elements : (block + 1) * elements]
-        if number == Q8_0:
-            plain_8(x, y)
-        elif number in (Q4_0, Q4_1):
-            nibbles(x, y, number == Q4_1)
-        elif number in (Q5_0, Q5_1):
-            five_bits(x, y, number == Q5_1)
-        elif number == Q2_K:
-            two_bits(x, y)
-        elif number == Q3_K:
-            three_bits(x, y)
-        elif number in (Q4_K, Q5_K):
-            scaled_bits(x, y, number == Q5_K)
-        else:
-            six_bits(x, y)
+    unpack_blocks(number, raw.ctypes.data, out.ctypes.data, blocks, out[0])
 
 
+@implements(reference.dequantize)
 def dequantize(raw: Array, kind: str, out: Array) -> None:
-    """Compute `reference.dequantize`."""
-    if kind not in PACKED or not alike(out) or not out.flags.c_contiguous:
+    packed = kind in PACKED and alike(out)
+    if not (packed or kind in RARE) or not out.flags.c_contiguous or not out.size:
         reference.dequantize(raw, kind, out)
+        return
+    if kind in RARE:
+        dequantize_rare(np.ascontiguousarray(raw), kind, out)
         return
     block, number, filled_out = BLOCK_KINDS[kind], PACKED.index(kind), bits(out)
     raw = np.ascontiguousarray(raw)
 
     def work(blocks: slice) -> None:
         here = slice(blocks.start * block.elements, blocks.stop * block.elements)
-        unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, block.elements, block.nbytes)
+        unpack(raw[blocks.start * block.nbytes :], filled_out[here], number, blocks.stop - blocks.start)
+
+    in_parts((out.size // block.elements, block.elements), work)
+
+
+def dequantize_rare(raw: Array, kind: str, out: Array) -> None:
+    """Unpack a type that has no kernel here, by ggml if it is installed."""
+    block = BLOCK_KINDS[kind]
+
+    def work(blocks: slice) -> None:
+        here = slice(blocks.start * block.elements, blocks.stop * block.elements)
+        part = raw[blocks.start * block.nbytes : blocks.stop * block.nbytes]
+        if not ggml.dequantize(part, kind, out[here]):
+            reference.dequantize(part, kind, out[here])
 
     in_parts((out.size // block.elements, block.elements), work)

@@ -10,19 +10,13 @@ from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.jit import (
-    EITHER,
-    FLOAT,
     FLOAT32,
-    LOW,
     ONE,
-    TRUTH,
     alike,
     bits,
     exponential,
     f4,
-    filled,
     flat,
-    given,
     helper,
     kernel,
     logistic,
@@ -30,7 +24,7 @@ from zero_mpi.ops.cpu.jit import (
     single,
     wide,
 )
-from zero_mpi.ops.low_precision import defined
+from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import flat_parts, in_parts
 
 TWICE_SCALE = f4(2 * reference.GELU_SCALE)
@@ -43,28 +37,28 @@ def gelu_share(x: Any) -> Any:
     return logistic(TWICE_SCALE * (x + CUBIC * x * x * x))
 
 
-@kernel(*[given(1, LOW)] * 2, filled(1, LOW))
+@kernel("l1 l1 l1+")
 def add_low(x: Array, y: Array, z: Array) -> None:
     """Compute z = x + y of bfloat16; for float32 NumPy's own loop is as fast."""
     for i in range(x.size):
         z[i] = narrow(z, wide(x[i]) + wide(y[i]))
 
 
-@kernel(given(1, EITHER), FLOAT, filled(1, EITHER))
+@kernel("e1 f e1+")
 def multiply(x: Array, factor: float, y: Array) -> None:
     """Compute y = factor x."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor)
 
 
-@kernel(given(1, EITHER), given(1, EITHER), FLOAT, filled(1, EITHER))
+@kernel("e1 e1 f e1+")
 def multiply_and_add(x: Array, plus: Array, factor: float, y: Array) -> None:
     """Compute y = factor x + plus."""
     for i in range(x.size):
         y[i] = narrow(y, wide(x[i]) * factor + wide(plus[i]))
 
 
-@kernel(given(1, EITHER), filled(1, EITHER))
+@kernel("e1 e1+")
 def gelu_forward(x: Array, y: Array) -> None:
     """Compute y = gelu(x)."""
     for i in range(x.size):
@@ -72,7 +66,7 @@ def gelu_forward(x: Array, y: Array) -> None:
         y[i] = narrow(y, v * gelu_share(v))
 
 
-@kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
+@kernel("e1 e1 e1+")
 def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
     """Compute dx = dy gelu'(x)."""
     for i in range(x.size):
@@ -82,7 +76,7 @@ def gelu_gradient(dy: Array, x: Array, dx: Array) -> None:
         dx[i] = narrow(dx, wide(dy[i]) * (s + v * s * (ONE - s) * slope))
 
 
-@kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
+@kernel("e1 e1 e1+")
 def swiglu_forward(gate: Array, up: Array, y: Array) -> None:
     """Compute y = silu(gate) up."""
     for i in range(gate.size):
@@ -90,7 +84,7 @@ def swiglu_forward(gate: Array, up: Array, y: Array) -> None:
         y[i] = narrow(y, v / (ONE + exponential(-v)) * wide(up[i]))
 
 
-@kernel(*[given(1, EITHER)] * 3, *[filled(1, EITHER)] * 2)
+@kernel("e1 e1 e1 e1+ e1+")
 def swiglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) -> None:
     """Compute (dgate, dup) of silu(gate) up."""
     for i in range(gate.size):
@@ -106,7 +100,7 @@ def gelu_slope(x: Any, share: Any) -> Any:
     return share + x * share * (ONE - share) * (TWICE_SCALE * (ONE + THRICE_CUBIC * x * x))
 
 
-@kernel(*[given(1, EITHER)] * 2, filled(1, EITHER))
+@kernel("e1 e1 e1+")
 def geglu_forward(gate: Array, up: Array, y: Array) -> None:
     """Compute y = gelu(gate) up."""
     for i in range(gate.size):
@@ -114,7 +108,7 @@ def geglu_forward(gate: Array, up: Array, y: Array) -> None:
         y[i] = narrow(y, v * gelu_share(v) * wide(up[i]))
 
 
-@kernel(*[given(1, EITHER)] * 3, *[filled(1, EITHER)] * 2)
+@kernel("e1 e1 e1 e1+ e1+")
 def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) -> None:
     """Compute (dgate, dup) of gelu(gate) up."""
     for i in range(gate.size):
@@ -124,7 +118,7 @@ def geglu_gradient(dy: Array, gate: Array, up: Array, dgate: Array, dup: Array) 
         dup[i] = narrow(dup, d * v * s)
 
 
-@kernel(filled(3, EITHER), given(2), given(2), TRUTH)
+@kernel("e3+ f2 f2 b")
 def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     """Rotate the pairs of x (B T, H, D) by the angles of their positions: row i is position i mod T."""
     n, heads = x.shape[:2]
@@ -145,8 +139,8 @@ def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
                     second[j] = narrow(x, b * cos[t, j] + a * sin[t, j])
 
 
+@implements(reference.add)
 def add(x: Array, y: Array) -> Array:
-    """Compute `reference.add`."""
     if not alike(x, y):
         return defined.add(x, y)
     z = recycled(x.shape, x.dtype)
@@ -156,8 +150,8 @@ def add(x: Array, y: Array) -> Array:
     return z
 
 
+@implements(reference.scale)
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """Compute `reference.scale`."""
     if not alike(x, *([] if plus is None else [plus])):
         return defined.scale(x, factor, plus)
     y, by = recycled(x.shape, x.dtype), f4(factor)
@@ -168,8 +162,8 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     return y
 
 
+@implements(reference.gelu)
 def gelu(x: Array) -> Array:
-    """Compute `reference.gelu`."""
     if not alike(x):
         return defined.gelu(x)
     y = recycled(x.shape, x.dtype)
@@ -177,8 +171,8 @@ def gelu(x: Array) -> Array:
     return y
 
 
+@implements(reference.gelu_backward)
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """Compute `reference.gelu_backward`."""
     if not alike(dy, x):
         return defined.gelu_backward(dy, x)
     dx = recycled(x.shape, x.dtype)
@@ -186,23 +180,23 @@ def gelu_backward(dy: Array, x: Array) -> Array:
     return dx
 
 
+@implements(reference.swiglu)
 def swiglu(gate: Array, up: Array) -> Array:
-    """Compute `reference.swiglu`."""
     return gated(swiglu_forward, defined.swiglu, gate, up)
 
 
+@implements(reference.swiglu_backward)
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Compute `reference.swiglu_backward`."""
     return gated_backward(swiglu_gradient, defined.swiglu_backward, dy, gate, up)
 
 
+@implements(reference.geglu)
 def geglu(gate: Array, up: Array) -> Array:
-    """Compute `reference.geglu`."""
     return gated(geglu_forward, defined.geglu, gate, up)
 
 
+@implements(reference.geglu_backward)
 def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Compute `reference.geglu_backward`."""
     return gated_backward(geglu_gradient, defined.geglu_backward, dy, gate, up)
 
 
@@ -225,8 +219,8 @@ def gated_backward(kernel: Any, definition: Any, dy: Array, gate: Array, up: Arr
     return dgate, dup
 
 
+@implements(reference.rope)
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """Compute `reference.rope`."""
     if not (alike(x) and single(cos, sin)) or not (out is None or (alike(x, out) and out.flags.c_contiguous)):
         return defined.rope(x, cos, sin, interleaved, out)
     y = recycled(x.shape, x.dtype) if out is None else out

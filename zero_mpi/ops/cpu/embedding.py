@@ -7,27 +7,12 @@ import numpy as np
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    EITHER,
-    FLOAT32,
-    INTEGER,
-    LOW,
-    ZERO,
-    alike,
-    bits,
-    filled,
-    given,
-    kernel,
-    matrix,
-    narrow,
-    wide,
-)
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, ZERO, alike, bits, kernel, matrix, narrow, wide
 from zero_mpi.ops.cpu.sums import adds_into
-from zero_mpi.ops.low_precision import defined
+from zero_mpi.ops.registry import defined, implements
 
 
-@kernel(given(1, INTEGER), INTEGER, INTEGER, returns=INTEGER)
+@kernel("i1 i i -> i")
 def first_outside(ids: Array, least: int, count: int) -> int:
     """Return the index of the first id outside [least, count), or -1: kernels do not check their indices."""
     for i in range(ids.size):
@@ -36,7 +21,7 @@ def first_outside(ids: Array, least: int, count: int) -> int:
     return -1
 
 
-@kernel(given(1, INTEGER), given(2, EITHER), filled(2, EITHER))
+@kernel("i1 e2 e2+")
 def copy_rows(ids: Array, w: Array, y: Array) -> None:
     """Copy rows: y[i] = w[ids[i]]."""
     for i in range(ids.size):
@@ -45,7 +30,7 @@ def copy_rows(ids: Array, w: Array, y: Array) -> None:
             out[j] = row[j]
 
 
-@kernel(given(1, INTEGER), given(2), filled(2))
+@kernel("i1 f2 f2+")
 def add_rows(ids: Array, dy: Array, dw: Array) -> None:
     """Compute dw[ids[i]] += dy[i], one i after the other."""
     for i in range(ids.size):
@@ -54,7 +39,7 @@ def add_rows(ids: Array, dy: Array, dw: Array) -> None:
             total[j] += row[j]
 
 
-@kernel(*[given(1, INTEGER)] * 2, given(2, LOW), filled(2, EITHER))
+@kernel("i1 i1 l2 e2+")
 def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
     """Add to dw[ids[i]] the sum of its dy[order[i]], rounded once; `ids` ascend."""
     total = np.zeros(dy.shape[1], np.float32)
@@ -68,7 +53,7 @@ def add_sums_of_rows(ids: Array, order: Array, dy: Array, dw: Array) -> None:
             total[:] = ZERO
 
 
-@kernel(given(3, LOW), given(2, LOW), filled(3, LOW))
+@kernel("l3 l2 l3+")
 def add_positions(x: Array, w: Array, y: Array) -> None:
     """Compute y (B, T, C) = x + w (T, C) of bfloat16."""
     for b in range(x.shape[0]):
@@ -78,7 +63,7 @@ def add_positions(x: Array, w: Array, y: Array) -> None:
                 out[j] = narrow(y, wide(row[j]) + wide(place[j]))
 
 
-@kernel(given(3, LOW), filled(2, EITHER))
+@kernel("l3 e2+")
 def add_sums_of_positions(dy: Array, dw: Array) -> None:
     """Add to dw (T, C) the sum of dy (B, T, C) over sequences, rounded once."""
     total = np.zeros(dy.shape[2], np.float32)
@@ -93,7 +78,7 @@ def add_sums_of_positions(dy: Array, dw: Array) -> None:
             out[j] = narrow(dw, wide(out[j]) + total[j])
 
 
-@kernel(given(3), filled(2))
+@kernel("f3 f2+")
 def sum_positions(dy: Array, dw: Array) -> None:
     """Add to dw (T, C) dy (B, T, C), one sequence after the other."""
     for b in range(dy.shape[0]):
@@ -111,8 +96,8 @@ def checked(ids: Array, count: int, least: int = 0) -> Array:
     return found
 
 
+@implements(reference.embedding)
 def embedding(tokens: Array, w: Array) -> Array:
-    """Compute `reference.embedding`."""
     if not alike(w):
         return reference.embedding(tokens, w)
     y = recycled((*tokens.shape, w.shape[1]), w.dtype)
@@ -120,6 +105,7 @@ def embedding(tokens: Array, w: Array) -> Array:
     return y
 
 
+@implements(reference.embedding_backward)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """Compute `reference.embedding_backward`; rows of one token are added one by one, in order."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
@@ -133,8 +119,8 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     add_rows(checked(tokens, dw.shape[0]), matrix(dy), dw)
 
 
+@implements(reference.positions)
 def positions(x: Array, w: Array) -> Array:
-    """Compute `reference.positions`."""
     if not alike(x, w):
         return defined.positions(x, w)
     y = recycled(x.shape, x.dtype)
@@ -144,8 +130,8 @@ def positions(x: Array, w: Array) -> Array:
     return y
 
 
+@implements(reference.positions_backward)
 def positions_backward(dy: Array, dw: Array) -> None:
-    """Compute `reference.positions_backward`."""
     if dy.dtype == BFLOAT16 and adds_into(dw):
         add_sums_of_positions(bits(np.ascontiguousarray(dy)), bits(dw))
         return

@@ -10,16 +10,11 @@ from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_row, fitting
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
-    EITHER,
     FLOAT32,
-    INTEGER,
     ONE,
-    TRUTH,
     ZERO,
     alike,
     exponential,
-    filled,
-    given,
     kernel,
     logistic,
     matrix,
@@ -30,11 +25,11 @@ from zero_mpi.ops.cpu.jit import (
 )
 from zero_mpi.ops.cpu.products import multiplier, otherwise
 from zero_mpi.ops.experts_reference import groups
-from zero_mpi.ops.low_precision import defined
+from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import in_parts
 
 
-@kernel(given(2), INTEGER, TRUTH, filled(2), filled(2, INTEGER), filled(2))
+@kernel("f2 i b f2+ i2+ f2+")
 def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
     """Fill p with the softmax of each row, chosen and w with its largest elements; NaN: any experts."""
     for t in range(logits.shape[0]):
@@ -59,7 +54,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
             w[t, u] = w[t, u] / kept
 
 
-@kernel(given(1, INTEGER), given(1), INTEGER, filled(1, INTEGER), *[filled(1, INTEGER)] * 2, filled(1))
+@kernel("i1 f1 i i1+ i1+ i1+ f1+")
 def arrange(
     chosen: Array, w: Array, used: int, starts: Array, rows: Array, tokens: Array, out: Array
 ) -> None:
@@ -76,7 +71,7 @@ def arrange(
         rows[row], tokens[row], out[row] = i, i // used, w[i]
 
 
-@kernel(*[given(2, EITHER)] * 2, given(2), filled(2, EITHER))
+@kernel("e2 e2 f2 e2+")
 def weighted_forward(gate: Array, up: Array, w: Array, y: Array) -> None:
     """Compute y = w silu(gate) up."""
     for i in range(y.shape[0]):
@@ -85,7 +80,7 @@ def weighted_forward(gate: Array, up: Array, w: Array, y: Array) -> None:
             y[i, j] = narrow(y, v / (ONE + exponential(-v)) * wide(up[i, j]) * w[i, 0])
 
 
-@kernel(*[given(2, EITHER)] * 3, given(2), *[filled(2, EITHER)] * 3)
+@kernel("e2 e2 e2 f2 e2+ e2+ e2+")
 def weighted_gradient(
     dy: Array, gate: Array, up: Array, w: Array, dgate: Array, dup: Array, dw: Array
 ) -> None:
@@ -102,8 +97,8 @@ def weighted_gradient(
         dw[i, 0] = narrow(dw, total)
 
 
+@implements(reference.route)
 def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
-    """Compute `reference.route`."""
     if not single(logits):
         return reference.route(logits, used, normalized)
     tokens, count = logits.shape
@@ -118,8 +113,8 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     return p, chosen, rows, of_row, weights, starts
 
 
+@implements(reference.weighted_swiglu)
 def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
-    """Compute `reference.weighted_swiglu`."""
     if not alike(gate, up) or not single(w):
         return defined.weighted_swiglu(gate, up, w)
     y = recycled(gate.shape, gate.dtype)
@@ -128,8 +123,8 @@ def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
     return y
 
 
+@implements(reference.weighted_swiglu_backward)
 def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
-    """Compute `reference.weighted_swiglu_backward`."""
     if not alike(dy, gate, up) or not single(w):
         found: tuple[Array, Array, Array] = defined.weighted_swiglu_backward(dy, gate, up, w)
         return found
@@ -139,8 +134,8 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
+@implements(reference.grouped_linear)
 def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
-    """Compute `reference.grouped_linear`."""
     multiplies = multiplier(x)
     if multiplies is None:
         return otherwise(grouped_linear, x, w, starts, plus)
@@ -151,8 +146,8 @@ def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None)
     return np.add(y, plus, out=y) if plus is not None and x.dtype == FLOAT32 else y
 
 
+@implements(reference.grouped_linear_backward_x)
 def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | None = None) -> Array:
-    """Compute `reference.grouped_linear_backward_x`."""
     multiplies = multiplier(dy) if into is None or into.flags.c_contiguous else None
     if multiplies is None:
         return otherwise(grouped_linear_backward_x, dy, w, starts, into)
@@ -162,8 +157,8 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
     return dx
 
 
+@implements(reference.grouped_linear_backward_w)
 def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
-    """Compute `reference.grouped_linear_backward_w`."""
     multiplies = multiplier(dy) if dw.dtype in (dy.dtype, FLOAT32) and dw.flags.c_contiguous else None
     if multiplies is None:
         otherwise(grouped_linear_backward_w, dy, x, dw, starts)

@@ -12,27 +12,16 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    DOUBLE,
-    FLOAT,
-    INTEGER,
-    LOW,
-    bits,
-    filled,
-    given,
-    kernel,
-    narrow,
-    single,
-)
+from zero_mpi.ops.cpu.jit import BFLOAT16, bits, kernel, narrow, single
 from zero_mpi.ops.elementary import power
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import run_length
 from zero_mpi.ops.threads import in_parts
 
 NOTHING = np.zeros(0, np.uint16)
 
 
-@kernel(filled(1), given(1), filled(1), filled(1), given(1), filled(1, LOW), *[FLOAT] * 8, liberties=False)
+@kernel("f1+ f1 f1+ f1+ f1 l1+ f f f f f f f f", liberties=False)
 def update(
     p: Array,
     g: Array,
@@ -72,14 +61,14 @@ def update(
                 rounded[i] = narrow(low, pr[i])
 
 
-@kernel(filled(1), given(1), FLOAT, FLOAT, liberties=False)
+@kernel("f1+ f1 f f", liberties=False)
 def move_average(e: Array, p: Array, keep: float, rest: float) -> None:
     """Compute the average of `reference.moving_average`, element by element."""
     for i in range(e.size):
         e[i] = e[i] * keep + rest * p[i]
 
 
-@kernel(given(1), INTEGER, filled(1, DOUBLE), liberties={"reassoc", "contract"})
+@kernel("f1 i d1+", liberties={"reassoc", "contract"})
 def add_squares(g: Array, chunk: int, sums: Array) -> None:
     """Set sums[i] to the float64 sum of squares of the i-th run of `chunk` elements."""
     for i in range(sums.size):
@@ -90,6 +79,7 @@ def add_squares(g: Array, chunk: int, sums: Array) -> None:
         sums[i] = total
 
 
+@implements(reference.adamw)
 def adamw(
     p: Array,
     g: Array,
@@ -105,7 +95,6 @@ def adamw(
     step: int,
     low: Array | None = None,
 ) -> None:
-    """Compute `reference.adamw`."""
     if not single(p, g, m, v) or not all(array.flags.c_contiguous for array in (p, g, m, v)):
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay}
         reference.adamw(p, g, m, v, grad_scale=grad_scale, step=step, low=low, **rates)
@@ -127,8 +116,8 @@ def adamw(
         low[...] = p
 
 
+@implements(reference.moving_average)
 def moving_average(e: Array, p: Array, keep: float) -> None:
-    """Compute `reference.moving_average`."""
     if not single(e, p) or not (e.flags.c_contiguous and p.flags.c_contiguous):
         reference.moving_average(e, p, keep)
         return
@@ -136,8 +125,8 @@ def moving_average(e: Array, p: Array, keep: float) -> None:
     in_parts((e.size, 1), lambda part: move_average(e[part], p[part], *numbers))
 
 
+@implements(reference.chunk_squares)
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """Compute `reference.chunk_squares`."""
     if not single(g) or not g.flags.c_contiguous:
         return reference.chunk_squares(g, chunk)
     sums = np.empty(g.size // chunk, np.float64)

@@ -37,11 +37,10 @@ _for_low: list[Callable[[], None]] = []  # functions that each compile a kernel 
 
 # Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between makers.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
-FLOAT, DOUBLE, INTEGER, TRUTH = types.float32, types.float64, types.int64, types.boolean
+FLOAT, DOUBLE = types.float32, types.float64
 LOW = types.uint16  # the bits of a bfloat16
 WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-EITHER = "float32, or the bits of bfloat16"  # in the place of a type: all such arrays of a call are of one
 
 SECOND_BLAS = "scipy.linalg.cython_blas"
 
@@ -65,27 +64,27 @@ with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that n
     import numba.np.arraymath
 
 
-def given(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
-    """Return the type of an array that a kernel reads; layout "A": any strides."""
-    return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout, readonly=True)
+TYPES = {"f": FLOAT, "l": LOW, "d": DOUBLE, "i": types.int64, "b": types.boolean, "u": types.uint8}
 
 
-def filled(ndim: int, dtype: Any = FLOAT, layout: str = "C") -> Any:
-    """Return the type of an array that a kernel writes."""
-    return lambda either: types.Array(either if dtype is EITHER else dtype, ndim, layout)
+def type_of(word: str, either: Any) -> Any:
+    """Return the type of an argument of a kernel; see `kernel`."""
+    kind = either if word[0] == "e" else TYPES[word[0]]
+    if word[1:2].isdigit():
+        return types.Array(kind, int(word[1]), "A" if "~" in word else "C", readonly="+" not in word)
+    return kind
 
 
-def signatures(returns: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Return the signatures of a kernel: for float32, and for bfloat16."""
-    return [
-        returns(*(one if isinstance(one, types.Type) else one(either) for one in arguments))
-        for either in (FLOAT, LOW)
-    ]
+def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
+    """Return a decorator that compiles a function for these types; it runs without the interpreter's lock.
 
-
-def kernel(*arguments: Any, returns: Any = types.void, liberties: Any = LIBERTIES) -> Callable[[F], F]:
-    """Return a decorator that compiles a function for these types; it runs without the interpreter's lock."""
-    full, low = signatures(returns, arguments)
+    text has a word for each argument, and one for the result behind an arrow: f float32, l the bits of a
+    bfloat16, e either of these (all of a call alike), d float64, i int64, u uint8, b a truth value. A digit
+    makes it an array of so many axes, which is contiguous, or with `~` not; `+`: the kernel writes it.
+    """
+    arguments, _, result = text.partition(" -> ")
+    returns = TYPES[result] if result else types.void
+    full, low = (returns(*(type_of(word, kind) for word in arguments.split())) for kind in (FLOAT, LOW))
 
     def compile_kernel(function: F) -> F:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())

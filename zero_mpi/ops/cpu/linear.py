@@ -6,30 +6,18 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting
-from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
-    EITHER,
-    FLOAT32,
-    alike,
-    filled,
-    flat,
-    given,
-    kernel,
-    lanes_of,
-    matrix,
-    settle,
-    wide,
-)
+from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, alike, flat, kernel, lanes_of, matrix, settle, wide
 from zero_mpi.ops.cpu.products import multiplier, otherwise
 from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
-from zero_mpi.ops.low_precision import defined
 from zero_mpi.ops.reference import rows
+from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.rowsums import LANES
 from zero_mpi.ops.threads import in_parts, with_sums
 
 
-@kernel(given(1), filled(2))
+@kernel("f1 f2+")
 def add_row(b: Array, y: Array) -> None:
     """Compute y (N, O) += b (O,)."""
     for i in range(y.shape[0]):
@@ -37,7 +25,7 @@ def add_row(b: Array, y: Array) -> None:
             y[i, j] += b[j]
 
 
-@kernel(given(1), given(2), filled(2))
+@kernel("f1 f2 f2+")
 def add_row_and(b: Array, plus: Array, y: Array) -> None:
     """Compute y (N, O) += b (O,) + plus (N, O), in one pass."""
     for i in range(y.shape[0]):
@@ -45,7 +33,7 @@ def add_row_and(b: Array, plus: Array, y: Array) -> None:
             y[i, j] = (y[i, j] + b[j]) + plus[i, j]
 
 
-@kernel(given(2, EITHER), filled(1))
+@kernel("e2 f1+")
 def add_columns(x: Array, out: Array) -> None:
     """Add to out (O,) the sum of x (N, O) over its rows, in the order of `rowsums.column_sums`."""
     n, width = x.shape
@@ -58,8 +46,8 @@ def add_columns(x: Array, out: Array) -> None:
     out += lanes[LANES]
 
 
+@implements(reference.linear)
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    """Compute `reference.linear`."""
     multiplies = multiplier(x, w, b, plus)
     if multiplies is None:
         return otherwise(linear, x, w, b, plus)
@@ -82,8 +70,8 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
     return y
 
 
+@implements(reference.linear_backward_x)
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """Compute `reference.linear_backward_x`."""
     multiplies = multiplier(dy, w, into) if into is None or into.flags.c_contiguous else None
     if multiplies is None:
         return otherwise(linear_backward_x, dy, w, into)
@@ -92,8 +80,8 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     return dx
 
 
+@implements(reference.linear_backward_w)
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
-    """Compute `reference.linear_backward_w`."""
     multiplies = multiplier(dy, x) if dw.dtype in (dy.dtype, FLOAT32) and by_rows(dw) else None
     if multiplies is None:
         otherwise(linear_backward_w, dy, x, dw)
@@ -101,8 +89,8 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
         multiplies(fitting(rows(dy)).T, fitting(rows(x)), dw, adds=True)
 
 
+@implements(reference.linear_backward_b)
 def linear_backward_b(dy: Array, db: Array) -> None:
-    """Compute `reference.linear_backward_b`."""
     if not alike(dy) or not adds_into(db):
         defined.linear_backward_b(dy, db)
         return

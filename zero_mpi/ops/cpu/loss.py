@@ -17,18 +17,11 @@ from zero_mpi.ops.cpu.blas import by_rows, fitting
 from zero_mpi.ops.cpu.embedding import checked
 from zero_mpi.ops.cpu.jit import (
     BFLOAT16,
-    DOUBLE,
-    FLOAT,
     FLOAT32,
-    INTEGER,
-    LOW,
-    TRUTH,
     ZERO,
     exponential,
     f4,
-    filled,
     flat,
-    given,
     kernel,
     log_double,
     narrow,
@@ -39,13 +32,14 @@ from zero_mpi.ops.cpu.linear import add_columns, add_row
 from zero_mpi.ops.cpu.products import multiplier, otherwise
 from zero_mpi.ops.low_precision import widened
 from zero_mpi.ops.reference import chunk_rows, rows
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts, with_sums
 
 Loss = tuple[np.float64, Array | None]
 NOTHING = np.zeros((0, 0), np.uint16)  # instead of an array that is not needed
 
 
-@kernel(filled(2), filled(2, LOW), given(1, INTEGER), FLOAT, TRUTH, returns=DOUBLE)
+@kernel("f2+ l2+ i1 f b -> d")
 def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
     """Return the sum of -log softmax(z)[target] over rows; if `gradient`, turn z into its gradient * scale.
 
@@ -93,8 +87,8 @@ def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) 
     return sum(in_parts(z.shape, work))
 
 
+@implements(reference.cross_entropy, low=())
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[np.float64, Array]:
-    """Compute `reference.cross_entropy`."""
     if not single(logits):
         return reference.cross_entropy(logits, targets, scale)
     dlogits = recycled(logits.shape)
@@ -109,6 +103,7 @@ def can_add(x: Array, dw: Array | None, db: Array | None) -> bool:
     return fits and (db is None or (x.dtype == db.dtype == FLOAT32 and db.flags.c_contiguous))
 
 
+@implements(reference.linear_cross_entropy)
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -119,7 +114,6 @@ def linear_cross_entropy(
     db: Array | None = None,
     need_dx: bool = True,
 ) -> Loss:
-    """Compute `reference.linear_cross_entropy`."""
     multiplies = multiplier(x, w, b) if can_add(x, dw, db) else None
     if multiplies is None:
         found: Loss = otherwise(linear_cross_entropy, x, w, b, targets, scale, dw, db, need_dx)

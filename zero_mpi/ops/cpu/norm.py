@@ -6,31 +6,15 @@ import numpy as np
 
 from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import (
-    EITHER,
-    FLOAT,
-    ONE,
-    TRUTH,
-    ZERO,
-    alike,
-    f4,
-    filled,
-    flat,
-    given,
-    kernel,
-    lanes_of,
-    matrix,
-    narrow,
-    settle,
-    wide,
-)
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.jit import ONE, ZERO, alike, f4, flat, kernel, lanes_of, matrix, narrow, settle, wide
 from zero_mpi.ops.cpu.sums import add_sums, adds_into, sums_for
-from zero_mpi.ops.low_precision import defined
+from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.rowsums import LANES
 from zero_mpi.ops.threads import in_parts, with_sums
 
 
-@kernel(given(2, EITHER), given(1, EITHER), FLOAT, filled(2, EITHER), filled(1))
+@kernel("e2 e1 f e2+ f1+")
 def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
     """Compute y = x * r * w, with r the reciprocal root of each row's mean square plus eps."""
     n, width = x.shape
@@ -45,9 +29,7 @@ def rms_forward(x: Array, w: Array, eps: float, y: Array, r: Array) -> None:
             y[i, j] = narrow(y, wide(x[i, j]) * q * wide(w[j]))
 
 
-@kernel(
-    *[given(2, EITHER)] * 2, given(1, EITHER), given(1), TRUTH, given(2, EITHER), filled(2, EITHER), filled(1)
-)
+@kernel("e2 e2 e1 f1 b e2 e2+ f1+")
 def rms_backward(
     dy: Array, x: Array, w: Array, r: Array, adds: bool, plus: Array, dx: Array, dw: Array
 ) -> None:
@@ -68,7 +50,7 @@ def rms_backward(
     dw += lanes[LANES]
 
 
-@kernel(given(2, EITHER), *[given(1, EITHER)] * 2, FLOAT, filled(2, EITHER), filled(1), filled(1))
+@kernel("e2 e1 e1 f e2+ f1+ f1+")
 def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, r: Array) -> None:
     """Compute y = (x - mean) * r * w + b; the variance of centred values avoids cancellation."""
     n, width = x.shape
@@ -88,15 +70,7 @@ def layer_forward(x: Array, w: Array, b: Array, eps: float, y: Array, mean: Arra
             y[i, j] = narrow(y, (wide(x[i, j]) - middle) * q * wide(w[j]) + wide(b[j]))
 
 
-@kernel(
-    *[given(2, EITHER)] * 2,
-    given(1, EITHER),
-    *[given(1)] * 2,
-    TRUTH,
-    given(2, EITHER),
-    filled(2, EITHER),
-    *[filled(1)] * 2,
-)
+@kernel("e2 e2 e1 f1 f1 b e2 e2+ f1+ f1+")
 def layer_backward(
     dy: Array,
     x: Array,
@@ -142,8 +116,8 @@ def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array
     return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
 
 
+@implements(reference.rms_norm)
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-    """Compute `reference.rms_norm`."""
     if not alike(x, w):
         found: tuple[Array, Array] = defined.rms_norm(x, w, eps)
         return found
@@ -158,10 +132,10 @@ def addend(plus: Array | None, dy: Array) -> tuple[bool, Array]:
     return (False, dy) if plus is None else (True, matrix(plus))
 
 
+@implements(reference.rms_norm_backward)
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
-    """Compute `reference.rms_norm_backward`."""
     if not kernels_take(dy, x, w, plus, dw):
         return defined.rms_norm_backward(dy, x, w, r, dw, plus)
     dx, d, sums = recycled(x.shape, x.dtype), matrix(dy), sums_for(dw, w)
@@ -175,8 +149,8 @@ def rms_norm_backward(
     return dx
 
 
+@implements(reference.layer_norm)
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
-    """Compute `reference.layer_norm`."""
     if not alike(x, w, b):
         found: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
         return found
@@ -186,6 +160,7 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
     return y, mean, r
 
 
+@implements(reference.layer_norm_backward)
 def layer_norm_backward(
     dy: Array,
     x: Array,
@@ -196,7 +171,6 @@ def layer_norm_backward(
     db: Array | None,
     plus: Array | None = None,
 ) -> Array:
-    """Compute `reference.layer_norm_backward`."""
     if not kernels_take(dy, x, w, plus, dw, db):
         return defined.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
     dx, d = recycled(x.shape, x.dtype), matrix(dy)

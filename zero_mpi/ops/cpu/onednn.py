@@ -108,11 +108,11 @@ class OneDNN:
             isa = self._symbols.dnnl_get_effective_cpu_isa()
             self._symbols.dnnl_memory_desc_create_with_strides  # noqa: B018  (of oneDNN 3)
         except (OSError, AttributeError) as error:
-            raise OneDNNError(f"{path} is no oneDNN 3: {error}") from None
+            raise OneDNNError(f"{path} is not oneDNN 3: {error}") from None
         self.set_handle.argtypes = [Handle, Handle]
         self.execute.argtypes = [Handle, Handle, ctypes.c_int, Handle]
         if not isa & BF16_UNITS:
-            raise OneDNNError("this processor, or $ONEDNN_MAX_CPU_ISA, has no bfloat16 units for it")
+            raise OneDNNError("this CPU has no bfloat16 units, or ONEDNN_MAX_CPU_ISA disables them")
         self.has_tiles = bool(isa & TILE_UNITS)
         self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
         self.own = OfThread(self)
@@ -282,8 +282,8 @@ def candidates() -> Iterator[str]:
 def load() -> tuple[OneDNN | None, str]:
     """Return (the library, ""), or (None, why there is none); loaded once per process."""
     if portable.active:
-        return None, "under --bits portable OpenBLAS multiplies, on float32 copies"
-    reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or name a library by {VARIABLE}"
+        return None, "--bits portable uses OpenBLAS on float32 copies"
+    reason = f"no oneDNN was found: pip install 'zero-mpi[onednn]', or set {VARIABLE} to a library"
     for path in candidates():
         try:
             return OneDNN(path), ""

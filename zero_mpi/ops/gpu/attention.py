@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import Matrix, batched, kind_of, multiply
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     BF16,
     F16,
     F32,
@@ -33,6 +35,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
 )
 from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
@@ -79,7 +82,7 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
     """Return cuDNN if it has to compute this. Raise UsageError if it was asked for and cannot be used.
 
-    Our own way computes packed documents: cuDNN would need a graph for each set of their lengths.
+    Own kernels compute packed documents: cuDNN would need one graph for each set of lengths.
     """
     if way() == "own" or begins is not None:
         return None
@@ -98,7 +101,7 @@ def refused(what: str) -> None:
 def slower(kind: Any) -> str:
     """Return why attention in a low type is slower than cuDNN's; empty if it is not, or by choice."""
     why_not = sdpa()[1] if kind in (BF16, F16) and way() != "own" else ""
-    return why_not and f"several times slower here in attention, which own kernels compute: {why_not}"
+    return why_not and f"attention is several times slower here, without cuDNN: {why_not}"
 
 
 def about() -> str:
@@ -111,6 +114,7 @@ def about() -> str:
     return f"attention by cuDNN {found.version}, gradients in {'any' if way() == ANY_ORDER else 'one'} order"
 
 
+@implements(reference.causal_attention, ARRAY)
 def causal_attention(
     q: Array, k: Array, v: Array, scale: float, begins: Array | None = None
 ) -> tuple[Array, Any]:
@@ -129,10 +133,10 @@ def causal_attention(
     return y, (None, sums, begins)
 
 
+@implements(reference.causal_attention_backward, ARRAY)
 def causal_attention_backward(
     dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Compute `reference.causal_attention_backward`."""
     y, sums, begins = kept
     batch, length, heads, _ = q.shape
     check_kept((y, dy.size), (sums, batch * heads * length), (begins, batch * length))

@@ -7,7 +7,9 @@ are processed element by element.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     PACK,
     THREADS,
     Family,
@@ -21,6 +23,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
     tiled,
 )
+from zero_mpi.ops.registry import implements
 
 ADD = each_type("elementwise.cu", "add", "PPPL")
 SCALE = each_type("elementwise.cu", "scale", "PPPFL")
@@ -37,55 +40,55 @@ ROPE = {
 }
 
 
+@implements(reference.add, ARRAY)
 def add(x: Array, y: Array) -> Array:
-    """Compute `reference.add`."""
     kernel, x, y = chosen(ADD, "add", x, y), packed(x), packed(y)
     out = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(y), at(out), x.size))
     return out
 
 
+@implements(reference.scale, ARRAY)
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    """Compute `reference.scale`."""
     kernel, x = chosen(SCALE, "scale", x, plus), packed(x)
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
     return y
 
 
+@implements(reference.gelu, ARRAY)
 def gelu(x: Array) -> Array:
-    """Compute `reference.gelu`."""
     kernel, x = chosen(GELU, "gelu", x), packed(x)
     y = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(y), x.size))
     return y
 
 
+@implements(reference.gelu_backward, ARRAY)
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """Compute `reference.gelu_backward`."""
     kernel, dy, x = chosen(GELU_BACKWARD, "gelu_backward", x, dy), packed(dy), packed(x)
     dx = take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(dy), at(x), at(dx), x.size))
     return dx
 
 
+@implements(reference.swiglu, ARRAY)
 def swiglu(gate: Array, up: Array) -> Array:
-    """Compute `reference.swiglu`."""
     return gated(SWIGLU, "swiglu", gate, up)
 
 
+@implements(reference.swiglu_backward, ARRAY)
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Compute `reference.swiglu_backward`."""
     return gated_backward(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up)
 
 
+@implements(reference.geglu, ARRAY)
 def geglu(gate: Array, up: Array) -> Array:
-    """Compute `reference.geglu`."""
     return gated(GEGLU, "geglu", gate, up)
 
 
+@implements(reference.geglu_backward, ARRAY)
 def geglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Compute `reference.geglu_backward`."""
     return gated_backward(GEGLU_BACKWARD, "geglu_backward", dy, gate, up)
 
 
@@ -106,6 +109,7 @@ def gated_backward(family: Family, operation: str, dy: Array, gate: Array, up: A
     return dgate, dup
 
 
+@implements(reference.rope, ARRAY)
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """Compute `reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
     kernel = chosen(ROPE[bool(interleaved)], "rope", x, out)
@@ -127,7 +131,9 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
-    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may be further apart than O."""
+    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may have a larger stride than
+    O.
+    """
     kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
     found, rows, width, step = by_rows(y)
     if found is not y:

@@ -7,8 +7,10 @@ each few columns, and no two threads add to one number.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.elementwise import rows_and
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     F32,
     I64,
     PACK,
@@ -27,6 +29,7 @@ from zero_mpi.ops.gpu.launch import (
 )
 from zero_mpi.ops.gpu.sort import sort_by_bits
 from zero_mpi.ops.gpu.sums import add_columns
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import embedding_runs
 
 EMBEDDING = each_type("embedding.cu", "embedding", "PLPPLL")
@@ -37,6 +40,7 @@ JOIN_PACK = 4  # elements of a thread that adds up partial sums
 PLACE_BITS = 32  # of a key, below those of the token
 
 
+@implements(reference.embedding, ARRAY)
 def embedding(tokens: Array, w: Array) -> Array:
     """Compute `reference.embedding`; a token that is not below V gives a row of NaN."""
     chosen_kernel, ids, w = chosen(EMBEDDING, "embedding", w), packed(tokens), packed(w)
@@ -63,6 +67,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
     return sort_by_bits(keys, PLACE_BITS, PLACE_BITS + vocabulary.bit_length())
 
 
+@implements(reference.embedding_backward, ARRAY)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """Compute `reference.embedding_backward`; dw may have any of the types. Tokens from V on are ignored."""
     chosen(EMBEDDING, "embedding_backward", dy), chosen(EMBEDDING, "embedding_backward", dw)
@@ -81,11 +86,12 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     )
 
 
+@implements(reference.positions, ARRAY)
 def positions(x: Array, w: Array) -> Array:
-    """Compute `reference.positions`."""
     return rows_and("positions", x, w, x.shape[0])
 
 
+@implements(reference.positions_backward, ARRAY)
 def positions_backward(dy: Array, dw: Array) -> None:
     """Compute `reference.positions_backward`; dw may have any of the types."""
     writable("positions_backward", dw)

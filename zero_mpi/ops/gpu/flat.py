@@ -9,7 +9,9 @@ import math
 
 from zero_mpi import device
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     F32,
     F64,
     THREADS,
@@ -23,6 +25,7 @@ from zero_mpi.ops.gpu.launch import (
     take,
     writable,
 )
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import run_length
 
 ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
@@ -37,6 +40,7 @@ def single(operation: str, *arrays: Array) -> None:
         raise ValueError(f"{operation}: on a GPU expected contiguous arrays of float32; got {came}")
 
 
+@implements(reference.adamw, ARRAY)
 def adamw(
     p: Array,
     g: Array,
@@ -68,8 +72,8 @@ def adamw(
     )
 
 
+@implements(reference.chunk_squares, ARRAY)
 def chunk_squares(g: Array, chunk: int) -> Array:
-    """Compute `reference.chunk_squares`."""
     single("chunk_squares", g)
     count = int(g.size) // chunk
     sums = take((count,), F64)

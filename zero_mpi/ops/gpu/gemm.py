@@ -135,7 +135,7 @@ def fit(address: int) -> int:
 
 def import_lt() -> Any:
     """Return the bindings of cuBLASLt; raise UsageError if they are not installed."""
-    others = " or 'zero-mpi[cuda13]', as the driver is"
+    others = " or 'zero-mpi[cuda13]', as the driver supports"
     return import_optional("--device cuda", "cuda12", "nvmath.bindings.cublasLt", otherwise=others)
 
 

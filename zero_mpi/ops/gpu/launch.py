@@ -31,6 +31,7 @@ F32, BF16, F16 = (np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np
 F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # as the kernels' names end
 f4 = np.float32
+ARRAY = cupy.ndarray
 
 
 class Kernel:

@@ -18,9 +18,10 @@ from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import F64, memory_of, take
+from zero_mpi.ops.gpu.launch import ARRAY, F64, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
 
 
@@ -57,8 +58,8 @@ def double(*arrays: Array) -> bool:
     return F64 in [x.dtype for x in arrays]
 
 
+@implements(reference.linear, ARRAY)
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    """Compute `reference.linear`."""
     if double(x, w):
         return reference.linear(x, w, b, plus)
     x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
@@ -74,8 +75,8 @@ def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None
     multiply(matrix(x), matrix(w), matrix(y), tb=True, c=c, bias=0 if bias is None else bias.data.ptr)
 
 
+@implements(reference.linear_backward_x, ARRAY)
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    """Compute `reference.linear_backward_x`."""
     if double(dy, w):
         return reference.linear_backward_x(dy, w, into)
     dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
@@ -84,6 +85,7 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     return dx
 
 
+@implements(reference.linear_backward_w, ARRAY)
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """Compute `reference.linear_backward_w`; dw may be float32 where dy and x are low."""
     if double(dy, x, dw):
@@ -94,6 +96,7 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
         multiply(matrix(dy), matrix(x), d, ta=True, c=d)
 
 
+@implements(reference.linear_backward_b, ARRAY)
 def linear_backward_b(dy: Array, db: Array) -> None:
     """Compute `reference.linear_backward_b`; db may have another type than dy."""
     if double(dy, db):
@@ -105,6 +108,7 @@ def linear_backward_b(dy: Array, db: Array) -> None:
 # ---------------------------------------------------------------------------------------- a head and its loss
 
 
+@implements(reference.linear_cross_entropy, ARRAY)
 def linear_cross_entropy(
     x: Array,
     w: Array,

@@ -7,7 +7,9 @@ and nobody has to wait for the number.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import (
+    ARRAY,
     F64,
     THREADS,
     at,
@@ -20,6 +22,7 @@ from zero_mpi.ops.gpu.launch import (
     packed,
     take,
 )
+from zero_mpi.ops.registry import implements
 
 CONSUME_LOGITS = each_type("loss.cu", "consume_logits", "PPPLPLLLF")
 ADD_LOSSES = kernel("loss.cu", "add_losses", "PPLDL")
@@ -29,7 +32,7 @@ THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
 def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradient: bool) -> None:
     """Add scale times the sum of -log softmax(z)[target] over rows into total, one float64.
 
-    z (N, V) of any of the types, whose rows may lie further apart than V; targets (N,) whole numbers. With
+    z (N, V) of any of the types, whose rows may have a larger stride than V; targets (N,) integers. With
     `gradient`, z becomes the gradient of what was added; otherwise it stays. A row whose target is UNCOUNTED
     adds nothing; any other that is not below V makes the loss NaN.
     """
@@ -60,6 +63,7 @@ def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
     ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
 
 
+@implements(reference.cross_entropy, ARRAY)
 def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Array, Array]:
     """Compute `reference.cross_entropy`; the loss is an array without dimensions."""
     dlogits, total = take(logits.shape, logits.dtype), take((), F64)

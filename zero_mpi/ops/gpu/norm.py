@@ -10,8 +10,22 @@ from __future__ import annotations
 from functools import lru_cache
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, chosen, each_type, f4, packed, take, writable
+from zero_mpi.ops import reference
+from zero_mpi.ops.gpu.launch import (
+    ARRAY,
+    F32,
+    PACK,
+    THREADS,
+    at,
+    chosen,
+    each_type,
+    f4,
+    packed,
+    take,
+    writable,
+)
 from zero_mpi.ops.gpu.sums import add_partials
+from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import HELD, NORM_LINES, norm_blocks, norm_lanes
 
 RMS_NORM = each_type("norm.cu", "rms_norm", "PPPPLLLF")
@@ -30,6 +44,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
     return lanes, blocks, lines, lines * -(-width // (lanes * pack * held))
 
 
+@implements(reference.rms_norm, ARRAY)
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     """Compute `reference.rms_norm`; r is float32."""
     kernel = chosen(RMS_NORM, "rms_norm", x, w)
@@ -41,6 +56,7 @@ def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     return y, r
 
 
+@implements(reference.rms_norm_backward, ARRAY)
 def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
@@ -63,6 +79,7 @@ def rms_norm_backward(
     return dx
 
 
+@implements(reference.layer_norm, ARRAY)
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     """Compute `reference.layer_norm`; mean and r are float32."""
     kernel = chosen(LAYER_NORM, "layer_norm", x, w, b)
@@ -75,6 +92,7 @@ def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, 
     return y, mean, r
 
 
+@implements(reference.layer_norm_backward, ARRAY)
 def layer_norm_backward(
     dy: Array,
     x: Array,

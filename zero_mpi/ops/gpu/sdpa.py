@@ -78,8 +78,8 @@ def way() -> str:
 class Graph:
     """A built graph: called with the address of each of its tensors, it runs on the compute stream.
 
-    turns: how much is added to each address, for each time that it runs. Raises RuntimeError where it needs
-    more than `most` bytes beside.
+    turns: how much is added to each address, for each time that it runs. Raises RuntimeError if it needs more
+    than `most` bytes of workspace.
     """
 
     def __init__(self, owner: Sdpa, graph: Any, most: float, turns: Sequence[dict[int, int]]) -> None:

@@ -17,7 +17,7 @@ COLUMNS = 32  # threads beside each other in the kernels of sums.cu
 
 
 def add_columns(x: Array, sums: Array) -> None:
-    """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may be further apart."""
+    """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may have a larger stride."""
     kernel, (x, rows, width, step) = chosen(COLUMN_SUMS, "add_columns", x), by_rows(x)
     if not rows:
         return

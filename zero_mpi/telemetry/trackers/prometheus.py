@@ -26,9 +26,7 @@ RANK = re.compile(r"(?P<name>\w+)/rank_(?P<rank>\d+)")
 def check(wish: str) -> Any:
     """Return prometheus_client. Raises UsageError where it is missing, or the folder."""
     if not os.path.isdir(wish):
-        raise UsageError(
-            f"--prometheus: {shown(Path(wish))}: expected a folder, that of the textfile collector"
-        )
+        raise UsageError(f"--prometheus: {shown(Path(wish))}: expected the folder of the textfile collector")
     return import_optional("--prometheus", "prometheus", "prometheus_client")
 
 
@@ -71,21 +69,21 @@ class TextFile:
 
 
 HELP = {
-    "step": "optimizer steps that are done",
-    "tokens": "targets that the loss has counted",
-    "skipped": "steps whose gradient was not finite",
-    "loss": "nats a token, of the newest step",
-    "val_loss": "nats a token, of the newest evaluation",
+    "step": "completed optimizer steps",
+    "tokens": "target tokens in the loss so far",
+    "skipped": "steps skipped because of a gradient that was not finite",
+    "loss": "training loss of the newest step, in nats per token",
+    "val_loss": "validation loss of the newest evaluation, in nats per token",
     "lr": "learning rate",
     "grad_norm": "norm of the gradient before clipping",
-    "tokens_per_second": "of all ranks",
-    "mfu": "share of the measured peak, 0 to 1",
-    "wait_seconds": "that rank 0 waited for others in the newest step",
-    "sent_bytes": "that rank 0 gave to others in the newest step",
-    "memory_bytes": "resident memory of a rank",
-    "memory_bytes_largest": "resident memory of the largest rank",
-    "micro_batch_seconds": "that a rank computed for a micro-batch",
-    "micro_batch_seconds_largest": "of the slowest rank",
+    "tokens_per_second": "training speed of all ranks, in tokens per second",
+    "mfu": "model FLOP/s as a share of the measured peak, 0 to 1",
+    "wait_seconds": "time that rank 0 waited for other ranks in the newest step, in seconds",
+    "sent_bytes": "bytes that rank 0 sent in the newest step",
+    "memory_bytes": "resident memory of one rank, in bytes",
+    "memory_bytes_largest": "resident memory of the largest rank, in bytes",
+    "micro_batch_seconds": "compute time of one rank per micro-batch, in seconds",
+    "micro_batch_seconds_largest": "compute time of the slowest rank per micro-batch, in seconds",
     "running": "1 while the run goes on, 0 after its last step",
 }
 

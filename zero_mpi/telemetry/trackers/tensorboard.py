@@ -43,7 +43,6 @@ class TensorBoard:
         self._write(self._events.Event(step=done + 1, session_log=mark))
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write the numbers of one step."""
         value = self._summaries.Summary.Value
         values = [value(tag=tag, simple_value=number) for tag, number in numbers(record)]
         self._write(self._events.Event(step=record["step"], summary=self._summaries.Summary(value=values)))
@@ -55,6 +54,5 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the file of this job."""
         with naming(self._folder):
             self._writer.close()

@@ -58,7 +58,9 @@ class Guarded:
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
             log.warning(
-                "%s: not all was taken within %.0f s; the run is complete here", self._flag, CLOSE_SECONDS
+                "%s: not all records were uploaded within %.0f s; the run folder is complete",
+                self._flag,
+                CLOSE_SECONDS,
             )
 
     def _attempt(self, act: Any) -> None:
@@ -68,7 +70,7 @@ class Guarded:
             act(self._tracker)
         except Exception as error:
             self._tracker = None
-            log.warning("%s: %s; the run goes on without it", self._flag, explained(error))
+            log.warning("%s: %s; the run continues without it", self._flag, explained(error))
 
 
 def explained(error: Exception) -> str:

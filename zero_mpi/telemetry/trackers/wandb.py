@@ -40,7 +40,6 @@ class Project:
         )
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of one step."""
         self._run.log(dict(numbers(record)), step=record["step"])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`zero-mpi samples MODEL --data chat.jsonl`: conversations as a model is given them in training.
+"""`zero-mpi samples MODEL --data chat.jsonl`: conversations and pairs as training sees them.
 
 Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.control_tokens import AUTO, bos_of
-from zero_mpi.data.conversations.formats import are_conversations
+from zero_mpi.data.conversations.formats import are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
 from zero_mpi.data.conversations.row_sources import HEAD, beginning
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
@@ -39,19 +40,21 @@ def make_parser() -> Parser:
     """Make the parser of the command line."""
     parser = Parser(
         prog="zero-mpi samples",
-        description="Show conversations as training reads them: the text that the chat template makes, "
-        "which of its tokens the loss counts, and how many there are.",
+        description="Show conversations as training sees them: the text from the chat template, the tokens "
+        "that count in the loss, and totals.",
         epilog="Example:\n\n  zero-mpi samples MODEL.gguf --data chat.jsonl",
     )
     parser.add_argument(
         "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
     )
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="files of conversations, or folders of them"
+        "--data", nargs="+", required=True, metavar="PATH", help="files or folders of conversations"
     )
     add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
-    parser.add_argument("--count", type=int, default=3, help="so many are shown, of all the totals")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument(
+        "--count", type=int, default=3, help="number of conversations to show; totals are of all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -60,7 +63,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     within("count", options.count, 0)
     files = collect_files(options.data)
-    if not are_conversations(files):
+    pairs = [holds_pairs(path, labels=True) for _, path in files]
+    if not all(pairs) and not are_conversations(files):
         for name, path in files:
             if kind := kind_of(beginning(path, bool)[:HEAD], name):
                 about = f"found {kind.name}: {kind.remedy}"
@@ -70,9 +74,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
     inputs = template_inputs(options, tokenizer)
     reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
-    for found in reader.read(files, bad):
+    read = reader.read(files, bad)
+    if all(pairs):
+        both = reader.read_pairs(files, bad, labels=True)
+        read = (side for pair in both for side in pair if side is not None)
+    for found in read:
         totals.add(found.name, found.facts)
-        if len(samples) < options.count:
+        if len(samples) < options.count * (1 + all(pairs)):
             parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
             samples.append({"name": found.name, **found.facts, "parts": parts})
     notes = [*totals.cautions(), *(bad.notes() if bad else ())]
@@ -132,6 +140,4 @@ def marked(text: str, begin: str, end: str) -> str:
     return f"{begin}{inner}{end}"
 
 
-def main() -> None:
-    """Run the command."""
-    run("samples", command, sys.argv[1:], alone=True)
+main = partial(run, "samples", command, alone=True)

@@ -1,0 +1,70 @@
+"""Matrices that generation multiplies in the blocks of their file, against the same matrices unpacked."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, dequantize
+
+from zero_mpi.ops import threads
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
+from zero_mpi.ops.packed_matrix import FEW, PackedMatrix, packs
+
+ROWS, BLOCKS = 70, 3
+
+
+def some_matrix(name, rows=ROWS):
+    """A packed matrix of random blocks with finite scales, and its values."""
+    kind = BLOCK_KINDS[name]
+    raw = np.random.default_rng(len(name)).integers(256, size=(rows, BLOCKS, kind.nbytes), dtype=np.uint8)
+    for low in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(name, (0, 2)):
+        raw[..., low + 1] &= 0x3B  # float16 below 1
+    raw = raw.reshape(rows, -1)
+    return PackedMatrix(raw, name), dequantize(raw, GGMLQuantizationType[name])
+
+
+@pytest.mark.parametrize("rows", [1, 2, FEW + 1])
+@pytest.mark.parametrize("name", PACKED)
+def test_products_are_those_of_the_values(name, rows):
+    matrix, values = some_matrix(name)
+    assert matrix.shape == values.shape
+    draw = np.random.default_rng(1)
+    x, b = (
+        draw.standard_normal((1, rows, values.shape[1]), np.float32),
+        draw.standard_normal(ROWS, np.float32),
+    )
+    plus = draw.standard_normal((1, rows, ROWS), np.float32)
+    wanted = x.astype(np.float64) @ values.T.astype(np.float64) + b + plus
+    assert np.abs(matrix.linear(x, b, plus) - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    part = slice(8, 40)
+    assert np.array_equal(matrix[part].linear(x), matrix.linear(x)[..., part])
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
+def test_rows_have_the_bits_of_the_values(name):
+    matrix, values = some_matrix(name)
+    places = np.array([[3, 0, 3], [69, 1, 2]])
+    assert np.array_equal(matrix.rows(places), values[places])
+
+
+def test_threads_share_the_rows():
+    matrix, _ = some_matrix("Q4_K", rows=400)
+    x = np.random.default_rng(2).standard_normal((1, matrix.shape[1]), np.float32)
+    alone = matrix.linear(x)
+    threads.use(3)
+    try:
+        assert np.array_equal(matrix.linear(x), alone)
+    finally:
+        threads.use(1)
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_a_product_with_zeros_tells_values_that_are_not_finite(scale):
+    matrix, _ = some_matrix("Q4_1")
+    matrix.raw[5, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    y = matrix.linear(np.zeros((1, matrix.shape[1]), np.float32))
+    assert np.flatnonzero(~np.isfinite(y)).tolist() == [5]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("F32", (4, 32)), ("Q4_K", (4, 32)), ("Q8_0", (64,))])
+def test_other_tensors_are_no_such_matrices(kind, shape):
+    assert not packs(kind, shape)
+    assert packs("Q8_0", (4, 32))

@@ -1,0 +1,134 @@
+"""Auxiliary losses and buffers of layers: their gradients, their part in the objective, and their files."""
+
+import numpy as np
+import pressed
+import pytest
+from pressed import COUNT, Pressed
+
+import zero_mpi
+from zero_mpi import GradAccum, SerialComm, ShardedModule
+from zero_mpi.nn import Chain, Recompute, Stage, Tally
+from zero_mpi.nn.batch import BatchContext, Given
+
+FACTORS = {"pressure": 0.3, "size": 0.02}
+
+
+def objective(model, p, x, d):
+    """The value whose slope backward is told to be, for a gradient d of the output."""
+    batch = BatchContext(factors=FACTORS)
+    y, _ = model.forward(Given(p, batch), x)
+    return np.vdot(y, d) + sum(
+        factor * {"pressure": pressed.square, "size": lambda sums: sums["size"]}[name](batch.sums)
+        for name, factor in FACTORS.items()
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
+    """Also of a loss that is no sum over layers; a forward that runs again counts nothing twice."""
+    draw, h = np.random.default_rng(0).standard_normal, 1e-6
+    chain = Chain(*(stage.layer for stage in pressed.stages(recompute)))
+    p, way = ({name: draw(param.shape) for name, param in chain.params().items()} for _ in range(2))
+    way |= {name: 0 * way[name] for name, param in chain.params().items() if param.buffer}
+    x, way_x, d = draw((3, 7)), draw((3, 7)), draw((3, 5))
+    given = Given(p, BatchContext(factors=FACTORS))
+    _, saved = chain.forward(given, x)
+    g = {name: np.zeros(value.shape) for name, value in p.items()}
+    dx = chain.backward(given, saved, d, g)
+    told = np.vdot(dx, way_x) + sum(np.vdot(g[name], way[name]) for name in p)
+    ahead, behind = (
+        objective(chain, {name: p[name] + by * way[name] for name in p}, x + by * way_x, d) for by in (h, -h)
+    )
+    assert (ahead - behind) / (2 * h) == pytest.approx(told, rel=1e-7)
+
+
+def wide(stages, p, xs):
+    """(sum of gradients, auxiliary losses) in float64 of micro-batches whose losses count 1 / COUNT each."""
+    model = Chain(*(stage.layer for stage in stages))
+    g, found = {name: np.zeros(value.shape) for name, value in p.items()}, np.zeros(2)
+    for x in xs:
+        batch = BatchContext(factors={name: factor / len(xs) for name, factor in FACTORS.items()})
+        y, saved = model.forward(Given(p, batch), x.astype(np.float64))
+        model.backward(Given(p, batch), saved, 2e-3 * y, g)
+        found += pressed.square(batch.sums) / len(xs), batch.sums["size"] / len(xs)
+    return g, dict(zip(FACTORS, found, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_objective_has_their_mean_over_micro_batches(recompute):
+    module, _ = pressed.make(SerialComm(), recompute=recompute)
+    p = {name: value.astype(np.float64) for name, value in module.state_dict().items()}
+    expected, losses = wide(pressed.stages(), p, [pressed.read(0, i) for i in range(COUNT)])
+    accum = GradAccum(module, COUNT)
+    pressed.rounds(accum, 0)
+    module.sync_gradients()
+    for name, found in module.named_gradients():
+        np.testing.assert_allclose(found, expected[name].ravel(), rtol=0, atol=2e-5)
+    assert module.tallies.losses(module.comm) == pytest.approx(losses, rel=1e-6)
+    assert "body.center" not in dict(module.named_gradients())
+
+
+def test_scales_of_the_caller_stand_in_for_the_layers():
+    def gradients(**scales):
+        module, _ = pressed.make(SerialComm(), auxiliary=scales)
+        pressed.rounds(GradAccum(module, COUNT), 0)
+        return np.concatenate([found for _, found in module.named_gradients()])
+
+    without, one, two = (gradients(pressure=scale, size=0.0) for scale in (0.0, 0.3, 0.6))
+    np.testing.assert_allclose(two - without, 2 * (one - without), rtol=0, atol=1e-5)
+    assert abs(one - without).max() > 0.01
+    with pytest.raises(ValueError, match=r"body\.center\.sum"):
+        pressed.make(SerialComm(), auxiliary={"body.center.sum": 1.0})
+
+
+def test_an_evaluation_applies_and_tallies_nothing():
+    module, _ = pressed.make(SerialComm())
+    pressed.rounds(GradAccum(module, COUNT), 0)
+    module.forward(pressed.read(1, 0), training=False)
+    found = module.tallies.losses(module.comm)
+    other, _ = pressed.make(SerialComm())
+    pressed.rounds(GradAccum(other, COUNT), 0)
+    assert found == other.tallies.losses(other.comm)
+
+
+def test_a_buffer_follows_the_mean_over_all_micro_batches():
+    module, optimizer = pressed.make(SerialComm())
+    w = module.all_gather_param("body.1.weight")
+    pressed.train(optimizer, range(1))
+    mean = np.concatenate([pressed.read(0, i) @ w.T for i in range(COUNT)]).mean(axis=0)
+    np.testing.assert_allclose(module.all_gather_param("body.center"), 0.1 * mean, rtol=0, atol=1e-6)
+
+
+def test_a_frozen_buffer_and_one_of_a_step_that_is_skipped_stay():
+    module, optimizer = pressed.make(SerialComm(), frozen=["other.*"])
+    pressed.train(optimizer, range(1))
+    assert not module.all_gather_param("other.center").any()
+    before = module.all_gather_param("body.center")
+    accum = GradAccum(module, 1)
+    for _ in accum:
+        accum.accumulate(pressed.read(0, 0), lambda y: (0.0, y * y.dtype.type("nan")))
+    assert optimizer.step().skipped
+    assert before.any()
+    assert np.array_equal(module.all_gather_param("body.center"), before)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_saved_run_goes_on_to_the_same_bits(tmp_path, recompute):
+    _, optimizer = pressed.make(SerialComm(), recompute=recompute)
+    whole = pressed.train(optimizer, range(4))
+    _, optimizer = pressed.make(SerialComm())
+    first, _ = pressed.train(optimizer, range(2))
+    zero_mpi.save(tmp_path / "run", optimizer.module, optimizer)
+    module, optimizer = pressed.make(SerialComm())
+    zero_mpi.load(tmp_path / "run", module, optimizer)
+    rest, digest = pressed.train(optimizer, range(2, 4))
+    assert (first + rest, digest) == whole
+
+
+def test_layers_that_mean_different_things_by_one_name_are_refused():
+    class Other(Pressed):
+        def tallies(self):
+            return {"size": Tally((2,))}
+
+    with pytest.raises(ValueError, match="size"):
+        ShardedModule([Stage("a", Pressed("a")), Stage("b", Recompute(Other("b")))], SerialComm())

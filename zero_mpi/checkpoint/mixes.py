@@ -1,0 +1,261 @@
+"""Types of a model's tensors in a quantized file: one type for all matrices, or a mix of llama.cpp.
+
+Vectors, norms and tables by position stay float32. In a file of one type a matrix whose rows do not fill
+blocks becomes F16, and embedding and head have 8 bits beside matrices of 4 or 5: every token passes through
+them, and small models lose most there. `MIXES` is the table of llama.cpp's src/llama-quant.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGML_QUANT_SIZES
+
+from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
+from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
+
+FILE_TYPES = {  # types that all matrices may have, and their numbers in the key general.file_type
+    "f32": 0,
+    "f16": 1,
+    "bf16": 32,
+    "q8_0": 7,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 8,
+    "q5_1": 9,
+}
+COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
+ENDS = (EMBEDDING, HEAD)  # a tied model has only the first
+KEPT = (
+    "position_embd",
+    "token_types",
+    "rope_freqs",
+    "rope_factors_long",
+    "rope_factors_short",
+    "ffn_gate_inp",
+)
+
+# Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION where only some have
+# it. Conditions: `Place.meets`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
+TABLE = """
+q2_k    10 Q2_K    v=Q4_K:shared,Q3_K down=Q3_K o=Q3_K
+q2_k_s  21 Q2_K    v=Q4_K:shared down=Q4_K:eighth
+q3_k_s  11 Q3_K
+q3_k_m  12 Q3_K    v=Q5_K:first2,Q4_K down=Q5_K:sixteenth,Q4_K o=Q4_K
+q3_k_l  13 Q3_K    v=Q5_K down=Q5_K o=Q5_K
+q4_k_s  14 Q4_K    v=Q5_K:first4 down=Q5_K:eighth
+q4_k_m  15 Q4_K    v=Q6_K:more down=Q6_K:more
+q5_k_s  16 Q5_K
+q5_k_m  17 Q5_K    v=Q6_K:more down=Q6_K:more
+q6_k    18 Q6_K
+iq1_s   24 IQ1_S   v=Q4_K:shared4,Q2_K down=Q2_K:eighth o=IQ2_XXS embedding=Q2_K head=Q5_K
+iq1_m   31 IQ1_M   v=Q4_K:shared4,Q2_K down=Q2_K:eighth o=IQ2_XXS embedding=Q2_K head=Q5_K
+iq2_xxs 19 IQ2_XXS v=Q4_K:shared4,Q2_K down=Q2_K:eighth embedding=Q2_K head=Q5_K
+iq2_xs  20 IQ2_XS  v=Q4_K:shared4,Q2_K down=Q2_K:eighth embedding=Q2_K head=Q5_K
+iq2_s   28 IQ2_XS  v=Q4_K:shared4,IQ3_S down=IQ3_S:eighth o=IQ3_S embedding=IQ3_S head=Q5_K
+iq2_m   29 IQ2_S   v=Q4_K:shared4,IQ3_S down=IQ3_S:eighth o=IQ3_S embedding=IQ3_S head=Q5_K
+iq3_xxs 23 IQ3_XXS v=Q4_K:shared o=IQ3_S k=IQ2_S q=IQ2_S embedding=IQ3_S head=Q5_K
+iq3_xs  22 IQ3_S   v=Q4_K:shared k=IQ3_XXS q=IQ3_XXS gate=IQ3_XXS:middle up=IQ3_XXS:middle
+iq3_s   26 IQ3_S   v=Q4_K:shared
+iq3_m   27 IQ3_S   v=Q4_K down=Q4_K:eighth,Q4_K:more8 o=Q4_K
+iq4_nl  25 IQ4_NL  v=Q5_K:shared down=Q5_K:plain
+iq4_xs  30 IQ4_XS  v=Q5_K:shared down=Q5_K:plain
+tq1_0   36 TQ1_0   embedding=Q4_K
+tq2_0   37 TQ2_0   embedding=Q4_K
+mxfp4_moe 38 MXFP4 head=Q8_0
+"""
+ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
+PARTS = (  # part of a tensor's name -> part of the table; the first that fits
+    ("attn_qkv.weight", "v"), ("attn_kv_b.weight", "v"), ("attn_v.weight", "v"), ("attn_k.weight", "k"),
+    ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
+    ("ffn_down", "down"),
+)  # fmt: skip
+LOWEST = ("iq1", "iq2")  # mixes with rules of their own for models of eight experts
+EIGHT_O = (
+    "q2_k",
+    "q3_k_s",
+    "q3_k_m",
+    "q4_k_s",
+    "q4_k_m",
+    "iq3",
+    "iq4",
+)  # their attn_output, of eight experts
+WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
+FALLBACK = {
+    **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
+    **dict.fromkeys((*WEIGHTED, Kind.IQ3_S, Kind.IQ4_XS), Kind.IQ4_NL),
+    Kind.Q4_K: Kind.Q5_0,
+    Kind.Q5_K: Kind.Q5_1,
+    Kind.Q6_K: Kind.Q8_0,
+}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A line of the table. rules: part -> (type, condition) pairs, of which the first that is met counts."""
+
+    name: str
+    number: int
+    base: Kind
+    rules: Mapping[str, tuple[tuple[Kind, str], ...]]
+
+    @classmethod
+    def parsed(cls, line: str) -> Mix:
+        """Return the mix of a line."""
+        name, number, base, *parts = line.split()
+        rules = {}
+        for part, _, choices in (each.partition("=") for each in parts):
+            pairs = (choice.partition(":") for choice in choices.split(","))
+            rules[part] = tuple((Kind[kind], condition) for kind, _, condition in pairs)
+        return cls(name, int(number), Kind[base], rules)
+
+
+MIXES = {mix.name: mix for mix in map(Mix.parsed, TABLE.strip().splitlines())}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's place in a model: block `i` of `n`, query heads for each head of k and v, experts."""
+
+    i: int
+    n: int
+    sharing: int
+    experts: int
+    weighted: bool
+
+    def meets(self, condition: str) -> bool:
+        """Return whether a condition of the table is met; the empty one always is."""
+        i, n = self.i, self.n
+        more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+        return {
+            "": True,
+            "shared": self.sharing >= 4,
+            "shared4": self.sharing >= 4 or self.experts >= 4,
+            "first2": i < 2,
+            "first4": i < 4,
+            "sixteenth": i < n // 16,
+            "eighth": i < n // 8,
+            "middle": n // 8 <= i < 7 * n // 8,
+            "plain": i < n // 8 and not self.weighted,
+            "more": more,
+            "more8": more and self.experts == 8,
+        }[condition]
+
+
+def known_type(name: str) -> str:
+    """Return the name in FILE_TYPES or MIXES for a name or its alias."""
+    return ALIASES.get(name, name)
+
+
+def file_type(wanted: str) -> int:
+    """Return the number of a type in the key general.file_type."""
+    return FILE_TYPES[wanted] if wanted in FILE_TYPES else MIXES[wanted].number
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a matrix that may be quantized."""
+    stem, _, last = name.rpartition(".")
+    part = stem.rpartition(".")[2]
+    has_rows = last == "weight" and sum(dim > 1 for dim in shape[:-1]) > 0 and shape[-1] > 0
+    return has_rows and not part.endswith("norm") and part not in KEPT
+
+
+def types_of(
+    keys: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    wanted: str,
+    pure: bool = False,
+    weighted: bool = False,
+    fine_ends: bool = False,
+) -> dict[str, Kind]:
+    """Return the type of each tensor in a file of the type `wanted`.
+
+    keys: the model's; pure: all matrices have one type; weighted: there is an importance matrix; fine_ends:
+    embedding and head have 8 bits at least
+    """
+    mix = None if pure else MIXES.get(wanted)
+    matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
+    base = MIXES[wanted].base if wanted in MIXES else Kind[wanted.upper()]
+    found = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, mix, weighted)
+    for name in ENDS if (base in COARSE and not pure) or (fine_ends and base not in PLAIN) else ():
+        if name in found:
+            found[name] = Kind.Q8_0
+    return {name: fitting(found.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
+
+
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+
+
+def fitting(kind: Kind, width: int) -> Kind:
+    """Return the type, or the next one whose blocks fill rows of `width`."""
+    for choice in (kind, FALLBACK.get(kind, Kind.F16)):
+        if width % GGML_QUANT_SIZES[choice][0] == 0:
+            return choice
+    return Kind.F16
+
+
+def mixed(
+    metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], mix: Mix, weighted: bool
+) -> dict[str, Kind]:
+    """Return the type that a mix gives each matrix, whatever its rows."""
+    keys, arch = GGUFKeys(metadata), str(metadata.get("general.architecture"))
+
+    def size(name: str, default: int) -> int:
+        return keys.whole(f"{arch}.{name}", 0, MOST_SIZE) or default
+
+    heads, experts = size("attention.head_count", 1), size("expert_count", 0)
+    sharing, blocks = heads // size("attention.head_count_kv", heads), size("block_count", 1)
+    parts = {name: part_of(name, matrices) for name in matrices}
+    values = sorted(block_of(name) for name, part in parts.items() if part == "v")
+    found = {}
+    for name, shape in matrices.items():
+        part, block = parts[name], block_of(name)
+        place = (values.index(block), len(values)) if part == "v" else (block, blocks)
+        at = Place(*place, sharing, experts, weighted)
+        kind = next((kind for kind, condition in mix.rules.get(part, ()) if at.meets(condition)), mix.base)
+        if part == "head":
+            kind = mix.rules.get(part, ((Kind.Q6_K, ""),))[0][0]
+            kind = kind if shape[-1] % GGML_QUANT_SIZES[mix.base][0] == 0 else Kind.Q8_0
+        elif mix.base == Kind.MXFP4:
+            kind = Kind.MXFP4 if len(shape) > 2 and shape[0] > 1 else Kind.Q8_0
+        elif experts == 8:
+            kind = of_eight(mix, part, kind)
+        elif part == "v" and arch == "llama" and blocks == 80 and sharing > 1:
+            is_70b = not mix.name.startswith(LOWEST) and kind in (Kind.Q3_K, Kind.Q4_K)
+            kind = Kind.Q5_K if is_70b else kind
+        found[name] = kind
+    return found
+
+
+def part_of(name: str, names: Mapping[str, Any]) -> str:
+    """Return the part of the table that a tensor belongs to."""
+    if name == HEAD or (name == EMBEDDING and HEAD not in names):
+        return "head"
+    if name == EMBEDDING:
+        return "embedding"
+    return next((part for text, part in PARTS if text in name), "")
+
+
+def block_of(name: str) -> int:
+    """Return the number of the block that a tensor belongs to, 0 if it belongs to none."""
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else 0
+
+
+def of_eight(mix: Mix, part: str, kind: Kind) -> Kind:
+    """Return the type of a matrix in a model of eight experts, where attention is small."""
+    lowest = mix.name.startswith(LOWEST)
+    if part in ("v", "k"):
+        return kind if lowest and part == "v" else Kind.Q4_K if lowest else Kind.Q8_0
+    if part == "o":
+        return Kind.Q5_K if lowest or (mix.name.startswith(EIGHT_O) and mix.name != "q2_k_s") else mix.base
+    return kind
+
+
+def needs_weights(name: str, kind: Kind, wanted: str) -> bool:
+    """Return whether llama.cpp makes this tensor of a mix only with an importance matrix."""
+    return name not in ENDS and (kind in WEIGHTED or (wanted == "q2_k_s" and kind == Kind.Q2_K))

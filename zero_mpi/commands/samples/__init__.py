@@ -1,1 +1,0 @@
-"""`zero-mpi samples`: the text that training would read of conversations, and the tokens in the loss."""

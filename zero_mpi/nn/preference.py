@@ -1,0 +1,127 @@
+"""Losses that learn from preferred answers: functions of the sums of log-probabilities of sequences.
+
+C and R are the sums of a better and a worse answer, minus those of the reference where the loss has one; nc
+and nr are the numbers of their tokens. All is in float64 on the host, one pair after the other. Names are
+those of TRL. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on averages over tokens as in TRL; SimPO: Meng
+et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_mpi.ops.elementary import log, power
+
+MOST_AVERAGE = -1e-7  # ORPO divides by 1 - e^c, which is 0 where an answer is certain
+Pair = tuple[float, float, float]  # loss, its derivative by C, and by R
+
+
+class Scored(NamedTuple):
+    """Terms of the loss, and the derivative by the sum of each sequence."""
+
+    terms: list[float]
+    slopes: list[float]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A preference loss with its constants."""
+
+    name: str
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether sums are compared with those of a reference; else averages over tokens count."""
+        return self.name in ("dpo", "ipo", "kto")
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Return whether the cross-entropy of the better side, with its prompt, is part of the loss."""
+        return self.name == "orpo"
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Return whether each answer is a term of its own, compared with answers to other prompts."""
+        return self.name == "kto"
+
+    def score(
+        self, numbers: Sequence[int], sums: Sequence[float], counts: Sequence[int], kl: float = 0.0
+    ) -> Scored:
+        """Return the loss of sequences: even `numbers` are better sides, and the next one is their other."""
+        if not all(map(math.isfinite, sums)):
+            return Scored([math.nan], [math.nan] * len(sums))
+        if self.is_unpaired:
+            found = [self._kto(number, ratio, kl) for number, ratio in zip(numbers, sums, strict=True)]
+            return Scored([term for term, _ in found], [slope for _, slope in found])
+        by_pair = [
+            PAIRWISE[self.name](self, *sums[place : place + 2], *map(float, counts[place : place + 2]))
+            for place in range(0, len(sums), 2)
+        ]
+        return Scored([pair[0] for pair in by_pair], [slope for pair in by_pair for slope in pair[1:]])
+
+    def _kto(self, number: int, ratio: float, kl: float) -> tuple[float, float]:
+        weight, sign = (self.undesirable_weight, -1) if number % 2 else (self.desirable_weight, 1)
+        share = sigmoid(sign * self.beta * (ratio - kl))
+        return weight * (1 - share), -sign * weight * self.beta * share * (1 - share)
+
+
+def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
+    """Return DPO's loss, with smoothed labels if asked for."""
+    d, smooth = self.beta * (C - R), self.label_smoothing
+    slope = -self.beta * (sigmoid(-d) - smooth)
+    return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
+
+
+def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
+    """Return IPO's loss."""
+    over = C / nc - R / nr - 1 / (2 * self.beta)
+    return over * over, 2 * over / nc, -2 * over / nr
+
+
+def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
+    """Return SimPO's loss."""
+    z = self.beta * (C / nc - R / nr) - self.simpo_gamma
+    slope = -self.beta * sigmoid(-z)
+    return -log_sigmoid(z), slope / nc, -slope / nr
+
+
+def orpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
+    """Return the part of ORPO's loss that compares odds."""
+    c, r = min(C / nc, MOST_AVERAGE), min(R / nr, MOST_AVERAGE)
+    odds = log_odds(c, r)
+    slope = -self.beta * sigmoid(-odds)
+    return -self.beta * log_sigmoid(odds), slope / (1 - exp(c)) / nc, -slope / (1 - exp(r)) / nr
+
+
+PAIRWISE: dict[str, Callable[..., Pair]] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+PREFERENCES = (*PAIRWISE, "kto")
+
+
+def exp(x: float) -> float:
+    """Return e^x of a number of at most 0."""
+    return float(power(math.e, x))
+
+
+def sigmoid(x: float) -> float:
+    """Return 1 / (1 + e^-x)."""
+    small = exp(-abs(x))
+    return (1 if x >= 0 else small) / (1 + small)
+
+
+def log_sigmoid(x: float) -> float:
+    """Return log sigmoid(x)."""
+    return min(x, 0.0) - log(1 + exp(-abs(x)))
+
+
+def log_odds(c: float, r: float) -> float:
+    """Return the log of the ratio of the odds of two average log-probabilities."""
+    c, r = min(c, MOST_AVERAGE), min(r, MOST_AVERAGE)
+    return c - r - log(1 - exp(c)) + log(1 - exp(r))

@@ -1,0 +1,110 @@
+"""The functions of ggml that make and read blocks of every quantized type, called by ctypes.
+
+The library is that of the extra `ggml`, or the site's own libggml-base.so, named by ZERO_MPI_GGML.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from numpy.typing import NDArray
+
+from zero_mpi.errors import UsageError
+
+VARIABLE, PACKAGE, FILE = "ZERO_MPI_GGML", "libggml", "lib64/libggml-base.so"
+PIECE = 1 << 18  # elements read at a time where they are rounded afterwards
+SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
+CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_row_size": (SIZE, [ctypes.c_int, ctypes.c_int64]),
+    "ggml_quantize_requires_imatrix": (ctypes.c_bool, [ctypes.c_int]),
+    "ggml_quantize_chunk": (SIZE, [ctypes.c_int, POINTER, POINTER, *[ctypes.c_int64] * 3, POINTER]),
+    "ggml_validate_row_data": (ctypes.c_bool, [ctypes.c_int, POINTER, SIZE]),
+}
+
+
+@cache
+def library(user: str) -> Any:
+    """Return the loaded library; UsageError, which begins with `user`, if there is none."""
+    path = os.environ.get(VARIABLE)
+    remedy = f"pip install 'zero-mpi[ggml]', or set {VARIABLE} to the path of a libggml-base.so"
+    if not path:
+        package = find_spec(PACKAGE)
+        if package is None or not package.submodule_search_locations:
+            raise UsageError(f"{user} needs the quantizers of ggml: {remedy}")
+        path = str(Path(package.submodule_search_locations[0]) / FILE)
+    try:
+        found = ctypes.CDLL(path)
+        for name, (result, arguments) in CALLS.items():
+            call = getattr(found, name)
+            call.restype, call.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise UsageError(f"{user}: {path} is no library of ggml ({error}): {remedy}") from None
+    return found
+
+
+@cache
+def reader(kind: str) -> Any:
+    """Return the library's function that reads blocks of a type; None without a library."""
+    try:
+        found = getattr(library("reading blocks"), f"dequantize_row_{kind.lower()}", None)
+    except UsageError:
+        return None
+    if found is not None:
+        found.restype, found.argtypes = None, [POINTER, POINTER, ctypes.c_int64]
+    return found
+
+
+def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
+    """Fill out (n,) with the elements of full blocks; return False if no library does it.
+
+    Each float32 has the bits of the package gguf; elements of a lower type are rounded from it.
+    """
+    call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if call is None:
+        return False
+    for start in range(0, out.size, PIECE):
+        part = out[start : start + PIECE]
+        values = part if part.dtype == np.float32 else np.empty(part.size, np.float32)
+        call(raw[start // block * nbytes :].ctypes.data, values.ctypes.data, part.size)
+        if values is not part:
+            with np.errstate(all="ignore"):
+                part[:] = values
+    return True
+
+
+def needs_importance(kind: GGMLQuantizationType) -> bool:
+    """Return whether a type cannot be made without an importance matrix."""
+    return bool(library(kind.name).ggml_quantize_requires_imatrix(int(kind)))
+
+
+def quantize(
+    rows: NDArray[np.float32], kind: GGMLQuantizationType, importance: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
+    """Return rows (n, width) in blocks of a type, (n, bytes); importance: (width,) weight of each column.
+
+    Raises OverflowError for numbers that the type cannot hold.
+    """
+    ggml, (count, width) = library(kind.name), rows.shape
+    block, nbytes = GGML_QUANT_SIZES[kind]
+    expected = width // block * nbytes
+    if width % block or ggml.ggml_row_size(int(kind), width) != expected:  # the library would end the process
+        raise ValueError(f"rows of {width}: expected a multiple of the {block} elements of {kind.name}")
+    if importance is None and needs_importance(kind):
+        raise ValueError(f"{kind.name}: expected an importance matrix")
+    if importance is not None:
+        importance = np.ascontiguousarray(importance, np.float32)
+        assert importance.shape == (width,), "an importance of each column"
+    rows, out = np.ascontiguousarray(rows, np.float32), np.empty((count, expected), np.uint8)
+    weights = None if importance is None else importance.ctypes.data
+    ggml.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, width, weights)
+    if not ggml.ggml_validate_row_data(int(kind), out.ctypes.data, out.nbytes):
+        raise OverflowError(f"a number is more than {kind.name} can hold")
+    return out

@@ -1,0 +1,58 @@
+"""A matrix that stays in the blocks of its file, for layers that compute forward alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zero_mpi import ops
+from zero_mpi.device.arrays import recycled
+from zero_mpi.device.types import Array
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
+
+FEW = 8  # rows of an input that are multiplied with blocks; for more, the matrix is unpacked first
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Matrix (O, C) in blocks of a kind of `PACKED`: raw (O, bytes of a row) uint8. Slices share memory."""
+
+    raw: Array
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, C)."""
+        block = BLOCK_KINDS[self.kind]
+        return len(self.raw), self.raw.shape[1] // block.nbytes * block.elements
+
+    def __getitem__(self, part: slice) -> PackedMatrix:
+        return PackedMatrix(self.raw[part], self.kind)
+
+    def rows(self, places: Array) -> Array:
+        """Return rows (..., C) float32 at places (...)."""
+        y = np.empty((*places.shape, self.shape[1]), np.float32)
+        ops.dequantize(self.raw[places].reshape(-1), self.kind, y.reshape(-1))
+        return y
+
+    def linear(self, x: Array, b: Array | None = None, plus: Array | None = None) -> Array:
+        """Return y (..., O) = x (..., C) W^T + b + plus, as `ops.linear` does."""
+        count = x.size // x.shape[-1]
+        if count > FEW or not ops.compiles():
+            w = recycled(self.shape, x.dtype)
+            ops.dequantize(self.raw.reshape(-1), self.kind, w.reshape(-1))
+            return ops.linear(x, w, b, plus)
+        from zero_mpi.ops.cpu.crew import crew
+
+        y = recycled((*x.shape[:-1], self.shape[0]), x.dtype)
+        crew().multiply(self.raw, self.kind, x.reshape(count, -1), y.reshape(count, -1))
+        for more in (b, plus):
+            if more is not None:
+                y += more
+        return y
+
+
+def packs(kind: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of a type and shape can be such a matrix: its rows are full blocks."""
+    return kind in PACKED and len(shape) == 2 and shape[1] % BLOCK_KINDS[kind].elements == 0

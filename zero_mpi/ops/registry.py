@@ -1,0 +1,79 @@
+"""Registration of operations: `operation` makes one of its definition, `implements` adds a faster version.
+
+Both are decorators and return the function unchanged. All lists of operations, in the package
+and its tests, are read from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import singledispatch, wraps
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from zero_mpi.ops import signatures
+from zero_mpi.ops.low_precision import BFLOAT16, accept_low, add_roles
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OPERATIONS: dict[str, Any] = {}  # name -> the operation, dispatched by the type of its first array
+VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # type of array -> name -> its faster version
+defined = SimpleNamespace()
+"""The definitions of operations, for arrays of any type: what a kernel does not take goes there."""
+
+
+def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
+    """Return a decorator that makes a definition an operation, which checks its arrays in every version.
+
+    text        its signature (`signatures`)
+    widens      False: the definition takes low arrays itself, and is given no float32 copies
+    """
+
+    def define(definition: F) -> F:
+        name, signature = definition.__name__, signatures.parse(text)
+        if widens:
+            add_roles(definition, signature)
+
+        @wraps(definition)
+        def quietly(*given: Any, **named: Any) -> Any:
+            with np.errstate(over="ignore", invalid="ignore"):  # the norm will tell, as with kernels
+                return definition(*given, **named)
+
+        setattr(defined, name, accept_low(name, definition))
+        versions = singledispatch(accept_low(name, quietly))
+        check, version_for = signatures.check_of(definition, signature), versions.dispatch
+
+        @wraps(versions)
+        def dispatched(first: Any, *others: Any, **named: Any) -> Any:
+            check(first, *others, **named)
+            return version_for(first.__class__)(first, *others, **named)
+
+        dispatched.signature = signature  # type: ignore[attr-defined]
+        OPERATIONS[name] = dispatched
+        return definition
+
+    return define
+
+
+def implements(
+    definition: Callable[..., Any], kind: type = np.ndarray, low: Sequence[Any] = (BFLOAT16,)
+) -> Callable[[F], F]:
+    """Return a decorator that makes a function the version of an operation for a type of array.
+
+    low: the types of low precision in which it computes; of others on the host it gets float32 copies.
+    """
+
+    def add(version: F) -> F:
+        of_kind, name = VERSIONS.setdefault(kind, {}), definition.__name__
+        of_kind[name] = accept_low(name, version, low) if kind is np.ndarray else version
+        return version
+
+    return add
+
+
+def register(kind: type) -> None:
+    """Let operations on arrays of a type be computed by their faster versions."""
+    for name, version in VERSIONS[kind].items():
+        OPERATIONS[name].register(kind, version)
