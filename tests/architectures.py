@@ -27,12 +27,17 @@ def model_width(sizes: Sizes) -> Sizes:
     return {"key_length": width, "value_length": width}
 
 
+def equal_heads(sizes: Sizes) -> Sizes:
+    return model_width(sizes) | {"head_count_kv": sizes["head_count"]}
+
+
 @dataclass(frozen=True)
 class Row:
     """What the suites need to know of one architecture.
 
     block      its tensors in a block, and their dimensions: E width, F feed-forward; rows of Q, K, V, T: all
-               three; G gate and up; O columns that go back from the heads; D of one head
+               three; G gate and up; O columns that go back from the heads; D of one head; N experts, S the
+               shared one
     outer      its tensors around the blocks; V here is the vocabulary, C the context
     biased     those of a block that always have a bias
     settings   fields beside the sizes; those that are special are all in use
@@ -41,6 +46,7 @@ class Row:
     tolerance  of log-probabilities beside llama.cpp's, whose GELU is a table of 16-bit floats
     ties       whether llama.cpp opens a file without a head, which then is the embedding
     flags      of `zero_mpi.train`, beside --arch
+    needed     sizes that `from_flags` needs, beside those of all
     """
 
     block: Mapping[str, str]
@@ -52,6 +58,7 @@ class Row:
     tolerance: float = 1e-4
     ties: bool = True
     flags: tuple[str, ...] = ("--kv-heads", "1", "--tied")
+    needed: Sizes = field(default_factory=dict)
 
 
 QKV = ("attn_q", "attn_k", "attn_v")
@@ -63,9 +70,15 @@ PHI3 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EO", "ffn_norm": "E"
 PHI3 |= {"ffn_up": "GE", "ffn_down": "EF"}
 OLMO2 = PROJECTIONS | GATED | {"attn_q_norm": "Q", "attn_k_norm": "K"}
 OLMO2 |= {"post_attention_norm": "E", "post_ffw_norm": "E"}
+MIXED = {"ffn_gate_inp": "NE", "ffn_gate_exps": "NFE", "ffn_up_exps": "NFE", "ffn_down_exps": "NEF"}
+MOE = {"attn_norm": "E", **PROJECTIONS, "ffn_norm": "E", **MIXED}
+SHARED = {"ffn_gate_shexp": "SE", "ffn_up_shexp": "SE", "ffn_down_shexp": "ES"}
+EXPERTS = {"expert_count": 5, "expert_used_count": 2}
 GPT2 = {"attn_norm": "E", "attn_qkv": "TE", "attn_output": "EE", "ffn_norm": "E"}
 GPT2 |= {"ffn_up": "FE", "ffn_down": "EF"}
 
+FOUR = {"experts": 4}
+MIXTURE = ("--kv-heads", "1", "--tied", "--experts", "4")
 ROWS = {
     "llama": Row(LLAMA),
     "gpt2": Row(
@@ -93,6 +106,28 @@ ROWS = {
             "attention_scale": 0.75,
             "logit_scale": 1.5,
         },
+    ),
+    "qwen3moe": Row(MOE | HEAD_NORMS, settings=EXPERTS, fit=one_width, flags=MIXTURE, needed=FOUR),
+    "olmoe": Row(
+        MOE | {"attn_q_norm": "Q", "attn_k_norm": "K"},
+        settings=EXPERTS,
+        fit=equal_heads,
+        ties=False,
+        flags=("--experts", "4"),
+        needed=FOUR,
+    ),
+    "granitemoe": Row(
+        MOE | SHARED,
+        settings={
+            **EXPERTS,
+            "expert_shared_feed_forward_length": 7,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.375,
+            "attention_scale": 0.75,
+            "logit_scale": 1.5,
+        },
+        flags=MIXTURE,
+        needed=FOUR,
     ),
     "phi3": Row(PHI3, fit=model_width),
     "olmo2": Row(OLMO2, fit=model_width, ties=False, flags=("--kv-heads", "1")),
@@ -127,14 +162,17 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     )
     lengths = {"E": config.embedding_length, "F": config.feed_forward_length}
     lengths |= {"Q": heads * key, "K": kv * key, "V": kv * value, "O": heads * value, "D": key}
+    lengths["N"] = getattr(config, "expert_count", 0)
+    lengths["S"] = getattr(config, "expert_shared_feed_forward_length", 0)
     lengths["G"] = 2 * config.feed_forward_length
     lengths["T"] = lengths["Q"] + lengths["K"] + lengths["V"]
+    names = [name for name, letters in row.block.items() if lengths["S"] or "S" not in letters]
     biased = getattr(config, "biases", row.biased)
 
     def shape(letters: str, lengths: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(lengths[letter] for letter in letters)
 
-    block = {f"{name}.weight": shape(letters, lengths) for name, letters in row.block.items()}
+    block = {f"{name}.weight": shape(row.block[name], lengths) for name in names}
     block |= {f"{name}.bias": shape(row.block[name], lengths)[:1] for name in biased}
     around = lengths | {"V": config.vocab_size, "C": config.context_length}
     outer = row.outer if config.tied else {**row.outer, "output": "VE"}

@@ -47,6 +47,32 @@ CONFIGS = {
     "gemma3": GEMMA3,
     "gemma3, linear": GEMMA3
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3moe": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        **SIZES,
+        "num_key_value_heads": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+    },
+    "granitemoe": {
+        "model_type": "granitemoeshared",
+        **SIZES,
+        **GRANITE,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 14,
+    },
     "mistral": {"model_type": "mistral", **SIZES, "head_dim": 10, "sliding_window": None},
     "phi3": {"model_type": "phi3", **SIZES},
     "phi3, partial": {"model_type": "phi3", **SIZES, "partial_rotary_factor": 0.7},
@@ -89,7 +115,33 @@ def gpt2_shapes(config):
 
 NORMS = {"olmo2": ("post_attention_layernorm", "post_feedforward_layernorm")}
 NORMS["gemma3_text"] = ("input_layernorm", "pre_feedforward_layernorm", *NORMS["olmo2"])
-HEAD_NORMS = ("qwen3", "gemma3_text")
+HEAD_NORMS = ("qwen3", "gemma3_text", "qwen3_moe")
+JOINT_NORMS = ("olmo2", "olmoe")
+
+
+def experts_of(config):
+    return config.get("num_local_experts", config.get("num_experts", 0))
+
+
+def expert_shapes(config, E, F):
+    """The tensors of a block's experts, as transformers 5.24 writes them."""
+    N, S = experts_of(config), config.get("shared_intermediate_size")
+    if config["model_type"].startswith("granite"):
+        found = {"router.layer": (N, E), "input_linear": (N, 2 * F, E), "output_linear": (N, E, F)}
+        found = {f"block_sparse_moe.{name}": shape for name, shape in found.items()}
+        if S:
+            found |= {"shared_mlp.input_linear": (2 * S, E), "shared_mlp.output_linear": (E, S)}
+        return found
+    mixtral = config["model_type"] == "mixtral"
+    module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", PROJECTIONS)
+    found = {f"{module}.gate": (N, E)}
+    for e in range(N):
+        shapes = (F, E), (F, E), (E, F)
+        found |= {f"{module}.experts.{e}.{name}": shape for name, shape in zip(names, shapes, strict=True)}
+    return found
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def rotary_shapes(config):
@@ -108,13 +160,16 @@ def rotary_shapes(config):
             found[f"{prefix}self_attn.{name}.weight"] = shape
             if config.get("attention_bias") or (kind == "qwen2" and name != "o_proj"):
                 found[f"{prefix}self_attn.{name}.bias"] = shape[:1]
-        for name, shape in feed_forward.items():
+        if experts_of(config):
+            shapes = expert_shapes(config, E, config.get("moe_intermediate_size", F))
+            found |= {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+        for name, shape in {}.items() if experts_of(config) else feed_forward.items():
             found[f"{prefix}mlp.{name}.weight"] = shape
             if config.get("mlp_bias"):
                 found[f"{prefix}mlp.{name}.bias"] = shape[:1]
         for name in NORMS.get(kind, ("input_layernorm", "post_attention_layernorm")):
             found[f"{prefix}{name}.weight"] = (E,)
-        if kind == "olmo2":
+        if kind in JOINT_NORMS:
             found |= {f"{prefix}self_attn.{n}_norm.weight": (heads * D,) for n, heads in (("q", H), ("k", K))}
         if kind in HEAD_NORMS:
             found |= {f"{prefix}self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
@@ -272,7 +327,7 @@ def self_attention(config, w, i, x):
         q, k, v = np.split(linear(w, f"{prefix}.qkv_proj", x), rows, axis=-1)
     else:
         q, k, v = (linear(w, f"{prefix}.{name}_proj", x) for name in "qkv")
-    if kind == "olmo2":
+    if kind in JOINT_NORMS:
         q, k = (rms_norm(y, w[f"{prefix}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
     q, k, v = (y.reshape(T, -1, D).swapaxes(0, 1) for y in (q, k, v))
     if kind in HEAD_NORMS:
@@ -287,7 +342,38 @@ def self_attention(config, w, i, x):
     return linear(w, f"{prefix}.o_proj", attend(q, k, v, config.get("attention_multiplier"), window))
 
 
+def mixture(config, w, i, x):
+    """Each token by itself: the experts of the largest probabilities, of equal ones the first."""
+    N, U, P = experts_of(config), config["num_experts_per_tok"], f"layers.{i}."
+    granite, mixtral = config["model_type"].startswith("granite"), config["model_type"] == "mixtral"
+    module = "mlp" if config["model_type"] in ("qwen3_moe", "olmoe") else "block_sparse_moe"
+    router = w[f"{P}{module}.{'router.layer' if granite else 'gate'}.weight"]
+    y = np.zeros_like(x)
+    for t, p in enumerate(softmax(x @ router.T)):
+        chosen = np.argsort(-p, kind="stable")[:U]
+        total = p[chosen].sum() if config.get("norm_topk_prob", True) else 1
+        for e in chosen:
+            if granite:
+                gate, up = np.split(w[f"{P}{module}.input_linear.weight"][e], 2)
+                down = w[f"{P}{module}.output_linear.weight"][e]
+            else:
+                names = ("w1", "w3", "w2") if mixtral else PROJECTIONS
+                gate, up, down = (w[f"{P}{module}.experts.{e}.{name}.weight"] for name in names)
+            y[t] += p[e] / total * (down @ (silu(gate @ x[t]) * (up @ x[t])))
+    assert max(chosen) < N
+    if f"{P}shared_mlp.input_linear.weight" in w:
+        gate, up = np.split(linear(w, f"{P}shared_mlp.input_linear", x), 2, axis=-1)
+        y += linear(w, f"{P}shared_mlp.output_linear", silu(gate) * up)
+    return y
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
 def feed_forward(config, w, i, x):
+    if experts_of(config):
+        return mixture(config, w, i, x)
     if config["model_type"] == "phi3":
         gate, up = np.split(linear(w, f"layers.{i}.mlp.gate_up_proj", x), 2, axis=-1)
     else:

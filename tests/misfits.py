@@ -36,7 +36,21 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 def drawn(shape: tuple[int, ...], kind: str, number: int, below: int) -> np.ndarray:
     found = numbers(*shape, seed=number)
-    return (np.abs(100 * found) % (below - 1)).astype(np.int64) if kind == "whole" else found
+    return (np.abs(100 * found) % max(1, below - 1)).astype(np.int64) if kind == "whole" else found
+
+
+def of_experts() -> dict[str, Given]:
+    """Rows sorted by expert, as a router sorts them."""
+    rows, ends = numbers(6, 4), np.array([0, 2, 2, 6])
+    stack, weight = {"w": numbers(3, 4, 5), "starts": ends}, np.ones((6, 1), np.float32)
+    routed = {"p": numbers(3, 4), "chosen": np.array([[0, 1], [1, 2], [2, 0]]), "rows": np.arange(6)}
+    return {
+        "route": {"logits": numbers(3, 4), "used": 2, "normalized": True},
+        "route_backward": {"dw": weight, "w": weight + 1, **routed, "normalized": True},
+        "grouped_linear": {"x": numbers(6, 5), **stack, "plus": rows},
+        "grouped_linear_backward_x": {"dy": rows, **stack, "into": numbers(6, 5)},
+        "grouped_linear_backward_w": {"dy": rows, "x": numbers(6, 5), "dw": numbers(3, 4, 5), "starts": ends},
+    }
 
 
 def special() -> dict[str, Given]:
@@ -46,6 +60,7 @@ def special() -> dict[str, Given]:
         "causal_attention": {"v": numbers(2, 7, 2, 5), "begins": begins},
         "causal_attention_backward": {"p": None, "dy": numbers(2, 3, 4, 5), "v": numbers(2, 7, 2, 5)},
         "linear_cross_entropy": {"need_dx": True},
+        **of_experts(),
         "adamw": {"v": numbers(35) ** 2, "decay": np.zeros(5), "step": 1},
         "dequantize": {"raw": np.zeros(3 * 34, np.uint8), "kind": "Q8_0", "out": numbers(3 * 32)},
     }
@@ -70,6 +85,8 @@ FREE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("layer_norm", "x"): (0, 1, "more", "fewer"),
     ("causal_attention", "v"): (3,),
     ("cross_entropy", "logits"): (2,),
+    ("route", "logits"): (0, 1),
+    ("route_backward", "p"): (1,),
 }
 
 

@@ -238,7 +238,7 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
     if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
         assert f"(default: {field.default})" in entry
     for choice in field.metadata["choices"]:
-        assert choice in entry
+        assert choice in entry.replace(" ", "")  # a long list is broken
 
 
 def console(*arguments):

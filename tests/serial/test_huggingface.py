@@ -6,6 +6,7 @@ The proof is a forward in plain NumPy on the folder's own tensors (`hf_models`) 
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,46 @@ def test_logits_are_those_of_the_folder_itself(tmp_path: Path, name: str) -> Non
     np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=2e-5)
 
 
-PERMUTED = ("llama", "mistral", "smollm3", "granite")  # whose converter brings neighbours of q and k together
+KINDS = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "granitemoeshared": "granite_moe"}
+PERMUTED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "smollm3",
+    "granite",
+    "granitemoeshared",
+)  # whose converter brings neighbours of q and k together
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The experts of each matrix in one array, and halves apart, under names that gguf's table has."""
+    experts = sorted(
+        {int(found[1]) for name in tensors if (found := re.search(r"experts\.([0-9]+)\.", name))}
+    )
+    found = {}
+    for name, array in tensors.items():
+        if "experts.0." in name:
+            of_each = [tensors[name.replace("experts.0.", f"experts.{e}.")] for e in experts]
+            found[name.replace("experts.0.", "experts.")] = np.stack(of_each)
+        elif "input_linear" in name:
+            kind = "exps" if array.ndim == 3 else "shexp"
+            for half, rows in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
+                found[f"blk.{name.split('.')[2]}.ffn_{half}_{kind}.weight"] = rows
+        elif "output_linear" in name:
+            kind = "exps" if array.ndim == 3 else "shexp"
+            found[f"blk.{name.split('.')[2]}.ffn_down_{kind}.weight"] = array
+        elif "experts." not in name:
+            found[name] = array
+    return found
 
 
 def expected_tensors(name: str) -> dict[str, np.ndarray]:
     config = hf_models.CONFIGS[name]
-    kind = config["model_type"].removesuffix("_text").replace("mistral", "llama").upper()
-    arch = getattr(gguf.MODEL_ARCH, kind)
+    kind = KINDS.get(config["model_type"], config["model_type"].removesuffix("_text"))
+    arch = getattr(gguf.MODEL_ARCH, kind.upper())
     names, found = gguf.get_tensor_name_map(arch, 9), {}
-    for theirs, array in hf_models.random_tensors(config).items():
-        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+    for theirs, array in stacked(hf_models.random_tensors(config)).items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
         if config["model_type"] in PERMUTED and ("q_proj" in theirs or "k_proj" in theirs):
             heads = config["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"]
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
@@ -440,3 +471,58 @@ def test_what_a_configuration_cannot_say_is_refused(
     source = Fake(open_weights(make(tmp_path, name)), **changes)
     with pytest.raises(UsageError, match=message):
         config_json(source, "float32")
+
+
+MIXTURES = ("mixtral", "qwen3moe", "olmoe", "granitemoe")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_any_range_of_a_stack_is_the_slice_of_the_whole(tmp_path: Path, name: str) -> None:
+    source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
+    for key in ("blk.1.ffn_up_exps.weight", "blk.0.ffn_down_exps.weight"):
+        whole = source.tensor(key).ravel()
+        for start, stop in np.sort(rng.integers(0, whole.size + 1, (20, 2)), axis=1).tolist():
+            np.testing.assert_array_equal(source.read(key, start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "olmoe"])
+def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path: Path, name: str) -> None:
+    config, tensors = hf_models.CONFIGS[name], hf_models.random_tensors(hf_models.CONFIGS[name])
+    merged = {key: array for key, array in tensors.items() if ".experts." not in key}
+    for i in range(config["num_hidden_layers"]):
+        P = f"model.layers.{i}.mlp.experts."
+        gate, up, down = (
+            [tensors[f"{P}{e}.{part}.weight"] for e in range(5)] for part in hf_models.PROJECTIONS
+        )
+        merged[f"{P}gate_up_proj"] = np.stack([np.concatenate(pair) for pair in zip(gate, up, strict=True)])
+        merged[f"{P}down_proj"] = np.stack(down)
+    one, other = make(tmp_path / "one", name), hf_models.write_folder(tmp_path / "other", config, merged)
+    for key, spec in open_weights(one).tensors.items():
+        assert open_weights(other).tensor(key).tobytes() == open_weights(one).tensor(key).tobytes()
+        assert open_weights(other).tensors[key].shape == spec.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [
+        ("qwen3moe", {"norm_topk_prob": False}),
+        ("qwen3moe", {"norm_topk_prob": ...}),
+        ("qwen3moe", {"mlp_only_layers": [0]}),
+        ("qwen3moe", {"decoder_sparse_step": 2}),
+        ("olmoe", {"norm_topk_prob": True}),
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("granitemoe", {"attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_what_the_graphs_of_mixtures_do_not_compute_is_refused(
+    tmp_path: Path, name: str, edits: Edit
+) -> None:
+    with pytest.raises(UsageError, match=next(iter(edits))):
+        HuggingFaceFolder.open(make(tmp_path, name, edits))
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    lost = {"model__layers__0__mlp__experts__1__up_proj__weight": None}
+    with pytest.raises(UsageError, match=r"blk\.0\.ffn_up_exps\.weight"):
+        HuggingFaceFolder.open(make(tmp_path, "olmoe", **lost))

@@ -44,6 +44,7 @@ FACTORS = (0.75, 1.0, 8.0)
 LONG_FACTORS = {"long_factors": (9.0, 3.0, 2.0), "short_factors": (1.5, 2.0, 0.75), "rope_magnitude": 1.25}
 PAIRS = {"long_factors": (9.0, 3.0), "short_factors": (1.5, 0.75), "original_context": 8}
 PHI3 = replace(MODELS["phi3"], **LONG_FACTORS)
+MIXTRAL = replace(LLAMA, expert_count=5, expert_used_count=2)
 YARN = replace(LLAMA, rope_freq_base=50.0, rope_scaling=RopeScaling("yarn", 4.0, 64))
 
 
@@ -62,6 +63,10 @@ CASES = [
         Case(name, config, architectures.ROWS[config.arch].tolerance)
         for name, config in architectures.tied(MODELS).items()
     ),
+    Case("llama, experts", MIXTRAL, 1e-4),
+    Case("llama, one expert used", replace(MIXTRAL, expert_used_count=1), 1e-4),
+    Case("qwen3moe, all experts used", replace(MODELS["qwen3moe"], expert_used_count=5), 1e-4),
+    Case("granitemoe, none shared", replace(MODELS["granitemoe"], expert_shared_feed_forward_length=0), 1e-4),
     Case("llama, biases", replace(LLAMA, biases=BIASES), 1e-4),
     Case("llama, K = H", replace(LLAMA, head_count_kv=4, rope_freq_base=500.0), 1e-4),
     Case("llama, heads of another width", replace(LLAMA, key_length=8, value_length=8), 1e-4),

@@ -49,6 +49,9 @@ CASES |= {
     for arch, row in architectures.ROWS.items()
     if arch not in CASES
 }
+EXPERTS = LoRA(3, 4.5, ("blk.*_exps.weight", "blk.*.ffn_gate_inp.weight", "blk.1.attn_q.weight"))
+CASES |= {f"{arch}, experts": (MODELS[arch], EXPERTS, 1e-4) for arch in ("qwen3moe", "olmoe", "granitemoe")}
+CASES["llama, experts"] = replace(LLAMA, expert_count=5, expert_used_count=2), EXPERTS, 1e-4
 
 
 def written(folder, config, lora):

@@ -32,14 +32,18 @@ MODELS = architectures.every(SIZES)
 LLAMA, GPT, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "gpt2", "qwen2", "qwen3"))
 PHI3 = MODELS["phi3"]
 WINDOWED = ("olmo2", "gemma3")  # llama.cpp reads the key of a window
+MIXTURES = [arch for arch in MODELS if ARCHITECTURES[arch].needs_experts]
 ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel)]
 
 
 def from_flags(arch: str) -> ModelConfig:
-    own = {} if arch == "gpt2" else {"kv_heads": 2, "ffn": 97}
+    own = {} if arch == "gpt2" else {"kv_heads": 4 if arch == "olmoe" else 2, "ffn": 97}
+    if arch in MIXTURES:
+        own |= {"ffn": None, "expert_ffn": 97, "experts_used": 3}
     name = "norm_epsilon" if arch == "gpt2" else "rms_epsilon"
     tied = arch in ("qwen3", "smollm3")
-    return replace(ARCHITECTURES[arch].from_flags(FLAGS | own | {"tied": tied}), **{name: EXACT})
+    sizes = FLAGS | architectures.ROWS[arch].needed | own | {"tied": tied}
+    return replace(ARCHITECTURES[arch].from_flags(sizes), **{name: EXACT})
 
 
 # float32 numbers that show a detour through fewer digits: not round, the smallest and the largest
@@ -48,7 +52,10 @@ CONFIGS = {
     **MODELS,
     **architectures.tied(MODELS),
     **{f"{arch}, flags": from_flags(arch) for arch in MODELS},
-    **{f"{arch}, defaults": ARCHITECTURES[arch].from_flags(FLAGS) for arch in MODELS},
+    **{
+        f"{arch}, defaults": ARCHITECTURES[arch].from_flags(FLAGS | row.needed)
+        for arch, row in architectures.ROWS.items()
+    },
     "llama, biases": replace(LLAMA, biases=frozenset(LLAMA_BIASES)),
     "llama, some biases": replace(LLAMA, biases=frozenset({"ffn_down", "attn_output"})),
     "llama, rope factors": replace(LLAMA, rope_factors=FACTORS),
@@ -103,8 +110,8 @@ def test_what_leads_back_into_the_residual_stream_starts_smaller_with_depth():
     """GPT-2's rule, 0.02 / sqrt(2 * layers); all other matrices start at 0.02, norms at 1, biases at 0."""
     for config in (replace(LLAMA, biases=frozenset(LLAMA_BIASES)), *MODELS.values()):
         for name, param in config.params().items():
-            if len(param.shape) == 2:
-                back = name.endswith(("attn_output.weight", "ffn_down.weight"))
+            if len(param.shape) >= 2:
+                back = ".attn_output." in name or ".ffn_down" in name
                 std = 0.02 / (2 * config.block_count) ** 0.5 if back else 0.02
                 assert (param.init, param.std) == ("normal", pytest.approx(std)), name
             else:
@@ -281,7 +288,10 @@ def test_heads_and_blocks_of_a_file_that_do_not_fit_are_refused(config, changes,
         *((config, "rope.scaling.type", "longrope") for config in ROTARY),
         *((config, "rope.scaling.yarn_ext_factor", np.float32(0.5)) for config in ROTARY),
         *((config, "rope.scaling.yarn_beta_fast", np.float32(16)) for config in ROTARY),
-        *((config, "expert_count", np.uint32(8)) for config in ROTARY),
+        *((config, "expert_count", np.uint32(8)) for config in ROTARY if not config.may_have_experts),
+        *((MODELS[arch], "expert_weights_scale", np.float32(2.5)) for arch in MIXTURES),
+        *((MODELS[arch], "expert_gating_func", np.uint32(2)) for arch in MIXTURES),
+        (MODELS["qwen3moe"], "leading_dense_block_count", np.uint32(2)),
         *((config, "attention.clamp_kqv", np.float32(8)) for config in ROTARY),
         *((config, "attention.causal", False) for config in MODELS.values()),
         *((config, "rope.scaling.attn_factor", np.float32(2)) for config in (LLAMA, QWEN2)),
@@ -294,10 +304,56 @@ def test_a_key_that_would_change_the_result_is_refused(config, key, value):
 
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_say_nothing_are_taken(config):
-    nothing = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1), "expert_count": 0}
+    nothing = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1)}
+    nothing |= {"expert_gating_func": 1} if config.expert_count else {"expert_count": 0}
     assert read_back(config, **nothing) == config
     if config.arch not in WINDOWED:
         assert read_back(config, attention__sliding_window=np.uint32(4)) == config
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "named"),
+    [
+        ("qwen3moe", {"experts": None}, "--experts"),
+        ("olmoe", {"kv_heads": 2}, "--kv-heads 2"),
+        ("granitemoe", {"experts_used": 5}, "--experts-used 5"),
+        ("llama", {"experts": None, "expert_ffn": 8}, "--expert-ffn 8"),
+        ("llama", {"experts": None, "experts_used": 1}, "--experts-used 1"),
+        ("granite", {}, "--experts 4"),
+        ("gpt2", {}, "--experts 4"),
+        ("llama", {"experts": 0}, "--experts 0"),
+    ],
+)
+def test_flags_of_experts_that_do_not_fit_are_refused(arch, flags, named):
+    with refused(named):
+        ARCHITECTURES[arch].from_flags(FLAGS | {"experts": 4} | flags)
+
+
+@pytest.mark.parametrize("arch", ["llama", *MIXTURES])
+def test_experts_of_a_file_are_checked(arch):
+    """More used ones than there are end llama.cpp's process; old files have a tensor an expert."""
+    config = ARCHITECTURES[arch].from_flags(FLAGS | {"experts": 4, "expert_ffn": 10})
+    assert (config.expert_count, config.expert_used_count, config.feed_forward_length) == (4, 2, 10)
+    assert read_back(config) == config
+    for used in (0, 5):
+        with refused("expert_used_count"):
+            read_back(config, expert_used_count=np.uint32(used))
+    old = [name.replace("gate_exps", "gate.0") for name in config.params()]
+    with refused(r"blk\.0\.ffn_gate\.0\.weight"):
+        config_from_gguf(keys_of(config), old, "a file")
+    dense = {name: param.shape for name, param in config.params().items() if "blk.1.ffn_gate_inp" not in name}
+    with refused(r"missing blk\.1\.ffn_gate_inp\.weight"):
+        config.check_tensors(dense, "a file")
+
+
+def test_the_width_of_an_expert_may_follow_from_the_feed_forward():
+    config = MODELS["qwen3moe"]
+    found = read_back(config, expert_feed_forward_length=None, feed_forward_length=np.uint32(194))
+    assert found == config
+    granite = MODELS["granitemoe"]
+    assert read_back(granite, attention__scale=None, embedding_scale=None).embedding_scale == 1
+    with refused("granitemoe.logit_scale"):
+        read_back(granite, logit_scale=None)
 
 
 @pytest.mark.parametrize(
@@ -334,10 +390,12 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=lambda config: config.arch)
 def test_missing_surplus_and_misshapen_tensors_are_named(config):
+    stack, of = ("_exps", "5, ") if config.arch in MIXTURES else ("", "")
+    down = f"blk.1.ffn_down{stack}.weight"
     for name, shape, found in (
-        ("blk.1.ffn_up.weight", None, r"missing blk\.1\.ffn_up\.weight, surplus none"),
+        (f"blk.1.ffn_up{stack}.weight", None, rf"missing blk\.1\.ffn_up{stack}\.weight, surplus none"),
         ("more.weight", (1,), r"missing none, surplus more\.weight"),
-        ("blk.1.ffn_down.weight", (97, 24), r"blk\.1\.ffn_down\.weight .*\(97, 24\), expected \(24, 97\)"),
+        (down, (97, 24), rf"{down} .*\(97, 24\), expected \({of}24, 97\)"),
     ):
         shapes = {key: value for key, value in (shapes_of(config) | {name: shape}).items() if value}
         with refused(rf"a file: .*{found}"):

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -260,6 +261,95 @@ def test_swiglu_backward_is_the_slope():
     with unchanged(gate, up, dy):
         gradients = ops.swiglu_backward(dy, gate, up)
     check_slope(lambda gate, up: np.vdot(ops.swiglu(gate, up), dy), [gate, up], list(gradients))
+
+
+@shows("linear_wide")
+def test_a_wide_product_is_not_rounded():
+    x, w, plus = (
+        numbers(2, 3, 5).astype(ml_dtypes.bfloat16),
+        numbers(4, 5).astype(ml_dtypes.bfloat16),
+        numbers(2, 3, 4),
+    )
+    plus = plus.astype(np.float32)
+    y = ops.linear_wide(x, w, plus)
+    assert y.dtype == np.float32
+    np.testing.assert_allclose(y, x.astype(float) @ w.astype(float).T + plus, rtol=1e-6, atol=1e-6)
+    mixed = ops.linear_wide(x.astype(np.float32), w, plus)
+    np.testing.assert_allclose(mixed, y, rtol=1e-6, atol=1e-6)
+
+
+@shows("route")
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("used", [1, 3, 5])
+def test_the_largest_of_a_softmax_are_chosen_and_rows_sorted_by_expert(used, normalized, kind):
+    """A token with equal logits takes the lowest indices; one expert gets no row, one gets all."""
+    logits = numbers(7, 5).astype(kind)
+    logits[:, 2], logits[:, 4], logits[3] = 9, -9, 0.5
+    with unchanged(logits):
+        p, chosen, rows, tokens, weights, starts = ops.route(logits, used, normalized)
+    exact = np.exp(logits.astype(float))
+    exact /= exact.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(p, exact, rtol=1e-6)
+    order = [sorted(range(5), key=lambda e: (-p[t, e], e))[:used] for t in range(7)]
+    assert chosen.tolist() == order
+    assert order[3] == list(range(used))
+    expected = [(e, t, u) for e in range(5) for t in range(7) for u in range(used) if order[t][u] == e]
+    assert rows.tolist() == [t * used + u for _, t, u in expected]
+    assert tokens.tolist() == [t for _, t, _ in expected]
+    assert starts.tolist() == [sum(e < expert for e, _, _ in expected) for expert in range(6)]
+    assert starts[3] - starts[2] >= 6
+    shares = [p[t, e] / (sum(p[t, i] for i in order[t]) if normalized else 1) for e, t, _ in expected]
+    np.testing.assert_allclose(weights[:, 0], shares, rtol=1e-6)
+
+
+@shows("route")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_router_that_is_not_finite_chooses_experts_that_exist(bad):
+    logits = numbers(3, 5).astype(np.float32)
+    logits[1, 3] = bad
+    _, chosen, rows, _, weights, starts = ops.route(logits, 2, True)
+    assert sorted(rows) == list(range(6))
+    assert starts[-1] == 6
+    assert ((chosen >= 0) & (chosen < 5)).all()
+    assert np.isnan(weights[np.isin(rows, (2, 3))]).all()
+
+
+@shows("route_backward")
+@pytest.mark.parametrize("normalized", [True, False])
+def test_route_backward_is_the_slope_of_the_weights(normalized):
+    logits, dw = numbers(7, 5), numbers(14, 1)
+    p, chosen, rows, _, weights, _ = ops.route(logits, 2, normalized)
+    with unchanged(p, chosen, rows, weights, dw):
+        dlogits = ops.route_backward(dw, weights, p, chosen, rows, normalized)
+    check_slope(lambda z: np.vdot(ops.route(z, 2, normalized)[4], dw), [logits], [dlogits])
+    assert (dlogits != 0).sum() == (14 if normalized else 35)
+
+
+@shows("weighted_swiglu", "weighted_swiglu_backward")
+def test_weighted_swiglu_is_swiglu_times_a_weight_and_has_its_slope():
+    given, dy = [2 * numbers(3, 7), numbers(3, 7, seed=1), numbers(3, 1)], numbers(3, 7, seed=2)
+    with unchanged(*given, dy):
+        y, gradients = ops.weighted_swiglu(*given), ops.weighted_swiglu_backward(dy, *given)
+    close(y, ops.swiglu(*given[:2]) * given[2])
+    check_slope(lambda *x: np.vdot(ops.weighted_swiglu(*x), dy), given, list(gradients))
+
+
+@shows("grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w")
+def test_grouped_products_are_those_of_each_group():
+    """An expert without rows has no gradient."""
+    starts = np.array([0, 2, 2, 7])
+    x, w, plus, dy = numbers(7, 5), numbers(3, 4, 5), numbers(7, 4), numbers(7, 4, seed=1)
+    dw, into = np.ones((3, 4, 5)), np.ones((7, 5))
+    with unchanged(x, w, plus, dy, starts):
+        y, dx = ops.grouped_linear(x, w, starts, plus), ops.grouped_linear_backward_x(dy, w, starts)
+        ops.grouped_linear_backward_w(dy, x, dw, starts)
+        assert ops.grouped_linear_backward_x(dy, w, starts, into) is into
+    of = [0, 0, 2, 2, 2, 2, 2]
+    close(y, [w[e] @ x[i] + plus[i] for i, e in enumerate(of)])
+    close(dx, [dy[i] @ w[e] for i, e in enumerate(of)])
+    close(into, 1 + dx)
+    close(dw, 1 + sum(np.eye(3)[e][:, None, None] * np.outer(dy[i], x[i]) for i, e in enumerate(of)))
 
 
 @shows("rope")

@@ -56,7 +56,7 @@ def nudged(name, operation):
         found = operation(*given, **named)
         result = found[0] if isinstance(found, tuple) else found
         if not isinstance(result, np.ndarray):  # a loss has its gradient beside it
-            added_to = given[0 if name in ("adamw", "moving_average") else -1]
+            added_to = given[{"adamw": 0, "moving_average": 0, "grouped_linear_backward_w": 2}.get(name, -1)]
             result = found[1] if isinstance(found, tuple) else added_to
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
         return found

@@ -75,7 +75,7 @@ def is_adapter_file(file: WeightSource) -> bool:
 def lora_of(file: WeightSource) -> LoRA:
     """Return rank, alpha and targets of an adapter's file; raise UsageError for any other file."""
     keys = keys_of(file)
-    ranks = {spec.shape[0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
+    ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
@@ -116,7 +116,8 @@ class MergedWeights:
         """Return name, shape and type of the merged tensor; raise UsageError unless both factors fit it."""
         spec, tensors = self._base.tensors.get(self._stored.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
-        if spec is None or shapes != [(rank, spec.shape[-1]), (spec.shape[0], rank)]:
+        *stack, rows, width = (0, 0) if spec is None else spec.shape
+        if spec is None or shapes != [(*stack, rank, width), (*stack, rows, rank)]:
             found = "none" if spec is None else spec.shape
             raise UsageError(
                 f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, but "
@@ -136,11 +137,18 @@ class MergedWeights:
         return values
 
     def _product(self, name: str, start: int, stop: int) -> Floats:
-        """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut."""
-        width, rank = self.tensors[name].shape[-1], self._adapter.tensors[name + FIRST].shape[0]
+        """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut.
+
+        Of a stack it is the product of each matrix that has some of the rows.
+        """
+        (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)
         b = self._adapter.read(name + SECOND, first * rank, last * rank).reshape(-1, rank)
-        rows = self._scale * (b @ self._adapter.tensor(name + FIRST))
+        used = range(first // height, -(-last // height))
+        a = self._adapter.read(name + FIRST, used.start * rank * width, used.stop * rank * width)
+        ends = [slice(max(0, e * height - first), (e + 1) * height - first) for e in used]
+        products = [b[part] @ each for part, each in zip(ends, a.reshape(-1, rank, width), strict=True)]
+        rows = self._scale * np.concatenate(products)
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
     def tensor(self, name: str) -> Floats:

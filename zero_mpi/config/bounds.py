@@ -16,7 +16,8 @@ from zero_mpi.sharding.precision import precision_named
 
 LEAST = {
     "steps": 0, "epochs": 1, "batch_size": 1, "micro_batch": 1, "context": 1, "layers": 1, "dim": 1,
-    "heads": 1, "kv_heads": 1, "ffn": 1, "vocab_size": 1, "prefetch": 0, "save_every": 0, "keep": 0,
+    "heads": 1, "kv_heads": 1, "ffn": 1, "experts": 1, "experts_used": 1,
+    "expert_ffn": 1, "vocab_size": 1, "prefetch": 0, "save_every": 0, "keep": 0,
     "eval_every": 0, "patience": 1, "eval_windows": 1, "log_every": 1, "decay_steps": 0,
     "sample": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "beta1": 0, "beta2": 0, "eps": 0,
     "seed": 0, "timeout": 0, "val_fraction": 0, "lora": 1, "lora_alpha": 0,

@@ -38,7 +38,7 @@ from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
-from zero_mpi.models.model_config import OPTIONAL, REQUIRED, check_blocks
+from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
@@ -321,14 +321,22 @@ SIZES = {  # flag -> attribute of the model
     "heads": "head_count",
     "kv_heads": "head_count_kv",
     "ffn": "feed_forward_length",
+    "experts": "expert_count",
+    "experts_used": "expert_used_count",
+    "expert_ffn": "feed_forward_length",
     "tied": "tied",
     "vocab_size": "vocab_size",
 }
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return a model's sizes by their flags; without key/value heads it has as many as query heads."""
-    return {name: getattr(model, size, model.head_count) for name, size in SIZES.items()}
+    """Return a model's sizes by their flags; without key/value heads it has as many as query heads.
+
+    Flags of experts are None without any.
+    """
+    found = {name: getattr(model, size, None) for name, size in SIZES.items()}
+    absent = () if found["experts"] else EXPERTS
+    return found | {"kv_heads": found["kv_heads"] or model.head_count} | dict.fromkeys(absent)
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
@@ -352,6 +360,8 @@ def settled(config: Config, model: ModelConfig) -> Config:
 def as_flag(name: str, value: Any) -> str:
     """Return a setting as it is written on a command line."""
     text = name.replace("_", "-")
+    if value is None:
+        return f"no --{text}"
     if isinstance(value, bool):
         return f"--{text}" if value else f"--no-{text}"
     return f"--{text} {value}"

@@ -114,6 +114,9 @@ class Config:
     kv_heads: int | None = flag(
         None, int, "model", "number of key/value heads (default: as --heads)")
     ffn: int | None = flag(None, int, "model", "feed-forward width (default: depends on --arch)")
+    experts: int | None = flag(None, int, "model", "experts of each feed-forward (default: no mixture)")
+    experts_used: int | None = flag(None, int, "model", "experts that each token uses (default: 2)")
+    expert_ffn: int | None = flag(None, int, "model", "width of an expert (default: --ffn)")
     context: int = flag(None, int, "model", "tokens per training window", fixed=True)
     tied: bool | None = flag(
         None, bool, "model", "share weights of output head and embedding (default: only for --arch gpt2)")

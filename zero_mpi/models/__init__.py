@@ -9,18 +9,18 @@ from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.models.gemma3 import Gemma3
 from zero_mpi.models.gpt2 import GPT2
-from zero_mpi.models.granite import Granite
+from zero_mpi.models.granite import Granite, GraniteMoE
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.lora import LoRA
 from zero_mpi.models.model_config import Metadata, ModelConfig, Read
-from zero_mpi.models.olmo2 import OLMo2
+from zero_mpi.models.olmo2 import OLMo2, OLMoE
 from zero_mpi.models.phi3 import Phi3
-from zero_mpi.models.qwen import Qwen2, Qwen3
+from zero_mpi.models.qwen import Qwen2, Qwen3, Qwen3MoE
 from zero_mpi.models.smollm3 import SmolLM3
 
-ARCHITECTURES: dict[str, type[ModelConfig]] = {
-    config.arch: config for config in (Llama, GPT2, Qwen2, Qwen3, SmolLM3, Granite, OLMo2, Gemma3, Phi3)
-}
+_KNOWN: tuple[type[ModelConfig], ...] = (Llama, GPT2, Qwen2, Qwen3, SmolLM3, Granite, OLMo2, Gemma3, Phi3)
+_KNOWN += (Qwen3MoE, OLMoE, GraniteMoE)
+ARCHITECTURES: dict[str, type[ModelConfig]] = {config.arch: config for config in _KNOWN}
 
 
 def config_from_gguf(
@@ -46,13 +46,16 @@ __all__ = [
     "GPT2",
     "Gemma3",
     "Granite",
+    "GraniteMoE",
     "Llama",
     "LoRA",
     "ModelConfig",
     "OLMo2",
+    "OLMoE",
     "Phi3",
     "Qwen2",
     "Qwen3",
+    "Qwen3MoE",
     "SmolLM3",
     "config_from_gguf",
 ]

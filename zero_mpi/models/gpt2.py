@@ -57,6 +57,7 @@ class GPT2(ModelConfig):
         tied = sizes.get("tied")
         return cls(
             **common,
+            **cls.experts_from_flags(sizes),
             tied=True if tied is None else bool(tied),
             feed_forward_length=sizes.get("ffn") or 4 * sizes["dim"],
         )

@@ -1,4 +1,7 @@
-"""The `granite` architecture (IBM, 2024): a llama with four multipliers, as in muP (Yang et al., 2022)."""
+"""The `granite` and `granitemoe` architectures (IBM, 2024): a llama with four multipliers.
+
+They are those of muP (Yang et al., 2022). granitemoe is a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import MOST_SIZE
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.model_config import ModelKeys, Read
 from zero_mpi.models.rotary import UNSUPPORTED_KEYS
-from zero_mpi.nn import Chain, Layer, Multiply, Residual
+from zero_mpi.nn import Chain, Layer, Multiply, Residual, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Granite(Llama):
 
     arch: ClassVar[str] = "granite"
     refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != "attention.scale")
+    may_have_experts: ClassVar[bool] = False
     embedding_scale: float = 12.0
     residual_scale: float = float(np.float32(0.22))
     attention_scale: float = 0.0
@@ -40,7 +45,11 @@ class Granite(Llama):
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         if keys.keys.flag(f"{cls.arch}.rope.scaling.finetuned") is False:
             raise UsageError(f"the GGUF key {cls.arch}.rope.scaling.finetuned = False is not supported")
-        return {name: keys.number(key) or default for name, (key, default) in MULTIPLIERS.items()}
+        return {
+            name: keys.number(key, default if cls.needs_experts and name != "logit_scale" else None)
+            or default
+            for name, (key, default) in MULTIPLIERS.items()
+        }
 
     def metadata(self) -> dict[str, Any]:
         own = {key: np.float32(getattr(self, name)) for name, (key, _) in MULTIPLIERS.items()}
@@ -60,6 +69,34 @@ class Granite(Llama):
     def final_norm(self) -> Layer:
         return Chain(super().final_norm(), Multiply(1 / self.logit_scale))
 
+
+@dataclass(frozen=True)
+class GraniteMoE(Granite):
+    """Sizes of a granitemoe model; a shared feed-forward of its own width, if any, sees every token."""
+
+    arch: ClassVar[str] = "granitemoe"
+    may_have_experts: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
+    expert_shared_feed_forward_length: int = 0
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        shared = keys.keys.whole(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
+        return super().own_fields(keys, tensors, read) | {SHARED: shared}
+
+    def metadata(self) -> dict[str, Any]:
+        width = np.uint32(self.expert_shared_feed_forward_length)
+        return super().metadata() | ({f"{self.arch}.{SHARED}": width} if width else {})
+
+    def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
+        width, hidden = self.embedding_length, self.expert_shared_feed_forward_length
+        if hidden:
+            down = self.linear(prefix, "ffn_down_shexp", hidden, width)
+            shared = Chain(SwiGLU(prefix, width, hidden, suffix="_shexp"), down)
+        return super().experts(prefix, shared)
+
+
+SHARED = "expert_shared_feed_forward_length"
 
 # field -> its key, and the meaning of a key of 0, which llama.cpp treats as a missing key
 MULTIPLIERS = {

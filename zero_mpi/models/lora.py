@@ -12,7 +12,10 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
 
-HEAD = "output.weight"  # has an adapter only if it is named: PEFT's all-linear leaves it out too
+# PEFT's all-linear leaves these out too: they have adapters only if a pattern begins with "output", or
+# has this part of the name of router or experts, whose adapters are many.
+HEAD = "output.weight"
+NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
 FROZEN = ("!*.lora_[ab]",)  # every name without the suffix of FIRST or SECOND
 
@@ -49,8 +52,9 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern names a projection; the head needs a pattern that begins with "output"."""
-    return fnmatchcase(name, pattern) and (name != HEAD or pattern.startswith("output"))
+    """Return whether a pattern names a projection; head, router and experts must be meant: see above."""
+    named = name != HEAD or pattern.startswith("output")
+    return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 
 
 def is_adapter(name: str) -> bool:

@@ -34,6 +34,10 @@ class ModelConfig:
     """Sizes that every architecture has."""
 
     arch: ClassVar[str]
+    may_have_experts: ClassVar[bool] = False
+    """Whether a feed-forward may be a mixture of experts."""
+    needs_experts: ClassVar[bool] = False
+    """Whether it always is one."""
     vocab_size: int
     context_length: int
     embedding_length: int
@@ -47,6 +51,24 @@ class ModelConfig:
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
         """Return the configuration that command-line flags describe; raise UsageError on invalid sizes."""
         raise NotImplementedError
+
+    @classmethod
+    def experts_from_flags(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that checked flags give to a mixture of experts; raise UsageError."""
+        count, used, width = (sizes[name] for name in EXPERTS)
+        without = [f"{spelled(name)} {sizes[name]}" for name in EXPERTS if not count and sizes[name]]
+        if without or (cls.needs_experts and not count):
+            raise UsageError(
+                f"{(without or [f'--arch {cls.arch}'])[0]}: a mixture of experts needs --experts"
+            )
+        if not count:
+            return {}
+        used = min(2, count) if used is None else used
+        if not cls.may_have_experts or used > count:
+            what, most = (f"--experts-used {used}", count) if used > count else (f"--experts {count}", 0)
+            raise UsageError(f"{what}: expected at most {most} with --arch {cls.arch}")
+        found = {"expert_count": count, "expert_used_count": used}
+        return found if width is None else found | {"feed_forward_length": width}
 
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
@@ -195,7 +217,9 @@ def require_divides(whole: int, part: int, what: str, why: str) -> None:
         raise UsageError(f"{what}: {why}")
 
 
-REQUIRED, OPTIONAL = ("layers", "dim", "heads", "context", "vocab_size"), ("kv_heads", "ffn", "tied")
+REQUIRED = ("layers", "dim", "heads", "context", "vocab_size")
+EXPERTS = ("experts", "experts_used", "expert_ffn")
+OPTIONAL = ("kv_heads", "ffn", *EXPERTS, "tied")
 
 
 def check_sizes(flags: Any) -> dict[str, Any]:
@@ -205,12 +229,12 @@ def check_sizes(flags: Any) -> dict[str, Any]:
     given = dict.fromkeys(OPTIONAL) | dict(flags)
     try:
         same_names(f"sizes of a model ({', '.join((*REQUIRED, *OPTIONAL))})", given, (*REQUIRED, *OPTIONAL))
-        for name in (*REQUIRED, "kv_heads", "ffn"):
+        for name in (*REQUIRED, "kv_heads", "ffn", *EXPERTS):
             if name in REQUIRED or given[name] is not None:
                 given[name] = whole(spelled(name), given[name])
     except ValueError as error:
         raise UsageError(str(error)) from None
-    for name in (*REQUIRED, "ffn"):
+    for name in (*REQUIRED, "ffn", *EXPERTS):
         if given[name] is not None and given[name] < 1:
             raise UsageError(f"{spelled(name)} {given[name]}: expected at least 1")
     return given

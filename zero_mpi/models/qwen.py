@@ -1,6 +1,7 @@
-"""The `qwen2` and `qwen3` architectures (Yang et al., 2024 and 2025): llama with the other rotary order.
+"""The `qwen2`, `qwen3` and `qwen3moe` architectures (Yang et al., 2024 and 2025).
 
-Qwen2 has biases at q, k and v; Qwen3 normalizes q and k instead, head by head.
+They are llama with the other rotary order. Qwen2 has biases at q, k and v; Qwen3 normalizes q and k instead,
+head by head; qwen3moe is a Qwen3 with experts.
 """
 
 from __future__ import annotations
@@ -32,3 +33,13 @@ class Qwen3(RotaryModel):
     interleaved: ClassVar[bool] = False
     head_norms: ClassVar[bool] = True
     rms_epsilon: float = float(np.float32(1e-6))
+
+
+@dataclass(frozen=True)
+class Qwen3MoE(Qwen3):
+    """Sizes of a qwen3moe model; `feed_forward_length` is the width of an expert."""
+
+    arch: ClassVar[str] = "qwen3moe"
+    may_have_experts: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
+    expert_width: ClassVar[str] = "expert_feed_forward_length"

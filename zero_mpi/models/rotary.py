@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import MOST_SIZE
 from zero_mpi.models.model_config import (
     HEAD_STD,
     Metadata,
@@ -31,6 +32,7 @@ from zero_mpi.nn import (
     CausalAttention,
     Chain,
     Embedding,
+    Experts,
     Heads,
     JointQKNorm,
     Layer,
@@ -47,7 +49,9 @@ from zero_mpi.nn import (
 
 # `attention.sliding_window` is none of these: files of qwen2 carry it though their models attend to all
 # positions (`use_sliding_window` is off), and llama.cpp does not read it for these architectures.
-UNSUPPORTED_KEYS = ("expert_count", "attention.scale", "attention.clamp_kqv", "rope.scaling.attn_factor")
+UNSUPPORTED_KEYS: tuple[str, ...] = ("attention.scale", "attention.clamp_kqv", "rope.scaling.attn_factor")
+UNSUPPORTED_KEYS += ("expert_shared_count", "expert_group_count", "expert_group_used_count")
+UNSUPPORTED_KEYS += ("expert_gating_func", "expert_weights_scale", "leading_dense_block_count")
 QKV_BIASES = frozenset({"attn_q", "attn_k", "attn_v"})
 
 
@@ -83,6 +87,10 @@ class RotaryModel(ModelConfig):
     """True if llama.cpp accepts heads whose total width differs from the model's."""
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES
     """Projections for which llama.cpp accepts a bias."""
+    normalized: ClassVar[bool] = True
+    """True if the weights of the used experts sum to 1."""
+    expert_width: ClassVar[str] = "feed_forward_length"
+    """Key of an expert's width."""
     takes_rope_factors: ClassVar[bool] = False
     """True if llama.cpp reads `rope_freqs.weight`; otherwise it refuses a file with that tensor."""
     head_count_kv: int
@@ -94,6 +102,8 @@ class RotaryModel(ModelConfig):
     rope_factors: tuple[float, ...] = ()
     rope_scaling: RopeScaling | None = None
     rope_dimension_count: int = 0
+    expert_count: int = 0
+    expert_used_count: int = 0
 
     @classmethod
     def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
@@ -108,13 +118,14 @@ class RotaryModel(ModelConfig):
         odd = f"--dim {dim} / --heads {heads} = {dim // heads} is odd"
         why = "rotary positions rotate pairs of columns, so the head width must be even"
         require_divides(dim // heads, 2, odd, why)
+        width = {"feed_forward_length": sizes.get("ffn") or -(-8 * dim // 3 // 32) * 32}
         return cls(
             **common,
             tied=bool(sizes.get("tied")),
             head_count_kv=kv_heads,
-            feed_forward_length=sizes.get("ffn") or -(-8 * dim // 3 // 32) * 32,
             key_length=dim // heads,
             value_length=dim // heads,
+            **width | cls.experts_from_flags(sizes),
         )
 
     @classmethod
@@ -133,7 +144,6 @@ class RotaryModel(ModelConfig):
             context_length=keys.size("context_length"),
             embedding_length=keys.size("embedding_length"),
             block_count=keys.blocks(tensors),
-            feed_forward_length=keys.size("feed_forward_length"),
             head_count=heads.query,
             head_count_kv=heads.kv,
             key_length=heads.key_width,
@@ -145,8 +155,27 @@ class RotaryModel(ModelConfig):
             rope_factors=read_factors(tensors, read, turned // 2) if factors else (),
             rope_scaling=RopeScaling.from_gguf(keys),
             rope_dimension_count=turned % heads.key_width,
+            **cls.read_experts(keys, tensors),
             **cls.own_fields(keys, tensors, read),
         )
+
+    @classmethod
+    def read_experts(cls, keys: ModelKeys, tensors: Collection[str]) -> dict[str, Any]:
+        """Return the width of the feed-forward and the numbers of experts that a file describes."""
+        width = keys.size("feed_forward_length")
+        if not cls.may_have_experts:
+            keys.refuse(("expert_count",))
+        if not cls.needs_experts and not keys.keys.whole(f"{cls.arch}.expert_count", 0, MOST_SIZE):
+            return {"feed_forward_length": width}
+        if "blk.0.ffn_gate.0.weight" in tensors:
+            raise UsageError("blk.0.ffn_gate.0.weight: a tensor for each expert; convert the model again")
+        count, used = keys.size("expert_count"), keys.size("expert_used_count")
+        if used > count:
+            raise UsageError(
+                f"the GGUF key {cls.arch}.expert_used_count = {used}: expected at most {count}, the experts"
+            )
+        width = keys.size(cls.expert_width, width // used)
+        return {"feed_forward_length": width, "expert_count": count, "expert_used_count": used}
 
     @classmethod
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
@@ -186,6 +215,10 @@ class RotaryModel(ModelConfig):
             "rope.dimension_count": np.uint32(self.turned_width),
             "rope.freq_base": np.float32(self.rope_freq_base),
         }
+        if self.expert_count:
+            keys["expert_count"] = np.uint32(self.expert_count)
+            keys["expert_used_count"] = np.uint32(self.expert_used_count)
+            keys[self.expert_width] = np.uint32(self.feed_forward_length)
         if self.rope_scaling is not None:
             keys |= self.rope_scaling.metadata()
         return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
@@ -277,14 +310,20 @@ class RotaryModel(ModelConfig):
         return float(self.key_length**-0.5)
 
     def feed_forward(self, prefix: str) -> Layer:
-        """Return the layer x -> down(gated pair(norm(x)))."""
+        """Return the layer x -> down(gated pair(norm(x))), or the mixture of experts of norm(x)."""
         width, hidden = self.embedding_length, self.feed_forward_length
-        return self.branch(
-            f"{prefix}.ffn_norm",
-            f"{prefix}.post_ffw_norm",
+        dense = (
             self.gated(prefix, width, hidden, bias="ffn_gate" in self.biases),
             self.linear(prefix, "ffn_down", hidden, width),
         )
+        layers = [self.experts(prefix)] if self.expert_count else dense
+        return self.branch(f"{prefix}.ffn_norm", f"{prefix}.post_ffw_norm", *layers)
+
+    def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
+        """Return the mixture of experts of a block; `shared`: a layer that sees every token."""
+        sizes = self.embedding_length, self.feed_forward_length, self.expert_count, self.expert_used_count
+        std = HEAD_STD / (2 * self.block_count) ** 0.5
+        return Experts(prefix, *sizes, normalized=self.normalized, std=std, shared=shared)
 
     def block(self, prefix: str) -> Layer:
         """Return the layer x + attention(norm(x)), then x + feed_forward(norm(x))."""

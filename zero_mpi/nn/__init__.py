@@ -15,6 +15,7 @@ from zero_mpi.nn.attention import (
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
+from zero_mpi.nn.experts import Experts
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Layer, Param, Stage, Tally, stage_params
 from zero_mpi.nn.linear import Linear
@@ -30,6 +31,7 @@ __all__ = [
     "Chain",
     "CrossEntropy",
     "Embedding",
+    "Experts",
     "FusedQKV",
     "GeGLU",
     "Heads",

@@ -23,10 +23,16 @@ class GELU(Layer):
 
 
 class SwiGLU(Composite):
-    """silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `PREFIX.ffn_up` (F, C): (..., C) -> (..., F)."""
+    """silu(gate(x)) * up(x), with `PREFIX.ffn_gate` and `PREFIX.ffn_up` (F, C): (..., C) -> (..., F).
 
-    def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        self.linears = [Linear(f"{prefix}.ffn_{name}", inputs, outputs, bias=bias) for name in ("gate", "up")]
+    `suffix` ends both names.
+    """
+
+    def __init__(
+        self, prefix: str, inputs: int, outputs: int, *, bias: bool = False, suffix: str = ""
+    ) -> None:
+        names = (f"{prefix}.ffn_{name}{suffix}" for name in ("gate", "up"))
+        self.linears = [Linear(name, inputs, outputs, bias=bias) for name in names]
         self.gate: Linear | Rows
         self.up: Linear | Rows
         self.gate, self.up = self.linears

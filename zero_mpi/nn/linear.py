@@ -33,7 +33,8 @@ class Linear(AddsInForward):
     """y (..., O) = x (..., C) W^T + b, with W = `NAME.weight` (O, C) and b = `NAME.bias` (O,).
 
     With an adapter (`low_rank`) its product is added. `fused`: the number of rows of each
-    matrix, if W consists of several stacked matrices.
+    matrix, if W consists of several matrices below each other. `stack`: the number N of matrices W (N, O, C)
+    of which each row of x has its own; then `rows` and `backward_of_rows` compute `via` operations on stacks.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Linear(AddsInForward):
         bias: bool = False,
         std: float = 0.02,
         fused: tuple[int, ...] = (),
+        stack: int = 0,
     ) -> None:
         self.fused = fused
         self.weight, self.bias = f"{name}.weight", f"{name}.bias" if bias else None
-        self._params = {self.weight: Param((outputs, inputs), std=std)}
+        shape = (stack, outputs, inputs) if stack else (outputs, inputs)
+        self._params = {self.weight: Param(shape, std=std)}
         if self.bias:
             self._params[self.bias] = Param((outputs,), "zeros")
         self._adapter: LowRank | None = None
@@ -63,15 +66,15 @@ class Linear(AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         return self.rows(p, x, ALL, residual), x
 
-    def rows(self, p: Weights, x: Any, part: slice, residual: Any = None) -> Any:
+    def rows(self, p: Weights, x: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
         """Return y of a part of the rows of W."""
         for observe in _observers if not part.start else ():
             observe(self.weight, x)
         bias = p[self.bias][part] if self.bias else None
         w: Any = p[self.weight][part]
         packed = isinstance(w, PackedMatrix)
-        y = w.linear(x, bias, residual) if packed else ops.linear(x, w, bias, residual)
-        return y if self._adapter is None else self._adapter.add_to(y, p, x, part)
+        y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
+        return y if self._adapter is None else self._adapter.add_to(y, p, x, part, via)
 
     def _bias(self, p: Weights) -> Any:
         return p[self.bias] if self.bias else None
@@ -81,15 +84,15 @@ class Linear(AddsInForward):
         return self.backward_of_rows(p, saved, dy, g, ALL, into)
 
     def backward_of_rows(
-        self, p: Weights, x: Any, dy: Any, g: Gradients, part: slice, into: Any = None
+        self, p: Weights, x: Any, dy: Any, g: Gradients, part: slice, into: Any = None, via: Any = ops
     ) -> Any:
         """Return dx of the result of `rows`; otherwise like `backward`."""
         if self.weight in g:
-            ops.linear_backward_w(dy, x, g[self.weight][part])
+            via.linear_backward_w(dy, x, g[self.weight][part])
         if self.bias and self.bias in g:
             ops.linear_backward_b(dy, g[self.bias][part])
-        dx = ops.linear_backward_x(dy, p[self.weight][part], into)
-        return dx if self._adapter is None else self._adapter.backward(p, x, dy, g, dx, part)
+        dx = via.linear_backward_x(dy, p[self.weight][part], into)
+        return dx if self._adapter is None else self._adapter.backward(p, x, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""

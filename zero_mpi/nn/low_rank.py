@@ -19,44 +19,49 @@ FIRST, SECOND = ".lora_a", ".lora_b"
 
 
 class LowRank:
-    """The adapter of one matrix (O, C), of rank R."""
+    """The adapter of one matrix (O, C), or of a stack of them (N, O, C), of rank R.
+
+    `via`: the operations of linear layers that compute it, as in `Linear.rows`.
+    """
 
     def __init__(self, weight: str, shape: tuple[int, ...], rank: int, scale: float) -> None:
-        outputs, inputs = shape
+        *stack, outputs, inputs = shape
         self._a, self._b, self._rank, self._scale = weight + FIRST, weight + SECOND, rank, scale
         self._params = {
-            self._a: Param((rank, inputs), std=inputs**-0.5),
-            self._b: Param((outputs, rank), "zeros"),
+            self._a: Param((*stack, rank, inputs), std=inputs**-0.5),
+            self._b: Param((*stack, outputs, rank), "zeros"),
         }
 
     def params(self) -> dict[str, Param]:
         """Return both matrices by name."""
         return self._params
 
-    def add_to(self, y: Any, p: Weights, x: Any, part: slice) -> Any:
+    def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
         """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows.
 
         Without b among the weights the product is left out.
         """
         if self._b not in p:
             return y
-        return ops.linear(self._narrow(p, x), p[self._b][part], None, y)
+        return via.linear(self._narrow(p, x, via), p[self._b][part], None, y)
 
-    def backward(self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice) -> Any:
+    def backward(
+        self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
+    ) -> Any:
         """Add s (dy b) a to dx and return it; add the gradients of a and b into g.
 
         x a^T is recomputed, at R / O of the layer's matmul cost.
         """
         if self._b in g:
-            ops.linear_backward_w(dy, self._narrow(p, x), g[self._b][part])
-        narrow = self._scaled(ops.linear_backward_x(dy, p[self._b][part]))
+            via.linear_backward_w(dy, self._narrow(p, x, via), g[self._b][part])
+        narrow = self._scaled(via.linear_backward_x(dy, p[self._b][part]))
         if self._a in g:
-            ops.linear_backward_w(narrow, x, g[self._a])
-        return ops.linear_backward_x(narrow, p[self._a], dx)
+            via.linear_backward_w(narrow, x, g[self._a])
+        return via.linear_backward_x(narrow, p[self._a], dx)
 
-    def _narrow(self, p: Weights, x: Any) -> Any:
+    def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
         """Return s x a^T (..., R)."""
-        return self._scaled(ops.linear(x, p[self._a]))
+        return self._scaled(via.linear(x, p[self._a]))
 
     def _scaled(self, x: Any) -> Any:
         """Return s x (..., R), computed as a matrix product: every device and dtype supports it."""

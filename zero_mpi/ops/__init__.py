@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from zero_mpi import device, environment
 from zero_mpi.ops import code_cache, low_precision, threads
 from zero_mpi.ops.reference import *  # noqa: F403  (their types, for those who check them)
-from zero_mpi.ops.registry import OPERATIONS, register
+from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
 
 globals().update(OPERATIONS)
 
@@ -137,6 +137,8 @@ def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
+    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # small work, or a library's
+        OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
 
 

@@ -13,6 +13,7 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
 from zero_mpi.ops.activations_reference import *  # noqa: F403
+from zero_mpi.ops.experts_reference import *  # noqa: F403
 from zero_mpi.ops.flat_reference import *  # noqa: F403
 from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation

@@ -48,7 +48,8 @@ SIZES = {
     "E": 11,
 }
 RANGE = 9  # the full range of the exponential
-OWN = {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
+OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
+OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
 OWN |= {
     "causal_attention",
     "causal_attention_backward",
@@ -115,6 +116,18 @@ def head(draw: Draw) -> Iterator[Array]:
     yield from (dw, db)
 
 
+def experts(draw: Draw) -> Iterator[Array]:
+    """Try the choice of experts, and products of rows sorted by expert."""
+    x, w, gate = draw(2 * ROWS, WIDTH, seed=1), draw(5, 64, WIDTH, seed=2), draw(2 * ROWS, 64, seed=3)
+    for normalized in (True, False):
+        p, chosen, rows, _, weights, starts = ops.route(numbers(ROWS, 5, seed=4), 2, normalized)
+        dw = draw(2 * ROWS, 1, seed=5)
+        yield from (p, weights, ops.route_backward(dw, weights, p, chosen, rows, normalized))
+    total = draw(5, 64, WIDTH, seed=6)
+    ops.grouped_linear_backward_w(gate, x, total, starts)
+    yield from (ops.grouped_linear(x, w, starts), ops.grouped_linear_backward_x(gate, w, starts), total)
+
+
 def others(draw: Draw) -> Iterator[Array]:
     """Try every other operation by its signature: with all arguments and without the optional ones."""
 
@@ -143,7 +156,7 @@ def updates() -> Iterator[Array]:
     yield from (p, m, v)
 
 
-PARTS = (products, attention, head, others)
+PARTS = (products, attention, head, experts, others)
 
 
 def results(kind: Any) -> Iterator[Array]:

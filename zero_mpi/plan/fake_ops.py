@@ -203,6 +203,22 @@ def _(dy: Array, w: Array, into: Array | None = None) -> Array:
     return dy.memory.take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
 
 
+@fake(ops.route)
+def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
+    memory, (tokens, count) = logits.memory, logits.shape
+    p, chosen = memory.take(logits.shape, logits.dtype), memory.take((tokens, used), np.int64)
+    rows, of_row = (memory.take((tokens * used,), np.int64) for _ in range(2))
+    memory.passes(p, p)
+    weights = memory.take((tokens * used, 1), logits.dtype)
+    return p, chosen, rows, of_row, weights, memory.take((count + 1,), np.int64)
+
+
+def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
+    """Return the products of rows with one axis of stacked matrices; a backward adds to its addend."""
+    x.memory.product(x.shape[0], *w.shape[1:])
+    return x.memory.take((x.shape[0], w.shape[axis]), x.dtype) if addend is None or axis == 1 else addend
+
+
 def column_sums(dy: Array, rows: int, width: int) -> None:
     """Count the gradient of a vector, a sum over rows."""
     dy.memory.passes(dy)
@@ -284,6 +300,9 @@ OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
     ops.layer_norm: partial(norm, statistics=2),
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
     ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
+    ops.grouped_linear_backward_w: lambda dy, x, dw, starts: dy.memory.product(len(dy), *dw.shape[1:]),
+    ops.grouped_linear: partial(grouped, axis=1),
+    ops.grouped_linear_backward_x: partial(grouped, axis=2),
     ops.linear_backward_b: lambda dy, db: column_sums(dy, lines(dy), dy.shape[-1]),
 }
 for _definition, _function in OF_ONE_LINE.items():

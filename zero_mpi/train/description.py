@@ -25,7 +25,8 @@ from zero_mpi.launch import consistency
 from zero_mpi.models import ModelConfig
 from zero_mpi.train.resume import ResumePoint
 
-PART = "rope_dimension_count"  # 0 is left out: checkpoints are as they were before there was such a size
+# 0 is left out: checkpoints are as they were before there were such sizes
+LATER = ("rope_dimension_count", "expert_count", "expert_used_count")
 
 
 def describe(
@@ -96,9 +97,9 @@ def what_was_read(
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's sizes by name, without absent parts of heads; flags describe the adapters."""
+    """Return the model's sizes by name, without absent ones; flags describe the adapters."""
     found = dataclasses.asdict(model).items()
-    return {name: value for name, value in found if name != "lora" and (value or name != PART)}
+    return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:

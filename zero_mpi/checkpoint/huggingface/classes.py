@@ -79,6 +79,7 @@ class RotaryClass:
     llama3, longrope   whether rotary frequencies may be scaled as Llama 3's are, or Phi 3's
     model_type      the setting of that name, where it is not the architecture's name
     activation      the setting that names the activation, and its values
+    sizes           GGUF keys of whole numbers, each with its setting; one with a default of 0 may be absent
     period          every period-th block attends to all positions, the others to a window; 0: all to all
     """
 
@@ -97,10 +98,48 @@ class RotaryClass:
     longrope: bool = False
     model_type: str = ""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    sizes: Mapping[str, str] = field(default_factory=dict)
     period: int = 0
 
 
+EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+NO_ATTENTION_BIAS = {"attention_bias": (None, False)}
+MULTIPLIERS = {
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "attention.scale": ("attention_multiplier", 1.0),
+    "logit_scale": ("logits_scaling", 1.0),
+}
 ROTARY_CLASSES = {
+    "mixtral": RotaryClass("MixtralForCausalLM", theta=1e6, epsilon=1e-5, kv_heads=False, sizes=EXPERTS),
+    "qwen3moe": RotaryClass(
+        "Qwen3MoeForCausalLM",
+        kv_heads=False,
+        only=NO_ATTENTION_BIAS
+        | {
+            "norm_topk_prob": (True, True),  # its default is false
+            "mlp_only_layers": (None, []),
+            "decoder_sparse_step": (None, 1),
+        },
+        written=NO_WINDOW | {"norm_topk_prob": True},
+        model_type="qwen3_moe",
+        sizes=EXPERTS
+        | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+    ),
+    "olmoe": RotaryClass(
+        "OlmoeForCausalLM",
+        epsilon=1e-5,
+        only=NO_ATTENTION_BIAS | {"norm_topk_prob": (None, False), "clip_qkv": (None,)},
+        written={"norm_topk_prob": False},
+        sizes=EXPERTS | {"expert_count": "num_experts"},
+    ),
+    "granitemoe": RotaryClass(
+        "GraniteMoeSharedForCausalLM",
+        only=NO_ATTENTION_BIAS,
+        numbers=MULTIPLIERS,
+        model_type="granitemoeshared",
+        sizes=EXPERTS | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    ),
     "llama": RotaryClass("LlamaForCausalLM", biases=ALL_BIASES, llama3=True),
     "qwen2": RotaryClass("Qwen2ForCausalLM", kv_heads=False, biased=QKV, written=NO_WINDOW),
     "qwen3": RotaryClass(
@@ -141,11 +180,6 @@ ROTARY_CLASSES = {
         "GraniteForCausalLM",
         biases=ALL_BIASES,
         llama3=True,
-        numbers={
-            "embedding_scale": ("embedding_multiplier", 1.0),
-            "residual_scale": ("residual_multiplier", 1.0),
-            "attention.scale": ("attention_multiplier", 1.0),
-            "logit_scale": ("logits_scaling", 1.0),
-        },
+        numbers=MULTIPLIERS,
     ),
 }

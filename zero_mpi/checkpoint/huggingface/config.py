@@ -13,7 +13,7 @@ import numpy as np
 
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass, Settings
-from zero_mpi.checkpoint.huggingface.names import FAMILIES
+from zero_mpi.checkpoint.huggingface.names import FAMILIES, GGUF_NAMES
 from zero_mpi.checkpoint.huggingface.rope import (
     FULL,
     ROPE_SCALING,
@@ -34,6 +34,8 @@ SIZES = {  # GGUF key -> name in config.json
     "attention.head_count": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
+OPTIONAL = ("expert_shared_feed_forward_length",)  # 0, or absent: none
+SPELLINGS = {"num_experts": "num_local_experts"}  # as transformers 5 writes it
 GPT2_SIZES = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -61,7 +63,7 @@ DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop
 def architecture(settings: Settings) -> str:
     """Return the GGUF name of the architecture."""
     types = {(arch in ROTARY_CLASSES and ROTARY_CLASSES[arch].model_type) or arch: arch for arch in FAMILIES}
-    types |= {"mistral": "llama"}  # as llama.cpp's converter has it
+    types |= {"mistral": "llama", "granitemoe": "granitemoe"}  # as llama.cpp's converter has it
     found = settings.values.get("model_type")
     if not isinstance(found, str) or found not in types:
         raise settings.fault("model_type", f"one of {', '.join(types)}")
@@ -73,7 +75,8 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
     own = gpt2_keys(settings) if arch == "gpt2" else rotary_keys(arch, settings)
     scaling = llama3_settings(arch, settings)
     kept = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
-    return {"general.architecture": arch} | {f"{arch}.{name}": value for name, value in own.items()} | kept
+    named = GGUF_NAMES.get(arch, arch)
+    return {"general.architecture": named} | {f"{named}.{name}": value for name, value in own.items()} | kept
 
 
 def gpt2_keys(settings: Settings) -> Metadata:
@@ -98,6 +101,10 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
         raise settings.fault("num_key_value_heads", f"a number ({arch} has no default for it)")
     numbers = kind.numbers.items()
     keys |= {key: np.float32(settings.number(name, default)) for key, (name, default) in numbers}
+    for key, name in kind.sizes.items():
+        there = name if name in settings.values else SPELLINGS.get(name, name)
+        if settings.values.get(there) or key not in OPTIONAL:
+            keys[key] = np.uint32(settings.size(there))
     return keys | {
         "attention.head_count_kv": np.uint32(settings.size("num_key_value_heads", heads)),
         "attention.layer_norm_rms_epsilon": np.float32(settings.number("rms_norm_eps", kind.epsilon)),

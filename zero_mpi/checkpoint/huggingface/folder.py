@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,16 @@ from zero_mpi.checkpoint.huggingface.config import (
     biases_of,
     keys_of,
 )
-from zero_mpi.checkpoint.huggingface.names import Order, interleaved, order_of, place_of, to_gguf, transposed
+from zero_mpi.checkpoint.huggingface.names import (
+    GGUF_NAMES,
+    Order,
+    interleaved,
+    order_of,
+    parts_of,
+    place_of,
+    to_gguf,
+    transposed,
+)
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, TensorSpec, checked_range, output
@@ -37,6 +46,7 @@ from zero_mpi.files.open import read_file
 CONFIG = "config.json"
 MAX_CONFIG = 1 << 22  # bytes; a hundred times a usual one
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+TWICE = "tensor {}: expected once, found again under another name"
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class HuggingFaceTensor(TensorSpec):
     source: str
     order: Order = Order.SAME
     head: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+    """Sources of equal runs of elements that make up the tensor, and where they begin."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,14 @@ def fill(
     weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: npt.NDArray[np.float32]
 ) -> None:
     """Fill `out` with the elements from `start` on of a tensor, in GGUF's order."""
-    if spec.order == Order.SAME:
+    if spec.parts:
+        size = spec.size // len(spec.parts)
+        for number in range(start // size, -(-(start + out.size) // size)):
+            source, first = spec.parts[number]
+            a, b = max(start, number * size), min(start + out.size, (number + 1) * size)
+            at = first - number * size
+            weights.read(source, a + at, b + at, out[a - start : b - start])
+    elif spec.order == Order.SAME:
         weights.read(spec.source, start, start + out.size, out)
     elif spec.order == Order.HALVES:
         width = spec.size // spec.shape[0]
@@ -157,14 +176,29 @@ def open_weights(folder: Path) -> SafetensorsModel:
 def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadata) -> dict[str, TensorSpec]:
     """Return the folder's tensors by GGUF's names, in the order of computation."""
     found: dict[str, TensorSpec] = {}
-    for source in weights.tensors:
-        name = to_gguf(arch, source)
-        if name is None:
-            continue
-        if name in found:
-            raise FileError(f"tensor {show(source)}: expected once, found again under another name")
-        found[name] = _tensor(arch, name, weights.spec(source), width, metadata)
+    stacks: dict[str, dict[int, HuggingFaceTensor]] = {}
+    for source, entry in weights.tensors.items():
+        parts = list(parts_of(arch, source, entry.shape))
+        for name, expert, first, shape in parts:
+            part = HuggingFaceTensor(name, shape, weights.spec(source).type, source, parts=((source, first),))
+            if stacks.setdefault(name, {}).setdefault(expert, part) is not part:
+                raise FileError(TWICE.format(show(source)))
+        plain = None if parts else to_gguf(arch, source)
+        if plain is not None and plain in found:
+            raise FileError(TWICE.format(show(source)))
+        if plain is not None:
+            found[plain] = _tensor(arch, plain, weights.spec(source), width, metadata)
+    found |= {name: stacked(of_expert) for name, of_expert in stacks.items()}
     return dict(sorted(found.items(), key=lambda item: place_of(arch, item[0])))
+
+
+def stacked(of_expert: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
+    """Return the stack of the matrices of all experts, or the only matrix of a shared one."""
+    count, first = len(of_expert), next(iter(of_expert.values()))
+    if {*of_expert} != {*range(count)} or any(each.shape != first.shape for each in of_expert.values()):
+        raise FileError(f"tensor {show(first.name)}: expected equal matrices of experts 0 to {count - 1}")
+    shape = first.shape if first.name.endswith("_shexp.weight") else (count, *first.shape)
+    return replace(first, shape=shape, parts=tuple(of_expert[e].parts[0] for e in range(count)))
 
 
 def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
@@ -178,7 +212,7 @@ def _tensor(arch: str, name: str, stored: TensorSpec, width: int, metadata: Meta
         shape = shape[::-1]
     if order == Order.HALVES:
         key = "head_count" if ".attn_q." in name else "head_count_kv"
-        rows = width * int(metadata[f"{arch}.attention.{key}"])
+        rows = width * int(metadata[f"{GGUF_NAMES.get(arch, arch)}.attention.{key}"])
         if shape[0] != rows:
             raise FileError(f"tensor {show(stored.name)}: expected {rows} rows by {CONFIG}, found {shape[0]}")
     return HuggingFaceTensor(name, shape, stored.type, stored.name, order, width)

@@ -7,6 +7,7 @@ shapes may agree, and the model generates nonsense.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -144,6 +145,28 @@ _LLAMA = replace(
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("_norm")},
     orders={"attn_q": Order.HALVES, "attn_k": Order.HALVES},
 )
+_MOE = replace(_ROTARY, inner=_ROTARY.inner | {"mlp.gate": "ffn_gate_inp"})
+_MIXTRAL = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.gate": "ffn_gate_inp"})
+_GRANITEMOE = replace(_LLAMA, inner=_LLAMA.inner | {"block_sparse_moe.router.layer": "ffn_gate_inp"})
+GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
+# Matrices that follow each other in one tensor of a folder, for each expert if there are several
+_JOINT = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
+_JOINT_GRANITE = {
+    "block_sparse_moe.input_linear": GATE_UP,
+    "block_sparse_moe.output_linear": DOWN,
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared_mlp.output_linear": ("ffn_down_shexp",),
+}
+# Tensors of one expert
+_SINGLE = {"gate_proj": GATE_UP[0], "up_proj": GATE_UP[1], "down_proj": DOWN[0]}
+_SINGLE_MIXTRAL = {"w1": GATE_UP[0], "w3": GATE_UP[1], "w2": DOWN[0]}
+MIXTURES = {  # family -> module of experts, tensors of one, joint tensors
+    "mixtral": ("block_sparse_moe", _SINGLE_MIXTRAL, _JOINT),
+    "qwen3moe": ("mlp", _SINGLE, _JOINT),
+    "olmoe": ("mlp", _SINGLE, _JOINT),
+    "granitemoe": ("", {}, _JOINT_GRANITE),
+}
+GGUF_NAMES = {"mixtral": "llama"}  # architectures of families that are no architecture of their own
 _OLMO2 = replace(
     _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
@@ -206,7 +229,51 @@ FAMILIES = {
     "olmo2": _OLMO2,
     "gemma3": _GEMMA3,
     "phi3": _PHI3,
+    "mixtral": _MIXTRAL,
+    "qwen3moe": _MOE,
+    "olmoe": _MOE,
+    "granitemoe": _GRANITEMOE,
 }
+
+
+def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """Yield the matrices of experts in a folder's tensor; nothing for another tensor.
+
+    They are the GGUF name, the number of the expert, the matrix's first element and its shape.
+    """
+    block = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{,5})\.(.+?)(\.weight)?", name)
+    if block is None or arch not in MIXTURES:
+        return
+    module, single, joint = MIXTURES[arch]
+    one = re.fullmatch(rf"{module}\.experts\.(0|[1-9][0-9]{{,5}})\.(\w+)", block[2])
+    if one and one[2] in single and len(shape) == 2:
+        yield f"blk.{block[1]}.{single[one[2]]}.weight", int(one[1]), 0, shape
+    elif block[2] in joint and len(shape) == 2 + ("shared" not in block[2]):
+        ours = joint[block[2]]
+        rows, width = shape[-2] // len(ours), shape[-1]
+        for place in range(len(ours) * math.prod(shape[:-2])):
+            expert, part = divmod(place, len(ours))
+            yield f"blk.{block[1]}.{ours[part]}.weight", expert, place * rows * width, (rows, width)
+
+
+def parts_from(
+    arch: str, name: str, shape: tuple[int, ...]
+) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
+    """Return the folder's tensors for a GGUF tensor of experts: name, shape, and GGUF names in turn.
+
+    A joint tensor comes with the first of its GGUF tensors. None for a tensor of something else.
+    """
+    prefix, _, stem = name.removesuffix(".weight").rpartition(".")
+    layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]
+    for theirs, ours in joint.items():
+        if not single and stem in ours:
+            joined = (*shape[:-2], shape[-2] * len(ours), shape[-1])
+            whole = (f"{layer}.{theirs}.weight", joined, [f"{prefix}.{each}.weight" for each in ours])
+            return [whole] if stem == ours[0] else []
+    last = next((theirs for theirs, ours in single.items() if ours == stem), None)
+    if last is None:
+        return None
+    return [(f"{layer}.{module}.experts.{e}.{last}.weight", shape[1:], [name]) for e in range(shape[0])]
 
 
 def to_gguf(arch: str, name: str) -> str | None:
@@ -248,6 +315,8 @@ def place_of(arch: str, name: str) -> tuple[int, int, int]:
     stem, _, kind = name.rpartition(".")
     block = re.fullmatch(r"blk\.([0-9]+)\.(.+)", stem)
     if block:
-        return 1 + int(block[1]), list(FAMILIES[arch].inner.values()).index(block[2]), int(kind == "bias")
+        stacks = (name for joint in (_JOINT, _JOINT_GRANITE) for ours in joint.values() for name in ours)
+        inner = [*FAMILIES[arch].inner.values(), *stacks]
+        return 1 + int(block[1]), inner.index(block[2]), int(kind == "bias")
     outer = list(FAMILIES[arch].outer.values()).index(stem)
     return 0 if stem.endswith("embd") else 1 << 62, outer, int(kind == "bias")

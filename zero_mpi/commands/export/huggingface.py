@@ -21,11 +21,13 @@ from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_widt
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD, HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.names import (
     FAMILIES,
+    MIXTURES,
     Floats,
     Order,
     from_gguf,
     halves_of,
     order_of,
+    parts_from,
     transposes_of,
 )
 from zero_mpi.checkpoint.huggingface.rope import (
@@ -92,7 +94,10 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Tensor on its way into a folder: name and shape there, and its source."""
+    """Tensor on its way into a folder: name and shape there, and its source.
+
+    `runs`: ranges of elements of the source's tensors that follow each other in it; empty: all of `spec`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -100,6 +105,7 @@ class Outgoing:
     spec: TensorSpec
     order: Order
     head: int
+    runs: tuple[tuple[str, int, int], ...] = ()
 
     def pieces(self) -> Iterator[Floats]:
         """Yield its elements in the folder's order, flat, in pieces."""
@@ -109,7 +115,11 @@ class Outgoing:
             return halves_of(read, self.head, self.spec.size // rows, rows // self.head)
         if self.order == Order.TRANSPOSED:
             return transposes_of(read, rows, self.spec.shape[1])
-        pieces = (read(at, min(self.spec.size, at + CHUNK)) for at in range(0, self.spec.size, CHUNK))
+        pieces = (
+            self.source.read(name, at, min(stop, at + CHUNK))
+            for name, start, stop in self.runs or ((self.spec.name, 0, self.spec.size),)
+            for at in range(start, stop, CHUNK)
+        )
         return (piece - 1 for piece in pieces) if self.order == Order.LESS_ONE else pieces
 
 
@@ -119,6 +129,8 @@ class Keys:
     def __init__(self, source: WeightSource) -> None:
         self.source, self.keys = source, GGUFKeys(source.metadata, str(source.path))
         self.arch = self.keys.architecture or ""
+        mixtral = self.arch == "llama" and (self.size("expert_count", 0) or 0) > 0
+        self.family = "mixtral" if mixtral else self.arch
         if self.arch not in FAMILIES:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face counterpart")
 
@@ -150,24 +162,38 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     """
     keys = Keys(source)
     width = 0 if keys.arch == "gpt2" else keys.head_width()
-    found = []
+    found: list[Outgoing] = []
     for name, spec in source.tensors.items():
-        if name not in (ROPE_FREQS, *LONG_FACTORS):  # the configuration contains these
-            order = order_of(keys.arch, name)
+        parts = parts_from(keys.family, name, spec.shape) if keys.family in MIXTURES else None
+        if parts is not None:
+            found += of_experts(source, spec, parts)
+        elif name not in (ROPE_FREQS, *LONG_FACTORS):  # the configuration contains these
+            order = order_of(keys.family, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
-            found.append(Outgoing(from_gguf(keys.arch, name), shape, source, spec, order, width))
+            found.append(Outgoing(from_gguf(keys.family, name), shape, source, spec, order, width))
     return found
+
+
+def of_experts(
+    source: WeightSource, spec: TensorSpec, parts: list[tuple[str, tuple[int, ...], list[str]]]
+) -> Iterator[Outgoing]:
+    """Yield tensors of experts: one for each, or one with those of all."""
+    stack = spec.shape[0] if len(spec.shape) == 3 else 1
+    for place, (there, shape, names) in enumerate(parts):
+        size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
+        runs = tuple((name, e * size, (e + 1) * size) for e in experts for name in names)
+        yield Outgoing(there, shape, source, spec, Order.SAME, 0, runs)
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
     """Return the content of config.json; `dtype` is "float32", "float16" or "bfloat16"."""
     keys = Keys(source)
     sizes = {there: keys.size(here) for here, there in (GPT2_SIZES if keys.arch == "gpt2" else SIZES).items()}
-    kind = ROTARY_CLASSES.get(keys.arch)
+    kind = ROTARY_CLASSES.get(keys.family)
     own = gpt2_settings(keys) if kind is None else rotary_settings(keys, kind)
     return {
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
-        "model_type": (kind and kind.model_type) or keys.arch,
+        "model_type": (kind and kind.model_type) or keys.family,
         **sizes,
         "vocab_size": source.tensors[EMBEDDING].shape[0],
         **own,
@@ -224,6 +250,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         **former,
         **({PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
         **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
+        **{name: keys.size(key, 0) or 0 for key, name in kind.sizes.items()},
         **window_settings(keys, kind),
         **bias_settings(keys.source, kind),
         **kind.written,

@@ -95,6 +95,9 @@ SIZES = {  # key of an architecture -> its name here
     "attention.head_count": "heads",
     "attention.head_count_kv": "key/value heads",
     "feed_forward_length": "feed-forward",
+    "expert_count": "experts",
+    "expert_used_count": "experts used",
+    "expert_feed_forward_length": "expert feed-forward",
     "context_length": "context",
     "vocab_size": "vocabulary",
 }

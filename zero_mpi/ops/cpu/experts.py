@@ -1,0 +1,167 @@
+"""Mixtures of experts on CPUs: routing by kernels, and a product for each expert that has rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zero_mpi.device.arrays import recycled
+from zero_mpi.device.types import Array
+from zero_mpi.ops import reference
+from zero_mpi.ops.cpu.blas import by_row, fitting
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    FLOAT32,
+    ONE,
+    ZERO,
+    alike,
+    exponential,
+    kernel,
+    logistic,
+    matrix,
+    narrow,
+    row_most,
+    single,
+    wide,
+)
+from zero_mpi.ops.cpu.products import multiplier, otherwise
+from zero_mpi.ops.experts_reference import groups
+from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.threads import in_parts
+
+
+@kernel("f2 i b f2+ i2+ f2+")
+def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, w: Array) -> None:
+    """Fill p with the softmax of each row, chosen and w with its largest elements; NaN: any experts."""
+    for t in range(logits.shape[0]):
+        row, out = logits[t], p[t]
+        most, total, kept = row_most(row), ZERO, ZERO
+        for j in range(row.size):
+            out[j] = exponential(row[j] - most)
+            total += out[j]
+        for j in range(row.size):
+            out[j] = out[j] / total
+        last = -1
+        for u in range(used):
+            best = -1
+            for j in range(row.size):  # of what comes after the last choice: lower, or as high and behind
+                after = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
+                if after and (best < 0 or out[j] > out[best]):
+                    best = j
+            last = u if best < 0 else best
+            chosen[t, u], w[t, u] = last, out[last]
+            kept += out[last]
+        for u in range(used if normalized else 0):
+            w[t, u] = w[t, u] / kept
+
+
+@kernel("i1 f1 i i1+ i1+ i1+ f1+")
+def arrange(
+    chosen: Array, w: Array, used: int, starts: Array, rows: Array, tokens: Array, out: Array
+) -> None:
+    """Sort places by their expert, in their order; fill starts, and what `route` says of each row."""
+    starts[:] = 0
+    for i in range(chosen.size):
+        starts[chosen[i] + 1] += 1
+    for e in range(starts.size - 1):
+        starts[e + 1] += starts[e]
+    free = starts.copy()
+    for i in range(chosen.size):
+        row = free[chosen[i]]
+        free[chosen[i]] += 1
+        rows[row], tokens[row], out[row] = i, i // used, w[i]
+
+
+@kernel("e2 e2 f2 e2+")
+def weighted_forward(gate: Array, up: Array, w: Array, y: Array) -> None:
+    """Compute y = w silu(gate) up."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            v = wide(gate[i, j])
+            y[i, j] = narrow(y, v / (ONE + exponential(-v)) * wide(up[i, j]) * w[i, 0])
+
+
+@kernel("e2 e2 e2 f2 e2+ e2+ e2+")
+def weighted_gradient(
+    dy: Array, gate: Array, up: Array, w: Array, dgate: Array, dup: Array, dw: Array
+) -> None:
+    """Compute (dgate, dup, dw) of w silu(gate) up."""
+    for i in range(dy.shape[0]):
+        total = ZERO
+        for j in range(dy.shape[1]):
+            v, u, d = wide(gate[i, j]), wide(up[i, j]), wide(dy[i, j])
+            s = logistic(v)
+            total += d * v * s * u
+            d *= w[i, 0]
+            dgate[i, j] = narrow(dgate, d * u * s * (ONE + v * (ONE - s)))
+            dup[i, j] = narrow(dup, d * v * s)
+        dw[i, 0] = narrow(dw, total)
+
+
+@implements(reference.route)
+def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
+    if not single(logits):
+        return reference.route(logits, used, normalized)
+    tokens, count = logits.shape
+    p, w = recycled(logits.shape), np.empty((tokens, used), np.float32)
+    chosen = recycled((tokens, used), np.int64)
+    rows, of_row = (recycled((tokens * used,), np.int64) for _ in range(2))
+    weights, starts = recycled((tokens * used, 1)), np.empty(count + 1, np.int64)
+    if tokens:
+        z = matrix(logits)
+        in_parts(z.shape, lambda part: choose(z[part], used, normalized, p[part], chosen[part], w[part]))
+    arrange(chosen.reshape(-1), w.reshape(-1), used, starts, rows, of_row, weights.reshape(-1))
+    return p, chosen, rows, of_row, weights, starts
+
+
+@implements(reference.weighted_swiglu)
+def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
+    if not alike(gate, up) or not single(w):
+        return defined.weighted_swiglu(gate, up, w)
+    y = recycled(gate.shape, gate.dtype)
+    arrays = [matrix(x) for x in (gate, up, w, y)]
+    in_parts(gate.shape, lambda part: weighted_forward(*(x[part] for x in arrays)))
+    return y
+
+
+@implements(reference.weighted_swiglu_backward)
+def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
+    if not alike(dy, gate, up) or not single(w):
+        found: tuple[Array, Array, Array] = defined.weighted_swiglu_backward(dy, gate, up, w)
+        return found
+    dgate, dup, dw = (recycled(shape, gate.dtype) for shape in (gate.shape, gate.shape, w.shape))
+    arrays = [matrix(x) for x in (dy, gate, up, w, dgate, dup, dw)]
+    in_parts(gate.shape, lambda part: weighted_gradient(*(x[part] for x in arrays)))
+    return dgate, dup, dw
+
+
+@implements(reference.grouped_linear)
+def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
+    multiplies = multiplier(x)
+    if multiplies is None:
+        return otherwise(grouped_linear, x, w, starts, plus)
+    y = recycled((x.shape[0], w.shape[1]), x.dtype)
+    for expert, part in groups(starts):
+        of_one = {} if plus is None or x.dtype != BFLOAT16 else {"plus": by_row(plus[part])}
+        multiplies(fitting(x[part]), fitting(w[expert]).T, y[part], **of_one)
+    return np.add(y, plus, out=y) if plus is not None and x.dtype == FLOAT32 else y
+
+
+@implements(reference.grouped_linear_backward_x)
+def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | None = None) -> Array:
+    multiplies = multiplier(dy) if into is None or into.flags.c_contiguous else None
+    if multiplies is None:
+        return otherwise(grouped_linear_backward_x, dy, w, starts, into)
+    dx = recycled((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into
+    for expert, part in groups(starts):
+        multiplies(fitting(dy[part]), fitting(w[expert]), dx[part], adds=into is not None)
+    return dx
+
+
+@implements(reference.grouped_linear_backward_w)
+def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
+    multiplies = multiplier(dy) if dw.dtype in (dy.dtype, FLOAT32) and dw.flags.c_contiguous else None
+    if multiplies is None:
+        otherwise(grouped_linear_backward_w, dy, x, dw, starts)
+        return
+    for expert, part in groups(starts):
+        multiplies(fitting(dy[part]).T, fitting(x[part]), dw[expert], adds=True)

@@ -1,0 +1,107 @@
+"""Mixtures of experts in plain array code: the choice of experts, and products of rows grouped by expert.
+
+T tokens, N experts, U of them used by a token; R = T U rows, sorted by expert and within one by token. The
+shapes do not depend on the choice: `starts` (N + 1,) says where the rows of each expert begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from zero_mpi.device.arrays import namespace
+from zero_mpi.device.types import Array
+from zero_mpi.ops.activations_reference import swiglu, swiglu_backward
+from zero_mpi.ops.registry import operation
+
+
+def groups(starts: Array) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and where they are."""
+    for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
+        if stop > start:
+            yield expert, slice(start, stop)
+
+
+@operation("x ... C, w O C real, plus? ... O wide -> ... O wide", widens=False)
+def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
+    """Return y (..., O) = x (..., C) @ w (O, C) transposed + plus, in float32 or wider."""
+    kind = namespace(x).float32 if x.dtype.itemsize < 4 else x.dtype
+    y = x.astype(kind).reshape(-1, x.shape[-1]) @ w.astype(kind).T
+    y = y.reshape(*x.shape[:-1], w.shape[0])
+    return y if plus is None else y + plus
+
+
+@operation("logits T N, used; 0 < used <= N", widens=False)
+def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
+    """Choose the `used` experts of each token by a router's logits (T, N).
+
+    Return p (T, N), the softmax; chosen (T, U), the experts of the largest p, which fall; of equal ones the
+    lower index comes first; rows (R,), for each sorted row its place in chosen (flat); tokens (R,), its
+    token; weights (R, 1), its p, over the sum of the token's if `normalized`; starts (N + 1,).
+    Shazeer et al., "Outrageously Large Neural Networks", 2017.
+    """
+    xp = namespace(logits)
+    p = xp.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    chosen = xp.argsort(-p, axis=-1, kind="stable")[:, :used].astype(xp.int64)
+    w = xp.take_along_axis(p, chosen, axis=-1)
+    if normalized:
+        w /= w.sum(axis=-1, keepdims=True)
+    flat = chosen.reshape(-1)
+    rows = xp.argsort(flat, kind="stable").astype(xp.int64)
+    starts = xp.searchsorted(flat[rows], xp.arange(p.shape[1] + 1)).astype(xp.int64)
+    return p, chosen, rows, rows // used, w.reshape(-1, 1)[rows], starts
+
+
+@operation("dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64 -> T N; R == T * U")
+def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, normalized: bool) -> Array:
+    """Return dlogits (T, N) of `route` from dw (R, 1); nothing goes through the choice."""
+    xp = namespace(dw)
+    d, share = xp.empty((2, rows.size), p.dtype)
+    d[rows], share[rows] = dw[:, 0], w[:, 0]
+    d, share = d.reshape(chosen.shape), share.reshape(chosen.shape)
+    place = xp.arange(len(p))[:, None], chosen
+    if normalized:
+        dlogits = xp.zeros_like(p)
+        dlogits[place] = share * (d - (share * d).sum(axis=-1, keepdims=True))
+    else:
+        dlogits = -p * (p[place] * d).sum(axis=-1, keepdims=True)
+        dlogits[place] += p[place] * d
+    return dlogits
+
+
+@operation("gate R F, up R F, w R 1 wide -> R F")
+def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
+    """Return w silu(gate) * up of rows (R, F) with weights w (R, 1)."""
+    return w * swiglu(gate, up)
+
+
+@operation("dy R F, gate R F, up R F, w R 1 wide -> R F, R F, R 1")
+def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
+    """Return (dgate, dup, dw) of `weighted_swiglu`."""
+    return *swiglu_backward(w * dy, gate, up), (dy * swiglu(gate, up)).sum(axis=-1, keepdims=True)
+
+
+@operation("x R C, w N O C, starts M int64, plus? R O -> R O; M == N + 1")
+def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
+    """Return y (R, O): each row of x (R, C) times its expert's matrix of w (N, O, C), transposed, + plus."""
+    y = namespace(x).empty((x.shape[0], w.shape[1]), x.dtype)
+    for expert, part in groups(starts):
+        y[part] = x[part] @ w[expert].T
+    return y if plus is None else y + plus
+
+
+@operation("dy R O, w N O C, starts M int64, into?+ R C -> R C; M == N + 1")
+def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | None = None) -> Array:
+    """Return dx (R, C) of `grouped_linear`; if given, add to `into` in place."""
+    dx = namespace(dy).zeros((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into
+    for expert, part in groups(starts):
+        dx[part] += dy[part] @ w[expert]
+    return dx
+
+
+@operation("dy R O, x R C, dw+ N O C real, starts M int64; M == N + 1")
+def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> None:
+    """Add the gradient of w into dw (N, O, C); an expert without rows has none."""
+    for expert, part in groups(starts):
+        dw[expert] += dy[part].T @ x[part]
