@@ -18,15 +18,35 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one in each line
 # Lines of Python.
-TOTAL = {"engine": 9550, "package": 51200, "tests": 55300}
-ROOMS: dict[str, int] = {}
+TOTAL = {"engine": 9370, "package": 54350, "tests": 56300}
+ROOMS = {
+    "checkpoint": 4741,
+    "cli": 374,
+    "comm": 4759,
+    "commands": 9089,
+    "compat": 841,
+    "config": 1457,
+    "data": 6461,
+    "device": 774,
+    "environment": 341,
+    "files": 926,
+    "launch": 2289,
+    "models": 1407,
+    "nn": 1857,
+    "ops": 7447,
+    "optim": 808,
+    "plan": 2297,
+    "sharding": 2679,
+    "telemetry": 1536,
+    "train": 3992,
+}
 # The files to read to understand a step: full packages, and of ops and comm these files.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
 ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "transfer", "mpi"))
 ENGINE += tuple(f"comm/{name}.py" for name in ("message_type", "meter", "progress_thread", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # lines of a function
-WORDS = {"pages": 24000, "README.md": 1000}  # as `wc -w` counts them
+WORDS = {"pages": 24900, "README.md": 1000}  # as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

@@ -68,4 +68,4 @@ class RouterLosses:
             mean = column_sums((p[part] * slope).T)
             if by_z:
                 mean = mean - (2 * by_z / len(p)) * log_sums(logits[part], p[part])
-            dlogits[part] += p[part] * (slope - mean[:, None])
+            dlogits[part] = dlogits[part] + p[part] * (slope - mean[:, None])  # which may be of a low type

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from zero_mpi import ops
+from zero_mpi.nn.balance import RouterLosses
+from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.fusions import AddsInForward, backward_onto, forward_onto
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Tally, Weights
 from zero_mpi.nn.linear import ALL, Linear
 
 
@@ -62,6 +64,7 @@ class Experts(Composite, AddsInForward):
         shared: Layer | None = None,
     ) -> None:
         self.used, self.normalized, self.shared = used, normalized, shared
+        self.losses = RouterLosses(prefix, count)
         self.router = Linear(f"{prefix}.ffn_gate_inp", width, count)
         self.gate, self.up = (
             Linear(f"{prefix}.ffn_{name}_exps", width, hidden, stack=count) for name in ("gate", "up")
@@ -72,6 +75,9 @@ class Experts(Composite, AddsInForward):
         own = [self.router, self.gate, self.up, self.down]
         return own if self.shared is None else [*own, self.shared]
 
+    def tallies(self) -> dict[str, Tally]:
+        return super().tallies() | self.losses.tallies()
+
     def route(self, p: Weights, x: Any) -> Routing:
         """Return the choice of experts for x (T, C)."""
         logits = self.router.rows(p, x, ALL, via=WIDE)
@@ -80,6 +86,7 @@ class Experts(Composite, AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         flat, kept = x.reshape(-1, x.shape[-1]), None
         routing = self.route(p, flat)
+        self.losses.report(batch_of(p), routing.logits, routing.p, routing.starts)
         via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
         gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
         rows = self.down.rows(p, ops.weighted_swiglu(gate, up, routing.weights), ALL, via=via)
@@ -102,6 +109,7 @@ class Experts(Composite, AddsInForward):
         drows = self.gate.backward_of_rows(p, rows, dgate, g, ALL, via=via)
         drows = self.up.backward_of_rows(p, rows, dup, g, ALL, drows, via)
         dlogits = ops.route_backward(dw, weights, routing.p, routing.chosen, routing.rows, self.normalized)
+        self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
         dx = self.router.backward(p, flat, dlogits, g)
         ops.embedding_backward(tokens, drows, dx)
         dx = dx.reshape(x.shape)
