@@ -175,7 +175,7 @@ def held_bytes(module, optimizer):
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
-    masters = [one.master for one in kept] if module.precision.is_low else []
+    masters = [one.master for one in kept if one.low is not None]
     copies = Snapshot()
     adapters = kept != [unit.parameters for unit in units]  # alone are written
     taken = [
@@ -189,7 +189,7 @@ def held_bytes(module, optimizer):
         "gathered": module.parameter_pool.nbytes if strategy.shards_parameters else 0,
         "unpacked": module.unpacked_pool.nbytes,
         "gradient_buffers": module.gradient_pool.nbytes,
-        "masters": sum(one.nbytes for one in masters if one is not None),
+        "masters": sum(one.nbytes for one in masters),
         "snapshot": sum(copy.values.nbytes for copy in taken),
     }
 

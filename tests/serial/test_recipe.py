@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from architectures import ROWS
 
 from zero_mpi.config.settings import Config
 from zero_mpi.models import ARCHITECTURES
@@ -95,12 +96,12 @@ def test_the_formula_of_an_update():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_first_weights_and_what_decays(arch):
-    for name, param in ARCHITECTURES[arch].from_flags(SIZES).params().items():
-        assert param.decays == (len(param.shape) == 2), name
+    for name, param in ARCHITECTURES[arch].from_flags(SIZES | ROWS[arch].needed).params().items():
+        assert param.decays == (len(param.shape) > 1), name
         if name.endswith("bias"):
             assert param.init == "zeros", name
         elif "norm" in name:
             assert param.init == "ones", name
         else:
-            inward = name.endswith(("attn_output.weight", "ffn_down.weight"))
+            inward = any(part in name for part in ("attn_output.", "ffn_down"))
             assert (param.init, param.std) == ("normal", 0.02 / (2 * 3) ** 0.5 if inward else 0.02), name

@@ -126,8 +126,8 @@ def test_tokenizers_from_wherever_they_are(chat, capfdbinary):
 
 REFUSED = {
     "no conversations": (["m.gguf", "--data", "m.gguf"], "--data m.gguf: expected conversations as .jsonl"),
-    "some": (["m.gguf", "--data", "."], "--data takes conversations or other data, .*: chat.jsonl holds"),
-    "no template": (["none.gguf", "--data", "chat.jsonl"], "tokenizer has no chat template: give one"),
+    "some": (["m.gguf", "--data", "."], "--data .*chat.jsonl has conversations, bad "),
+    "no template": (["none.gguf", "--data", "chat.jsonl"], "--chat-template FILE"),
     "no file": (["gone.gguf", "--data", "chat.jsonl"], "gone.gguf: no such file"),
     "no data": (["m.gguf", "--data", "gone.jsonl"], "--data gone.jsonl does not exist"),
     "no template file": (

@@ -194,7 +194,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
         shown.press(CTRL_C)
         assert shown.wait(10) == INTERRUPTED
     assert "Traceback" not in shown.text
-    assert len(re.findall(r"zero_mpi train: stopped ", shown.text)) == 1
+    assert len(re.findall(r"zero_mpi: stopped ", shown.text)) == 1
     assert os.readlink(out / "latest") == "step-00000004"
     assert told(out) == ("failed", "SIGINT, twice")
 

@@ -87,7 +87,7 @@ def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
     path = spans.spans[0].path
     all_of(spans)
     os.truncate(path, 50)
-    with pytest.raises(JobError, match=r"cannot read 200 bytes at byte 4 of .*0.bin: it ends at byte 50; a"):
+    with pytest.raises(JobError, match=r"200 bytes at byte 4 of .*0.bin: it ends at byte 50; .*--data"):
         all_of(spans)
     other = TokenSpans([FileSpan(str(folder / "gone"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY)
     with pytest.raises(JobError, match=r"gone: no such file; .*--data"):

@@ -40,9 +40,9 @@ class LoRA:
         return stages
 
     def check(self, stages: list[Stage]) -> None:
-        """Raise UsageError for a pattern that names no projection of a model."""
+        """Raise UsageError for a pattern that names no projection of a model; of the default one is enough."""
         found = projections(stages)
-        for pattern in self.targets:
+        for pattern in self.targets if self.targets != TARGETS else ():
             if not any(is_meant(name, pattern) for name in found):
                 tied = "" if HEAD in found else "; llama.cpp has no adapters for a tied head: leave it out"
                 raise UsageError(
