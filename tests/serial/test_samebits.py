@@ -155,7 +155,7 @@ def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
         ({"threads": 2}, "threads 1, now 2:"),
         ({"trial": "1", "threads": 2}, "threads 1, now 2:"),
         ({"trial": "1", "processor": "B", "BLAS": "K 2"}, "BLAS K 1, now K 2; processor A, now B:"),
-        ({"trial": "1"}, "trial"),
+        ({"trial": "1"}, "kernel"),
         ({"device": "a GPU"}, "device None, now a GPU:"),
     ],
     ids=str,
@@ -168,7 +168,7 @@ def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
 
 def test_a_checkpoint_without_a_trial_says_so():
     (line,) = same_bits.changes({"threads": 1, "operations": "numpy"}, MACHINE)
-    assert "trial" in line
+    assert "kernel" in line
 
 
 def test_the_processors_name_is_the_systems(tmp_path):

@@ -394,7 +394,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "moments": (
         lambda run: flip(run / "step-00000002" / "optimizer.gguf", 900),
-        "step-00000002/optimizer.gguf: tensor 'optimizer.adam.second_moments.output.weight' is not",
+        "step-00000002/optimizer.gguf: tensor 'optimizer.adam.second_moments.output.weight' ",
     ),
     "checkpoint of another step": (
         lambda run: shutil.copytree(run / "step-00000002", run / "step-00000004", dirs_exist_ok=True),
@@ -641,7 +641,7 @@ def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, ve
 
 
 def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
-    with pytest.raises(UsageError, match=r"expected a run folder.*no config.toml"):
+    with pytest.raises(UsageError, match=r"--out .*config.toml"):
         verify(tmp_path)
     for flag, value in (("--sample", -1), ("--from", -2), ("--to", -3)):
         with pytest.raises(UsageError, match=f"^{flag} {value}: expected at least 0$"):

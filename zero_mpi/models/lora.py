@@ -40,7 +40,7 @@ class LoRA:
         return stages
 
     def check(self, stages: list[Stage]) -> None:
-        """Raise UsageError for a pattern that names no projection of a model; of the default one is enough."""
+        """Raise UsageError for a pattern, other than a default one, that names no projection."""
         found = projections(stages)
         for pattern in self.targets if self.targets != TARGETS else ():
             if not any(is_meant(name, pattern) for name in found):
