@@ -241,6 +241,16 @@ LOOKING: dict[str, How] = {
     "zero-mpi export runs/saved/latest model-q8.gguf --type q8_0": Run(says="model-q8.gguf"),
     "zero-mpi export runs/saved/latest model-folder --format safetensors": Run(says="model-folder"),
     "zero-mpi export runs/default/latest model.gguf --type f16": Run(says="model.gguf"),
+    "mpirun -n 2 python -m zero_mpi.train --arch qwen3moe --experts 8 --experts-used 2 --expert-ffn 128": Run(
+        f"{TINY} --out runs/mixture", "validation loss"
+    ),
+    "mpirun -n 2 python -m zero_mpi.train --init MIXTURE.gguf --lora 8 --data TEXT": ByTest(
+        "tests/serial/test_lora_files.py::test_base_with_adapter_is_the_merged_model_and_llama_cpps"
+    ),
+    "mpirun -n 2 python -m zero_mpi.train --init MIXTURE.gguf --lora 8 --lora-targets 'blk.*.attn_*' "
+    "'blk.*_exps*' --data TEXT": ByTest(
+        "tests/serial/test_lora_files.py::test_base_with_adapter_is_the_merged_model_and_llama_cpps"
+    ),
     "mpirun -n 8 zero-mpi train --init model.gguf --data TEXT --qat q4_0": ByTest(
         "tests/serial/test_qat.py::test_bits_are_the_same_on_any_ranks_and_after_a_resume"
     ),
@@ -270,6 +280,9 @@ PLANNING: dict[str, How] = {
         "transport|MPI",
         statuses=(0, 1),  # the machine of a test may be bad for a real job
     ),
+    "zero-mpi plan --arch qwen3moe --layers 48 --dim 2048 --heads 32 --kv-heads 4 --experts 128 "
+    "--experts-used 8 --expert-ffn 768 --vocab-size 151936 --lora 8 --base q4_0 --context 512 "
+    "--batch-size 16 --ranks 4 --nodes 4": Run(says="13.9 GiB"),
     "mpirun -n 2 zero-mpi doctor --quick": ByTest("tests/serial/test_doctor.py::test_rows_are_true"),
     "zero-mpi plan --init MODEL.gguf --context 128 --batch-size 64 --ranks 16 --nodes 4 "
     "--doctor doctor.json": Run("--memory 50M --strategy full-shard", "full-shard"),

@@ -44,12 +44,13 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     p = xp.exp(logits - logits.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     chosen = xp.argsort(-p, axis=-1, kind="stable")[:, :used].astype(xp.int64)
-    w = xp.take_along_axis(p, chosen, axis=-1)
+    w = p[xp.arange(len(p))[:, None], chosen]
     if normalized:
         w /= w.sum(axis=-1, keepdims=True)
     flat = chosen.reshape(-1)
     rows = xp.argsort(flat, kind="stable").astype(xp.int64)
-    starts = xp.searchsorted(flat[rows], xp.arange(p.shape[1] + 1)).astype(xp.int64)
+    starts = xp.zeros(p.shape[1] + 1, xp.int64)
+    starts[1:] = xp.cumsum(xp.bincount(flat, minlength=p.shape[1]))
     return p, chosen, rows, rows // used, w.reshape(-1, 1)[rows], starts
 
 

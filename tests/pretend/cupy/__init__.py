@@ -147,18 +147,18 @@ class ndarray:
 
     def __getitem__(self, index: Any) -> ndarray:
         basic = index if isinstance(index, tuple) else (index,)
-        if all(isinstance(item, (int, np.integer, slice)) or item in (None, ...) for item in basic):
+        if all(isinstance(item, (int, np.integer, slice)) or item is None or item is ... for item in basic):
             found = self._host[basic if any(item is ... for item in basic) else (*basic, ...)]
             return self._view(found)
-        return computed(lambda host, where: host[where], self, index)
+        return computed(lambda host, *where: host[where], self, *basic)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         host_refused(value)
 
-        def assign(host: np.ndarray, where: Any, values: Any) -> None:
+        def assign(host: np.ndarray, values: Any, *where: Any) -> None:
             host[where] = values
 
-        computed(assign, self, index, value)
+        computed(assign, self, value, *(index if isinstance(index, tuple) else (index,)))
 
     def __len__(self) -> int:
         return len(self._host)
