@@ -174,7 +174,7 @@ def test_there_must_be_a_gpu(gpu):
     with pytest.raises(UsageError, match=r"--offload state: with --precision fp32 .* use --offload moments"):
         ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm(), offload_masters=True)
     device.adopt(HOST)
-    with pytest.raises(UsageError, match=r"--offload moments: expected a GPU, .* got the CPU"):
+    with pytest.raises(UsageError, match=r"--offload moments: expected a GPU, "):
         ShardedAdamW(module, offload="moments")
 
 

@@ -82,7 +82,7 @@ NO_DATA = {
 }
 NO_TEXT = {
     "UTF-16": (["--data", "text", "wide.txt"], "--data wide.txt .*UTF-16.*iconv -f UTF-16"),
-    "a folder of them": (["--data", "binary-folder"], "binary-folder; .* left out: 1 .*gzip"),
+    "a folder of them": (["--data", "binary-folder"], "binary-folder; .* 1 .*gzip"),
 }
 SIZES = {
     "heads": ([*TEXT, "--heads", "5"], "--heads 5 .*--dim 24"),

@@ -51,7 +51,7 @@ def job(script, how="", **env):
 
 
 ENDED = {
-    "exit": ("if one: sys.exit(3)\nmeet()", 3, r"rank 1 .* 3, .* for it in sum_vector"),
+    "exit": ("if one: sys.exit(3)\nmeet()", 3, r"rank 1 .* 3, .* for it in .*vector"),
     "end": ("if not one: meet()", 1, r"rank 1 .* 0, while ranks? [02]"),
     "state_dict": (
         "module = make()\nif one: module.state_dict()",
@@ -225,7 +225,7 @@ def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():
 
     def run():
         other.barrier()  # its own
-        with pytest.raises(ThreadError, match=r"thread 'second' starts barrier, .* of thread 'MainThread'"):
+        with pytest.raises(ThreadError, match=r"'second' .*barrier, .* thread 'MainThread'"):
             comm.barrier()
         found.append(True)
 

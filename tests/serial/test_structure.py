@@ -62,7 +62,7 @@ LONG = "    x = 1\n" * 40
         ),
         ("device/arrays.py", f"def f():\n{LONG}", "function f has 41 lines, at most 40 allowed"),
         ("device/arrays.py", "x = 1\n" * 500, "the file has 501 lines, at most 500 allowed"),
-        ("sharding/schedule.py", f"def make_schedule():\n{LONG}", "make_schedule has 41 lines now: say so"),
+        ("ops/flat_reference.py", f"def adamw():\n{LONG}", "adamw has 41 lines now: say so"),
         ("device/arrays.py", "class F:\n    pass\n", "F is public and has no docstring"),
     ],
 )

@@ -128,7 +128,7 @@ def test_idle_cores_are_a_caution_where_nobody_chose_them(ranks_here, settings, 
     monkeypatch.setattr(environment, "node_cores", lambda: 8)
     monkeypatch.setattr(environment, "threads_were_set", False)
     found = list(cautions(start_of(Config(**settings), ranks_here)))
-    assert [text.split(",")[0] for text in found] == [said] * (said is not None)
+    assert [text[: len(said or "")] for text in found] == [said] * (said is not None)
     monkeypatch.setattr(environment, "threads_were_set", True)
     assert not list(cautions(start_of(Config(**settings), ranks_here))), "by a variable of the threads"
 
@@ -256,4 +256,4 @@ def test_the_start_is_told_in_aligned_lines(job):
     assert "shard-grad-op over 2 ranks, exact reduction" in lines[2]
     assert re.search(r"tokens in \d+ documents, [\d,]+ for validation, from /\S+", lines[6])
     assert re.search(r"80 tokens in 3 micro-batches of 2 x 16; \S+ MFLOP .*, .* \S+ .FLOP/s$", lines[8])
-    assert max(map(len, lines[:9])) <= 110
+    assert max(len(line) for line in lines[:9] if "documents" not in line) <= 110  # which has a path
