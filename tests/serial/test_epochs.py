@@ -52,7 +52,7 @@ def test_a_run_of_steps_stays_as_it_is():
 )
 def test_a_long_warm_up_and_many_epochs_are_cautioned(steps, warmup, epochs, flags):
     found = cautions(Config(steps=steps, warmup=warmup), epochs)
-    assert [line.partition(":")[0].partition(" read")[0] for line in found] == flags
+    assert [" ".join(line.split()[:2]) for line in found] == flags
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def by_steps(flags, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
     said = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
-    assert re.search("steps: +15, 2.0 times .* 0.004 after 2 ", said)
+    assert re.search("steps: +15, 2.0 epochs; .* 0.004 after 2 ", said)
     assert_same_run(tmp_path / "out", by_steps)
     assert fields(tmp_path / "out", "lr") == fields(by_steps, "lr")
     settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())

@@ -145,8 +145,8 @@ def test_a_value_that_gguf_cannot_hold_is_refused_by_key(tmp_path: Path, value: 
         ({}, [("t", ())], "4 dims"),
         ({}, [("t", (1, 1, 1, 1, 1))], "4 dims"),
         ({}, [("t", (2, 0))], "dims of 1"),
-        ({"general.architecture": "gpt2"}, [], "one name"),
-        ({"general.architecture": np.zeros(2)}, [], "one name"),
+        ({"general.architecture": "gpt2"}, [], "general.architecture"),
+        ({"general.architecture": np.zeros(2)}, [], "general.architecture"),
         *(({"general.alignment": n}, [], "2") for n in (48, 4, 1 << 21, np.uint64(32), "32")),
     ],
 )
@@ -165,7 +165,7 @@ def test_the_longest_names_are_allowed_and_the_architecture_is_first(tmp_path: P
     write(tmp_path / "m.gguf", keys, {"n" * 63: np.ones(1, np.float32)})
     file = GGUFFile.open(tmp_path / "m.gguf")
     assert (list(file.tensors), list(file.metadata)) == (["n" * 63], ["general.architecture", "k" * 65535])
-    with pytest.raises(GGUFError, match="one name"):
+    with pytest.raises(GGUFError, match=r"general\.architecture"):
         GGUFStream(tmp_path / "n.gguf", "", {}, [])
 
 

@@ -17,6 +17,7 @@ from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import FileError, writing
 from zero_mpi.files.foreign import show
+from zero_mpi.files.gguf_keys import GGUFKeys
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 Floats = NDArray[np.float32]
@@ -28,8 +29,8 @@ def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int
     shapes: of the model's tensors. Raises FileError for another file, other sizes or numbers not finite.
     """
     file = GGUFFile.open(path)
-    if file.metadata.get("general.type") != "imatrix":
-        kind = show(str(file.metadata.get("general.type", "a model")))
+    if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
+        kind = show(said or "a model")
         raise FileError(f"{path}: expected an importance matrix in GGUF, found {kind}")
     found: dict[str, Floats] = {}
     for name in file.tensors:

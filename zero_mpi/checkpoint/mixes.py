@@ -186,7 +186,8 @@ def mixed(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], wanted: str, weighted: bool
 ) -> dict[str, Kind]:
     """Return the type that a mix gives each matrix, whatever its rows."""
-    keys, arch, mix = GGUFKeys(metadata), str(metadata.get("general.architecture")), MIXES[wanted]
+    keys, mix = GGUFKeys(metadata), MIXES[wanted]
+    arch = keys.text("general.architecture") or ""
 
     def size(name: str, default: int) -> int:
         return keys.whole(f"{arch}.{name}", 0, MOST_SIZE) or default

@@ -23,7 +23,7 @@ from zero_mpi.sharding.actions import GATHERING, Actions, without
 from zero_mpi.sharding.layout import BUCKET_MB, LayoutConfig, check_patterns
 from zero_mpi.sharding.parameters import ReadBytes, State
 from zero_mpi.sharding.passes import MicroBatch
-from zero_mpi.sharding.precision import FP32, Precision
+from zero_mpi.sharding.precision import FP32, FP64, Precision
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, Strategy
 from zero_mpi.sharding.unit import Segment
 
@@ -448,7 +448,7 @@ def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tupl
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:
     """Raise ValueError for parameters that cannot stay in the blocks of a file."""
-    if not config.stored:
+    if not config.stored or config.precision is FP64:  # which all ranks refuse together
         return
     instance("ShardedModule: stored", config.stored, Mapping, "a mapping of names to BlockKind")
     if config.by_rows or device.in_use().name != "cpu":

@@ -9,7 +9,7 @@ log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ import numpy as np
 from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.nn.layer import Tally
-from zero_mpi.ops.elementary import chosen, log_of_array
+from zero_mpi.ops.elementary import logs
 from zero_mpi.ops.flat_reference import column_sums
 
 BALANCE, Z, LOAD = "balance_loss", "z_loss", ".expert_load"
 ROWS = 1024  # of a temporary array
-log: Callable[[Array], Array] = chosen(log_of_array, np.log)
 
 
 def balance(sums: Mapping[str, Any]) -> float:
@@ -33,7 +32,7 @@ def balance(sums: Mapping[str, Any]) -> float:
 
 def log_sums(logits: Array, p: Array) -> Array:
     """Return log(sum(exp(logits))) of each row of logits (T, N), by their softmax p; (T,)."""
-    return logits.max(axis=-1) - log(p.max(axis=-1)).astype(p.dtype)
+    return logits.max(axis=-1) - logs(p.max(axis=-1)).astype(p.dtype)
 
 
 class RouterLosses:

@@ -143,6 +143,7 @@ def chosen(own: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]
 log: Callable[[float], float] = chosen(decimal_log, math.log)
 power: Callable[[Any, Any], Any] = chosen(power_by_decimal, operator.pow)
 cosine: Callable[[float], float] = chosen(cosine_of_number, math.cos)
+logs: Callable[[Array], Array] = chosen(log_of_array, np.log)
 cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
 sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
 normals: Callable[[np.random.Generator, int], Array] = chosen(normals_by_turns, normals_by_numpy)

@@ -38,6 +38,7 @@ from zero_mpi.sharding.passes import MicroBatch
 from zero_mpi.sharding.precision import FLOAT32, FP64, Precision
 from zero_mpi.sharding.schedule import Schedule
 from zero_mpi.sharding.sharded_unit import ShardedUnit
+from zero_mpi.sharding.strategy import Strategy
 from zero_mpi.sharding.tallies import Tallies, tallies_of
 from zero_mpi.telemetry import spans
 
@@ -54,6 +55,9 @@ class ShardedModule:
     It computes once all parameters have values. Making one is collective. Raises UsageError on all ranks for
     a precision that the transport cannot reduce, and where ranks differ.
     """
+
+    comm: Comm
+    strategy: Strategy
 
     def __init__(
         self,

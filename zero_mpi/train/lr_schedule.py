@@ -28,8 +28,9 @@ def described(config: Config, epochs: Iterable[float]) -> str:
     """Return how often the steps go through all sources, and at which learning rates, for messages."""
     times = min(epochs)
     read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
-    rate, last = f"rate {config.lr:g} after {config.warmup} warmup steps", schedule_of(config)(config.steps)
-    return f"{read}; {rate}, then {config.schedule} to {last:g}"
+    last = schedule_of(config)(config.steps)
+    warmup = f"{config.warmup} warmup step{'s' * (config.warmup != 1)}"
+    return f"{read}; rate {config.lr:g} after {warmup}, then {config.schedule} to {last:g}"
 
 
 def make_schedule(

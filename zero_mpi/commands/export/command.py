@@ -298,7 +298,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     if by_ggml:
         ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = source.metadata.get(QAT) == wanted and matrix is None
+    trained_for = GGUFKeys(source.metadata, str(source.path)).text(QAT) == wanted and matrix is None
     kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
@@ -314,7 +314,8 @@ def masters_of(source: WeightSource) -> GGUFFile | None:
     if not isinstance(source, GGUFFile) or not is_file(path):
         return None
     state = GGUFFile.open(path)
-    return state if state.metadata.get(CHECKPOINT_ID) == source.metadata.get(CHECKPOINT_ID) else None
+    ids = {GGUFKeys(file.metadata, str(file.path)).text(CHECKPOINT_ID) for file in (state, source)}
+    return state if len(ids) == 1 else None
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
