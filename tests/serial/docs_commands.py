@@ -109,6 +109,7 @@ TRAINING: dict[str, How] = {
         f"{TINY} --steps 9", "resuming from .* at step 6"
     ),
     "mpirun -n 4 python -m zero_mpi.train --help": Run(says="--strategy"),
+    "mpirun -n 8 python -m zero_mpi.train --help-all": Run(says="--writers-per-node"),
     "mpirun -n 4 python -m zero_mpi.train --layers 6 --dim 256 --heads 8 --out runs/larger": Run(TINY, SAVED),
     "mpirun -n 4 python -m zero_mpi.train --config runs/larger/config.toml --lr 2e-3 --out runs/slower": Run(
         "--steps 3", SAVED
@@ -221,8 +222,8 @@ LOOKING: dict[str, How] = {
     "zero-mpi verify runs/proved --sample 1": Run(says="yes: .* have the same bits"),
     "zero-mpi verify runs/proved --from 20 --to 40": Run("--from 4 --to 8", "yes: .* steps 5-8"),
     "zero-mpi inspect runs/saved/latest --tensors --keys": Run(says="blk.0.attn_q.weight"),
-    "zero-mpi inspect runs/saved/latest runs/again/latest": Run(says="verdict +the same"),
-    "zero-mpi inspect runs/one/latest runs/three/latest": Run(says="verdict +the same"),
+    "zero-mpi inspect runs/saved/latest runs/again/latest": Run(says="verdict +identical"),
+    "zero-mpi inspect runs/one/latest runs/three/latest": Run(says="verdict +identical"),
     "diff <(grep -o '\"loss\": [^,]*' runs/one/metrics.jsonl) "
     "<(grep -o '\"loss\": [^,]*' runs/three/metrics.jsonl)": Run(),
     'zero-mpi generate runs/tuned/latest/model.gguf --prompt "The " --tokens 50': Run(says="The "),

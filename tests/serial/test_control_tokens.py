@@ -229,7 +229,7 @@ def folder(tmp_path):
 
 
 def warnings(printed):
-    return [line for line in printed.splitlines() if "control tokens" in line]
+    return [line for line in printed.splitlines() if "--control-tokens" in line]
 
 
 @needs_mpiexec

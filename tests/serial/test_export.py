@@ -441,7 +441,7 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     os.mkfifo(tmp_path / "pipe.gguf")
-    for name, found in (("mine", r"'thesis\.txt'"), ("x.gguf", "folder"), ("pipe.gguf", "else")):
+    for name, found in (("mine", r"'thesis\.txt'"), ("x.gguf", "folder"), ("pipe.gguf", "--force")):
         with pytest.raises(UsageError, match=found):
             export(source, tmp_path / name, "--force")
     assert (tmp_path / "mine" / "thesis.txt").exists()

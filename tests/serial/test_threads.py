@@ -16,7 +16,7 @@ from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
 
 # Places among the trial's results: gradients of biases and norms, and losses, which are sums over rows.
-SUMS = {"products": range(4, 42, 6), "norms": (3, 8, 9), "losses": (0, 2, 5)}
+SUMS = {"products": range(4, 42, 6)}  # places of sums over rows; elsewhere they have fewer than two axes
 
 
 @pytest.fixture
@@ -55,11 +55,12 @@ def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
     }
     differ = [place for place, x in alone.items() if x.tobytes() != shared[place].tobytes()]
     assert differ
-    assert least == 64 or all(place in SUMS.get(part, ()) for _, part, place in differ), differ
+    sums = [each for each in differ if each[2] in SUMS.get(each[1], ()) or alone[each].ndim < 2]
+    assert least == 64 or sums == differ
     for place in differ:
         x, y = alone[place], shared[place]
         a, b = x.astype(np.float64), y.astype(np.float64)
-        terms = 0 if least > 64 else 1e-6 * abs(a).max()
+        terms = 1e-6 * abs(a).max()
         assert (abs(a - b) <= (2.0**-7 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a)) + terms).all()
 
 
