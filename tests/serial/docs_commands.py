@@ -104,7 +104,6 @@ STARTING: dict[str, How] = {
 
 TRAINING: dict[str, How] = {
     TRAIN: Run(TINY),  # where a page has trained already it goes on, or has nothing to do
-    f"{TRAIN} --help": Run(says="--strategy"),
     "mpirun -n 3 python -m zero_mpi.train --steps 500": Run(
         f"{TINY} --steps 9", "resuming from .* at step 6"
     ),
