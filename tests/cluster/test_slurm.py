@@ -18,7 +18,7 @@ from test_command_bits import assert_same_run, fields, tensors, train, write_tex
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-STEPS = 1500  # some seconds: a signal takes a while on a busy machine
+STEPS = 600  # some seconds: a signal takes a while on a busy machine
 ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # a constant rate: whatever the steps to come
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
