@@ -126,7 +126,7 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 class Session:
     """Run that is ready to continue from `progress`.
 
-    transport   what carries messages between ranks, for messages; empty for a single rank
+    transport   description of the transport between ranks; empty for a single rank
     nodes       number of nodes that the transport tells apart, 0 where it does not
     resumed     folder of the checkpoint, if the run resumes from one
     weights     files of the initial weights, by setting
