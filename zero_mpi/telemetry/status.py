@@ -1,4 +1,4 @@
-"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and for messages.
+"""`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and people.
 
 A launcher's exit status is no proof: 0 was seen where a host was lost. So rank 0 writes "done" after
 all ranks have come to the end. During a run a thread renews the file every few seconds, so a job that
