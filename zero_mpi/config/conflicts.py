@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero_mpi.data.control_tokens import ALWAYS
+from zero_mpi.data.tokenizers.byte import ALWAYS
 from zero_mpi.environment import portable
 from zero_mpi.environment.portable import NATIVE, PORTABLE
 from zero_mpi.errors import UsageError

@@ -17,9 +17,9 @@ from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS, Config
 from zero_mpi.data import Tokenizer
-from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.data.teacher_file import open_teacher
+from zero_mpi.data.tokenizers.byte import PLAIN
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.launch import consistency
 from zero_mpi.models import ModelConfig

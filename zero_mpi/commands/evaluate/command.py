@@ -30,12 +30,12 @@ from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
 from zero_mpi.commands.evaluate.top_k import write_top_k
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
-from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import TeacherFile
+from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
