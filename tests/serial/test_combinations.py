@@ -5,9 +5,8 @@ import re
 import pytest
 
 from zero_mpi import environment
+from zero_mpi.config.bounds import CONTRADICTIONS, IDLE, FlagContext, remarks, threads_within, without_effect
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.conflicts import CONTRADICTIONS, IDLE, FlagContext, without_effect
-from zero_mpi.config.epochs import remarks, threads_within
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
 from zero_mpi.environment import portable

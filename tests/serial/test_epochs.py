@@ -11,8 +11,8 @@ from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi.commands.plan.command import read
+from zero_mpi.config.bounds import cautions, in_steps
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.epochs import cautions, in_steps
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows, window_of
 from zero_mpi.errors import UsageError

@@ -20,8 +20,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
-from zero_mpi.train.objective import as_input
-from zero_mpi.train.preferences import PairStep
+from zero_mpi.train.objective import PairStep, as_input
 
 C, R, CR, RR = -12.0, -15.0, -13.0, -14.5
 VALUES = {  # of the formulas, for C, R, their references, 6 and 5 tokens: (loss, its derivative by C)

@@ -18,9 +18,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.train import mfu
-from zero_mpi.train.mfu import step_flop
-from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
+from zero_mpi.train import summary as mfu
+from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan, step_flop
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H

@@ -19,8 +19,9 @@ from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import percent, plural, write
 from zero_mpi.config.bounds import within
-from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
+from zero_mpi.config.settings import OF_TEMPLATES
 from zero_mpi.data import Tokenizer, collect_files, named
 from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_sources import HEAD, beginning

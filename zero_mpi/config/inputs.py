@@ -17,9 +17,8 @@ import numpy as np
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.config.command_line import OF_TEMPLATES
 from zero_mpi.config.optimizer import auxiliary_scales
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import BYTE, FROM_INIT, OF_TEMPLATES, Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
     Tokenizer,
@@ -44,7 +43,6 @@ from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables that conversations fill
-BYTE, FROM_INIT = "byte", "from-init"
 TOKENIZER_JSON = "tokenizer.json"
 
 

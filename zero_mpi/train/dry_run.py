@@ -19,6 +19,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
+from zero_mpi.config.optimizer import described
 from zero_mpi.config.settings import Config
 from zero_mpi.data import named
 from zero_mpi.errors import UsageError
@@ -33,7 +34,6 @@ from zero_mpi.plan.rank_memory import plan_memory, resident, text_of
 from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
 from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.telemetry.log import Caution
-from zero_mpi.train.lr_schedule import described
 from zero_mpi.train.resolve import RunSpec, resolve
 
 

@@ -18,13 +18,20 @@ import numpy as np
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.merged import open_adapter, weights_digest
+from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.bounds import check, rate_scales, thread_count
-from zero_mpi.config.epochs import cautions, in_steps, remarks, threads_within
+from zero_mpi.config.bounds import (
+    cautions,
+    check,
+    in_steps,
+    rate_scales,
+    remarks,
+    thread_count,
+    threads_within,
+)
 from zero_mpi.config.inputs import (
-    BYTE,
     adapted,
     carried_keys,
     check_model,
@@ -38,7 +45,7 @@ from zero_mpi.config.inputs import (
     shortened,
     template_inputs,
 )
-from zero_mpi.config.settings import EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
+from zero_mpi.config.settings import BYTE, EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
 from zero_mpi.data import (
     Corpus,
     EvalLoader,
@@ -68,9 +75,16 @@ from zero_mpi.optim.rates import check_scales
 from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, trackers
-from zero_mpi.train import memory_check, same_bits
-from zero_mpi.train.description import describe, of_text, what_was_read
-from zero_mpi.train.distill import check_teacher
+from zero_mpi.train import memory_check
+from zero_mpi.train.description import (
+    check_bits,
+    check_settings,
+    describe,
+    machine_facts,
+    of_text,
+    what_was_read,
+)
+from zero_mpi.train.objective import check_teacher
 from zero_mpi.train.resume import (
     ResumePoint,
     as_begun,
@@ -82,7 +96,6 @@ from zero_mpi.train.resume import (
     settled_day,
     tokenizer_as_begun,
 )
-from zero_mpi.train.same_bits import check_settings
 from zero_mpi.train.transport import check_wish
 
 
@@ -188,7 +201,8 @@ def look(
     check_model(config, model)
     check_rates(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
-    facts = what_was_read(config, checkpoint, init, model, tokenizer)
+    resumed = None if checkpoint is None else checkpoint.files.state.metadata.get(ID)
+    facts = what_was_read(config, resumed, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     said = remarks(config, tokenizer is not None, holds_token_files(config.data))
     day = settled_day(config, tokenizer, checkpoint)
@@ -341,8 +355,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     if config.bits == PORTABLE:
         world.together(check_pins)
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
-    machines = world.results(lambda: (platform.node(), same_bits.machine(threads, kind)))
-    same_bits.check_bits(machines, config.reduction == "exact", notes)
+    machines = world.results(lambda: (platform.node(), machine_facts(threads, kind)))
+    check_bits(machines, config.reduction == "exact", notes)
     slow = ops.slower(kind)
     if slow:
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))

@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.sound import CheckpointFiles, check_digests, open_check
 from zero_mpi.checkpoint.state import Description, read_json, read_progress
 from zero_mpi.config.bounds import check
 from zero_mpi.config.inputs import SIZES, fingerprint, kinds_of_data
-from zero_mpi.config.optimizer import ADAMW
+from zero_mpi.config.optimizer import ADAMW, schedule_of
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
@@ -34,8 +34,7 @@ from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_folder
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry.log import Caution
-from zero_mpi.train.lr_schedule import schedule_of
-from zero_mpi.train.same_bits import changes
+from zero_mpi.train.description import changes
 
 CORPUS = "the training data (--data, --val-data, --chat-template and its flags; sha256)"
 JUMP = 1.2  # ratio to the planned rate

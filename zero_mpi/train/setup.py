@@ -37,9 +37,7 @@ from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.host_masters import STATE
 from zero_mpi.sharding.precision import BFLOAT16
 from zero_mpi.telemetry import log
-from zero_mpi.train.distill import DistillObjective
-from zero_mpi.train.objective import Objective
-from zero_mpi.train.preferences import PreferenceObjective
+from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
 from zero_mpi.train.transport import choose_transport, layout_config
 

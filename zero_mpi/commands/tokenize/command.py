@@ -15,8 +15,8 @@ from zero_mpi.commands.tokenize.work import tokenize
 from zero_mpi.commands.tokenize.work_folder import Table
 from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
-from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
-from zero_mpi.config.settings import Config
+from zero_mpi.config.inputs import fingerprint, tokenizer_from_file
+from zero_mpi.config.settings import BYTE, Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
 from zero_mpi.data.document_reader import separator
 from zero_mpi.data.text_files import TOKENIZER

@@ -26,7 +26,7 @@ from zero_mpi.cli.text import percent
 from zero_mpi.comm.base import Handle
 from zero_mpi.commands.tokenize.text_formats import FLAG, TEXT_FORMATS, InputFile, Reading, check_unchanged
 from zero_mpi.commands.tokenize.work_folder import PartWriter
-from zero_mpi.config.inputs import BYTE
+from zero_mpi.config.settings import BYTE
 from zero_mpi.data.document_reader import Text, text_documents
 from zero_mpi.data.encoded_cache import Batches
 from zero_mpi.data.text_files import TextFilter
