@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec
 import zero_mpi
 from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.gpu import probe, run_probe
+from zero_mpi.comm.gpu import probe
 from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.doctor import gpu, output_folder, ranks, software, speed, system_limits
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row, told_apart
@@ -281,7 +281,7 @@ def test_a_driver_that_does_not_work_is_a_note():
 def test_the_live_test_knows_nothing_of_the_job():
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert run_probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
+    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
     about = probe.DeviceArray(4096, 10).__cuda_array_interface__
     assert about == {"shape": (10,), "typestr": "|u1", "data": (4096, False), "version": 3}
 

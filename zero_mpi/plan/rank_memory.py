@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.comm.scratch import Reductions
-from zero_mpi.comm.shared.gradient_pool import padded, window_bytes
-from zero_mpi.comm.shared.words import RANK_BYTES
+from zero_mpi.comm.kinds import RANK_BYTES, Reductions, padded, window_bytes
 from zero_mpi.config.optimizer import state_count
 from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of

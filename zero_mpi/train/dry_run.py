@@ -114,7 +114,7 @@ def find_nodes(world: World) -> tuple[int, str]:
 
 def no_room(world: World, needed: int) -> str:
     """Return why some node has no room for the memory that its ranks would share, or "". Collective."""
-    from zero_mpi.comm.shared.window import MARGIN, room_problem
+    from zero_mpi.comm.shared.memory import MARGIN, room_problem
 
     problem = room_problem(needed + MARGIN) if world.node.rank == 0 else ""
     return next((text for text in world.comm.allgather_object(problem) if text), "")

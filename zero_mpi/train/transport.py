@@ -80,7 +80,7 @@ def make_shared(world: World, config: Config, model: ModelConfig, notes: list[st
     from zero_mpi.comm.nodes.comm import Needs, NodesComm
     from zero_mpi.comm.nodes.hybrid import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
-    from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
+    from zero_mpi.comm.shared.memory import NodesApart, NoSharedMemory
 
     strategy = strategy_named(config.strategy)
     layout = lay_out(model.stages(config.recompute), layout_config(config, model))

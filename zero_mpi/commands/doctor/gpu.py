@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_mpi.cli.text import plural
-from zero_mpi.comm.gpu.run_probe import PROBE, PROBE_SECONDS, run_probe
+from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import NOTE, Ranks, Row, assessed
 from zero_mpi.ops.code_cache import installed
 

@@ -135,7 +135,7 @@ def look_at_shared() -> SharedMemory:
 
 def try_window(where: Ranks) -> str:
     """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
-    from zero_mpi.comm.shared.window import NoSharedMemory, Window  # needs an MPI library
+    from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
     try:
