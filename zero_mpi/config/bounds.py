@@ -12,7 +12,7 @@ from zero_mpi import environment
 from zero_mpi.cli.parser import nearest, refuse_empty
 from zero_mpi.config.settings import ANY, FIELDS, FURTHER, STEPS, Config, spelled, step_range
 from zero_mpi.data import named
-from zero_mpi.data.control_tokens import ALWAYS
+from zero_mpi.data.tokenizers.byte import ALWAYS
 from zero_mpi.environment import portable
 from zero_mpi.environment.portable import NATIVE, PORTABLE
 from zero_mpi.errors import UsageError

@@ -30,7 +30,7 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
-from zero_mpi.data.sources import tokenizers_of
+from zero_mpi.data.corpus import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys

@@ -27,9 +27,9 @@ from zero_mpi.config.inputs import fingerprint, has_tokenizer
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import PATHS
 from zero_mpi.data import Tokenizer
-from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.data.teacher_file import open_teacher
+from zero_mpi.data.tokenizers.byte import PLAIN
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown

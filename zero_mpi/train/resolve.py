@@ -59,12 +59,12 @@ from zero_mpi.data import (
     load_corpus,
     windows_over,
 )
-from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark, Stream
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
+from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.environment.portable import PORTABLE
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest

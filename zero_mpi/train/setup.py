@@ -23,8 +23,7 @@ from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales, rules_of
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
-from zero_mpi.data.documents import Stream
-from zero_mpi.data.token_spans import TokenSpans
+from zero_mpi.data.documents import Stream, TokenSpans
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
