@@ -27,7 +27,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log, trackers
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
-from zero_mpi.telemetry.trackers.tracker import TrackedJob
+from zero_mpi.telemetry.trackers import TrackedJob
 from zero_mpi.train import mfu, observers
 from zero_mpi.train.description import identity
 from zero_mpi.train.early_stop import EarlyStop
