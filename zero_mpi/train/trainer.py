@@ -33,7 +33,7 @@ from zero_mpi.telemetry import events, log, trackers
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
-from zero_mpi.telemetry.trackers.tracker import TrackedJob
+from zero_mpi.telemetry.trackers import TrackedJob
 from zero_mpi.train import observers
 from zero_mpi.train.description import identity
 from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer, RankFigures, SlowRanks, check_recorded
