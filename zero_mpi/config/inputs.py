@@ -17,6 +17,7 @@ import numpy as np
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales
 from zero_mpi.config.settings import BYTE, FROM_INIT, OF_TEMPLATES, Config, spelled
 from zero_mpi.data import (
@@ -39,6 +40,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.optim.rates import check_scales
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
@@ -101,8 +103,13 @@ def check_model(config: Config, model: ModelConfig) -> None:
         check_patterns("frozen", config.frozen, names)
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
-    if not any(is_trainable(name, config.frozen) for name in names):
+    trained = [name for name in names if is_trainable(name, config.frozen)]
+    if not trained:
         raise UsageError(f"--freeze {' '.join(config.frozen)}: leaves no parameter to train")
+    try:
+        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:

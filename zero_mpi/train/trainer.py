@@ -34,9 +34,20 @@ from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
 from zero_mpi.telemetry.trackers import TrackedJob
-from zero_mpi.train import observers
 from zero_mpi.train.description import identity
-from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer, RankFigures, SlowRanks, check_recorded
+from zero_mpi.train.observers import (
+    Costs,
+    Divergence,
+    Evaluation,
+    HeldOutLoss,
+    Observer,
+    RankFigures,
+    RecordWriter,
+    SignsOfLife,
+    SkippedSteps,
+    SlowRanks,
+    check_recorded,
+)
 from zero_mpi.train.saving import EarlyStop, Saving, reason
 from zero_mpi.train.setup import Session
 from zero_mpi.train.steps import Steps
@@ -54,7 +65,7 @@ class Trainer(Steps):
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
         self.records: Records = world.together(partial(begin_records, session, world.rank))
-        self.divergence = Divergence()
+        self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
         self.saving.saver.prepare = outcome.folder.look
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
@@ -62,27 +73,27 @@ class Trainer(Steps):
 
     def observe(self, start: Start) -> list[Observer]:
         """Return the observers of each step, in their order."""
-        session, scale = self.session, self.session.module.loss_scale
+        session, config = self.session, self.session.config
         meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
         self.pace = self.rank_figures.pace
-        self.costs = observers.Costs(meter, session.loader.positions_per_step)
-        config, goes_on = session.config, session.config.init is not None
-        self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
-        self.early_stop = EarlyStop(self.progress.best, session.config.patience)
         # Where windows are packed, the amount of computation depends on the documents.
         is_known = isinstance(session.loader.windows, Windows)
+        share = start.share if is_known else lambda seconds: None
+        self.costs = Costs(meter, session.loader.positions_per_step, share)
+        every, goes_on = config.eval_every, config.init is not None
+        self.evaluation = Evaluation(every, config.steps, self.evaluate, first=goes_on)
+        self.early_stop = EarlyStop(self.progress.best, config.patience)
         return [
-            observers.SignsOfLife(self.watchdog, self.outcome),
+            SignsOfLife(self.watchdog, self.outcome),
             self.costs,
-            observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
+            SkippedSteps(session.module.loss_scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
-            *([observers.Utilization(start.share)] if is_known else []),
             self.rank_figures,
-            observers.RecordWriter(self.records),
+            RecordWriter(self.records),
             self.saving,
-            observers.EndOfDivergence(self.divergence, scale),
+            self.divergence,
         ]
 
     def run(self) -> int:

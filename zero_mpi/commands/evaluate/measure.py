@@ -34,13 +34,11 @@ from zero_mpi.launch.world import World
 from zero_mpi.nn.linear import observing
 from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.ops.reference import chunk_rows
-from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.evaluation import PartedBatch, dealt_out, part_losses
-from zero_mpi.sharding.layout import LayoutConfig
-from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import choose_transport, layout_config
 
 
 class SequenceSet(Protocol):
@@ -132,12 +130,7 @@ def opened_module(
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.tell(note)
-    layout = LayoutConfig(
-        strategy_named(config.strategy),
-        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
-        frozen=config.freeze,  # all parameters are frozen, so there are no gradient buffers
-        precision=precision_named(config.precision),
-    )
+    layout = layout_config(config, candidate.model)  # all is frozen, so there are no gradient buffers
     module = ShardedModule(candidate.model.stages(), comm, layout)
     read = finite(candidate.source.read, candidate.source.path)
     world.together(partial(module.load_slices, read))

@@ -15,6 +15,7 @@ from zero_mpi import device
 from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.parser import Parser
+from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given
@@ -38,7 +39,6 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.train.description import settings, what_was_read
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
-from zero_mpi.train.transport import check_wish
 
 MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
@@ -266,7 +266,7 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     `number`: index of the rank on its node, where the launcher does not tell it.
     """
     device.use(task.config.device, number)
-    check_wish(task.config)
+    kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
     threads = set_threads(task.config)
     asked = (task.config.init, task.lora), (task.against, None)
     opened = [(path, open_merged(path, lora), lora) for path, lora in asked if path is not None]
