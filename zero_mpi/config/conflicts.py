@@ -61,7 +61,7 @@ CONTRADICTIONS = (
     *(
         Contradiction("qat", when, f"cannot be combined with {flag}: remove one of them")
         for flag, when in {
-            "--lora": lambda c: c.lora is not None,
+            "--lora and --precision {precision}": lambda c: c.lora is not None and c.precision != "fp32",
             "--freeze": lambda c: bool(c.freeze),
             "--optimizer {optimizer}": lambda c: c.optimizer != "adamw",
             "--ema": lambda c: c.ema is not None,

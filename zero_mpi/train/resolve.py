@@ -17,9 +17,8 @@ import numpy as np
 
 from zero_mpi import device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.merged import open_adapter, weights_digest
 from zero_mpi.checkpoint.state import Description, read_json
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, open_adapter, weights_digest
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, rate_scales, thread_count
 from zero_mpi.config.epochs import cautions, in_steps, remarks, threads_within

@@ -9,7 +9,7 @@ import numpy as np
 
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_merged
 from zero_mpi.data import unigram_entropy
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events

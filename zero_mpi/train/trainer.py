@@ -13,7 +13,8 @@ from pathlib import Path
 
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.replay import recorded
 from zero_mpi.config.settings import step_range

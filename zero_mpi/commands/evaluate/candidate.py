@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merged, weights_digest
 from zero_mpi.comm.agree import Facts
 from zero_mpi.commands.evaluate.task import MOST_CONTEXT, Task
 from zero_mpi.config.inputs import (

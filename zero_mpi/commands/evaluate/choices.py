@@ -31,7 +31,7 @@ from zero_mpi.commands.evaluate.task_forms import (
 from zero_mpi.data import Tokenizer
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
+from zero_mpi.files.text_streams import each_line, is_text
 
 Ids = NDArray[np.int64]
 MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # per question; all answers with their questions

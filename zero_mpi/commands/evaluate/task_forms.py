@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted
-from zero_mpi.files.json_lines import is_text
+from zero_mpi.files.text_streams import is_text
 
 # Scored: the answers; a last word, each token of which must be the most likely; all of a text. For CORE
 # what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.

@@ -13,9 +13,8 @@ from typing import Any
 from zero_mpi.data.arrow_tokens import COLUMN, open_table
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.json_lines import BOM
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, TextStream, packing_of
+from zero_mpi.files.text_streams import BOM, MOST, TextStream, packing_of
 
 LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
