@@ -26,6 +26,7 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
+from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
@@ -301,6 +302,15 @@ def _(
 
 
 # ------------------------------------------------------------------------------------- what one line can say
+
+
+@merged.register(FakeArray)
+def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
+    w.memory.passes(*[w] * len(a))
+    product, out = w.memory.take(w.shape), w.memory.take(w.shape)
+    del product
+    return out
+
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
     ops.positions: partial(elementwise, reads=2),

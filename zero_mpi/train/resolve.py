@@ -17,10 +17,9 @@ import numpy as np
 
 from zero_mpi import data, device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.merged import open_adapter, weights_digest
-from zero_mpi.checkpoint.sound import ID, keys_of
+from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, weights_digest
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config import bounds, inputs

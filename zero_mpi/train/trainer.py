@@ -17,8 +17,8 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import open_merged
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.weights import keys_of, open_merged
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.settings import step_range
 from zero_mpi.config.toml import recorded

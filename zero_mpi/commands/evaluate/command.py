@@ -195,9 +195,8 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     found = joined(dataset, models)
     if importance is not None and task.imatrix is not None:
         totals, text = importance.totals(), dataset.text
-        tokens = text["windows"] * text["context"]
         texts = [shown(path) for path in task.config.data]
-        matrix = partial(write_importance, task.imatrix, totals, tokens, texts)
+        matrix = partial(write_importance, task.imatrix, totals, texts)
         world.on_root(lambda: matrix(text["windows"], text["context"]))
     if task.kl and dataset.windows is not None:
         sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merged, weights_digest
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
