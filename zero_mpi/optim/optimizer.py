@@ -21,8 +21,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
 from zero_mpi.optim.rates import ParameterRates, matched
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
-from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.sharded_unit import ShardedUnit
+from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
 States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
@@ -170,7 +169,8 @@ class ShardedOptimizer:
             with spans.during(spans.OPTIMIZER, "update"):
                 self._direct(lr, scale).wait()
                 for unit in self.units:
-                    self._update_unit(unit, lr, scale)
+                    for part, rate, rule in self._parts(unit, lr):
+                        rule.update(part, rate, scale, self.steps)
                     if self.average is not None:
                         self.average.follow(unit)
                 if self._offload is not None and self._offload.masters:
@@ -181,11 +181,6 @@ class ShardedOptimizer:
         self.module.loss_scale.update(finite)
         self.module.zero_gradients()
         return StepResult(norm, not finite)
-
-    def names_of_states(self, unit: ShardedUnit) -> tuple[str, ...]:
-        """Return the names of a unit's states: of all its parameters, those that each one's rule keeps."""
-        rules = (self.rule_of(name) for name in unit.unit.params)
-        return tuple(dict.fromkeys(name for rule in rules for name in rule.states))
 
     def kept_states(self) -> Iterator[tuple[str, ShardedUnit, frozenset[str]]]:
         """Yield (state, unit, names of its parameters that have the state), one state after the other."""
@@ -202,16 +197,17 @@ class ShardedOptimizer:
 
     def _make_states(self) -> dict[str, States]:
         """Return zeros for each unit, where they are kept."""
-        sizes = {
-            unit.name: (part.stop - part.start, unit.unit.quantum, self.names_of_states(unit))
-            for unit in self.units
-            for part in [self.state_part(unit)]
-        }
+        sizes = {}
+        for unit in self.units:
+            part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]
+            names = tuple(dict.fromkeys(name for rule in rules for name in rule.states))
+            sizes[unit.name] = part.stop - part.start, unit.unit.quantum, names
         if self._offload is None:
             zeros, kind = device.in_use().zeros, self.module.precision.master
-            return {
-                unit: {name: zeros(size, kind) for name in names} for unit, (size, _, names) in sizes.items()
-            }
+            made: dict[str, States] = {}
+            for unit_name, (size, _, names) in sizes.items():
+                made[unit_name] = {name: zeros(size, kind) for name in names}
+            return made
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
@@ -229,10 +225,6 @@ class ShardedOptimizer:
                 rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
             handles.append(unit.gradient.start_publish())
         return AllOf(handles)
-
-    def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
-        for part, rate, rule in self._parts(unit, lr):
-            rule.update(part, rate, scale, self.steps)
 
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
         """Yield the parts of a unit that one rule updates, with its rate."""
