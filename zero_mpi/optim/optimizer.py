@@ -38,8 +38,7 @@ class StepResult:
 class MovingAverage:
     """Averages of the parameters of some units, flat, by their names; zeros until `begin`.
 
-    After each update e = keep e + (1 - keep) p, in float32, beginning with the first parameters; an update
-    that is left out leaves it as it is. It lies where the states lie: each rank has it for what it updates.
+    After each update e = keep e + (1 - keep) p, in float32, of what the rank updates.
     """
 
     def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
@@ -48,12 +47,10 @@ class MovingAverage:
         self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
 
     def begin(self, units: Iterable[ShardedUnit]) -> None:
-        """Set the averages to the parameters as they are."""
         for unit in units:
             device.in_use().copy(self.values[unit.name], unit.updated[0])
 
     def follow(self, unit: ShardedUnit) -> None:
-        """Update the averages by the parameters of a unit that was updated."""
         ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
@@ -109,8 +106,7 @@ class ShardedOptimizer:
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
         """Raise for impossible arguments, where a class checks them."""
 
-    def check_units(self) -> None:
-        """Raise ValueError for units that the rules cannot update, where a class checks them."""
+    def check_units(self) -> None: ...
 
     @property
     def type(self) -> str:
@@ -236,9 +232,8 @@ class ShardedOptimizer:
                 own = slice(here.start - part.start, here.stop - part.start)
                 runs = slice(here.start // quantum, -(-here.stop // quantum))
                 rounded = None if low is None else low[here]
-                kept = (
-                    {} if isinstance(rule, MatrixRule) else {name: states[name][own] for name in rule.states}
-                )
+                names = () if isinstance(rule, MatrixRule) else rule.states
+                kept = {name: states[name][own] for name in names}
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:

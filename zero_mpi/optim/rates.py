@@ -1,8 +1,7 @@
 """Weight decay and factors of the learning rate, which an update takes by the parameter's name.
 
-Both are the same within a chunk of a unit. Decay is a table with a number for each chunk, which the update
-reads. Rates differ rarely: a unit is cut into segments of one factor, and the update of each is given its
-rate. An element's update does not depend on such cuts, and without factors there is one segment.
+Both are the same within a chunk of a unit. Decay is a table with a number for each chunk. Rates differ
+rarely: a unit is cut into segments of one factor. An element's update does not depend on such cuts.
 """
 
 from __future__ import annotations
