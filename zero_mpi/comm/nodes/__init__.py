@@ -12,7 +12,7 @@ whose ranks are whole groups.)
 
 Gathers (`comm`). The ranks of a lane bring their slices into a buffer that their node shares, so a slice
 comes to a node once. There are as many buffers as are ever gathered at once, worked out beforehand
-(`sharding.buffers`). A buffer is written again when all ranks of the node have given it back.
+(`sharding.layout`). A buffer is written again when all ranks of the node have given it back.
 
 With `hybrid-shard` (`hybrid`) each node holds a full replica, sharded over its own ranks. All-gathers, norms
 and shared parameters stay inside the node; reductions sum over all ranks, and the sum goes back along the
