@@ -47,7 +47,7 @@ def test_a_shared_window_works(monkeypatch, mpi):
 
 @pytest.mark.world(2, 3, 4)
 def test_no_room_for_a_window_is_told_by_all_ranks_of_the_host(monkeypatch, mpi):
-    from zero_mpi.comm.shared import window
+    from zero_mpi.comm.shared import memory as window
 
     where = found_with(monkeypatch, 2)
     if where.node == 0:

@@ -19,7 +19,7 @@ from test_command_bits import needs_mpiexec
 import zero_mpi
 from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.gpu import run_probe
+from zero_mpi.comm.gpu import probe
 from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.doctor import hosts, measures, ranks
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
@@ -266,7 +266,7 @@ def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_th
     """The probe itself, where there is no driver, and one that cannot be started."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert run_probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
+    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
     assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], present=True).error
     if hosts.has_driver():
         pytest.skip("this machine has a driver")

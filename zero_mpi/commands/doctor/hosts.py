@@ -24,7 +24,7 @@ from typing import Any
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
-from zero_mpi.comm.gpu.run_probe import PROBE, PROBE_SECONDS, run_probe
+from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
 from zero_mpi.launch.consistency import installation, mpi_library, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
@@ -363,7 +363,7 @@ def look_at_shared() -> SharedMemory:
 
 def try_window(where: Ranks) -> str:
     """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
-    from zero_mpi.comm.shared.window import NoSharedMemory, Window  # needs an MPI library
+    from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
 
     node, here = where.node_comm, len(where.nodes[where.node])
     try:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.config.replay import NAME as CONFIG
+from zero_mpi.config.toml import CONFIG_FILE as CONFIG
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown

@@ -33,14 +33,14 @@ from zero_mpi.commands.tokenize.text_formats import (
 from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record
 from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
-from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
-from zero_mpi.config.settings import Config
+from zero_mpi.config.inputs import fingerprint, tokenizer_from_file
+from zero_mpi.config.settings import BYTE, Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
-from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.data.corpus import UNFINISHED
 from zero_mpi.data.document_reader import separator, separator_notes
-from zero_mpi.data.sources import UNFINISHED
 from zero_mpi.data.text_files import TOKENIZER, collect_files, library_files, named, unreadable
 from zero_mpi.data.token_formats import megatron_dtype
+from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND
