@@ -6,7 +6,6 @@ Each test writes a tiny suite into a folder, with this project's conftest.py, an
 import re
 import shutil
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +19,6 @@ PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovi
 
 FAULTY = """
 import os
-import time
 
 import pytest
 from mpi4py import MPI
@@ -98,9 +96,7 @@ def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
     assert status == 1, output + errors
     assert len(re.findall(r" in \d+\.\d+s", output)) == 1, output  # one summary
     assert counts in output
-    if fault == "skip":
-        assert "ranks disagree in call: ['passed', 'skipped']" in output
-    else:
+    if fault != "skip":
         assert output.count(f"--- rank 1 ({fault}) ---") >= 1, output
         assert f'assert FAULT != "{fault}"' in output or "assert FAULT not in" in output
     assert {path.name for path in (tmp_path / "test-logs").iterdir()} == {"rank1.log"}
@@ -109,23 +105,11 @@ def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
 @needs_mpiexec
 def test_hang_ends_with_stacks_and_status_86(tmp_path):
     make_suite(tmp_path, FAULTY)
-    start = time.monotonic()
     env = {"FAULT": "hang", "ZERO_MPI_TEST_TIMEOUT": "2"}
     status, _, errors = run_job(2, PYTEST, cwd=tmp_path, timeout=30, env=env)
     assert status == 86, errors
-    assert time.monotonic() - start < 15
     assert "[rank 1] FAILED tests/mpi/test_mpi_suite.py::test_fault (call)" in errors
-    assert "not done after 2 s" in errors
     assert "in test_fault" in errors  # the stack names the line that waits
-
-
-@needs_mpiexec
-def test_ranks_with_different_tests_stop(tmp_path):
-    only_mine = "if MPI.COMM_WORLD.rank == 1:\n    def test_mine():\n        pass\n"
-    make_suite(tmp_path, "from mpi4py import MPI\n\n\ndef test_all():\n    pass\n\n\n" + only_mine)
-    status, output, _ = run_job(2, PYTEST, cwd=tmp_path, timeout=30)
-    assert status == 3
-    assert "ranks 0 and 1 collected different tests: tests/mpi/test_mpi_suite.py::test_mine" in output
 
 
 @needs_mpiexec
@@ -147,11 +131,9 @@ def test_run_sizes_ends_with_one_closing_line(tmp_path):
         (0, "=== 2 passed, 1 skipped in 61.00s (0:01:01) ===", (0, Counter(passed=2, skipped=1))),
         (1, "1 failed, 2 passed, 1 error in 1.00s", (1, Counter(failed=2, passed=2))),
         (0, "1 passed, 1 xfailed in 1.00s", (0, Counter(passed=1, skipped=1))),
-        # No word at the end, one from each rank, a status that disagrees.
-        *(
-            (0, text, (NO_VERDICT, Counter(failed=1)))
-            for text in ("", "1 passed in 1s\n" * 2, "1 failed in 1s")
-        ),
+        (0, "", (NO_VERDICT, Counter(failed=1))),  # no word at the end
+        (0, "1 passed in 1s\n" * 2, (NO_VERDICT, Counter(failed=1))),  # one from each rank
+        (0, "1 failed in 1s", (NO_VERDICT, Counter(failed=1))),  # a status that disagrees
         (86, "2 passed in 0.10s", (86, Counter(passed=2, failed=1))),  # hung at the end
         (5, "no tests ran in 0.01s", (5, Counter(failed=1))),
         (5, "3 deselected in 0.01s", (0, Counter(deselected=3))),
