@@ -27,15 +27,11 @@ FLAGS = [*SIZES, *SETTINGS, *MODELS["llama-tied"], "--batch-size", "7", "--micro
 TABLE = """
     mpi      hosts  strategy       transport
     mpich    2      full-shard     mpi
-    mpich    2      shard-grad-op  mpi
     mpich    2      no-shard       mpi
-    mpich    4      full-shard     mpi
-    mpich    4      shard-grad-op  mpi
     mpich    4      no-shard       mpi
     mpich    4      hybrid-shard   mpi
     mpich    2      full-shard     auto
     mpich    2      shard-grad-op  auto
-    mpich    2      no-shard       auto
     mpich    2      hybrid-shard   auto
     mpich    4      full-shard     auto
     mpich    4      hybrid-shard   auto
@@ -134,22 +130,6 @@ def slow_hosts() -> Iterator[Hosts]:
         yield here
 
 
-def test_links_are_as_slow_as_asked_for(slow_hosts):
-    size = 6_000_000  # 2.4 s
-    before = slow_hosts.traffic()
-    command = (
-        f"head -c {size} /dev/zero | {slow_hosts.state}/ssh h2 'cat > /dev/null; date +%s.%N'; date +%s.%N"
-    )
-    begun = time.time()
-    status, printed, errors = slow_hosts.inside("h1", "sh", "-c", command)
-    assert (status, errors) == (0, "")
-    took = float(printed.split()[0]) - begun
-    assert 2.2 < took < 8
-    after = slow_hosts.traffic()
-    assert size < after["h1"].sent - before["h1"].sent < 1.1 * size
-    assert size < after["h2"].received - before["h2"].received < 1.1 * size
-
-
 def test_a_link_can_be_cut_and_mended(slow_hosts):
     reach = [slow_hosts.state / "ssh", "-o", "ConnectTimeout=1", "h2", "hostname"]
     slow_hosts.set_link("h2", up=False)
@@ -184,45 +164,6 @@ def test_hosts_go_with_all_that_runs_in_them():
     assert not here.state.exists()
 
 
-ABANDONED = """
-import sys, time
-sys.path[:0] = sys.argv[1:]
-from hosts import hosts
-
-with hosts(1) as here:
-    print(here.state, here.process("h1"), flush=True)
-    time.sleep(1000)
-"""
-
-
-def test_hosts_go_when_the_test_is_killed():
-    paths = [str(TOOLS.parents[1] / "tests" / "cluster"), str(TOOLS.parents[1] / "tests")]
-    with subprocess.Popen(
-        [sys.executable, "-c", ABANDONED, *paths], stdout=subprocess.PIPE, text=True
-    ) as process:
-        state, pid = process.stdout.readline().split()
-        assert not gone(int(pid))
-        process.kill()
-    assert wait_until(lambda: gone(int(pid)) and not Path(state).exists())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        ([], 2, "expected: hosts_up.sh COUNT"),
-        (["0"], 2, "expected: hosts_up.sh COUNT"),
-        (["251"], 2, "expected: hosts_up.sh COUNT"),
-        (["1", "none", "/tmp/state"], 2, "/tmp/state: the hosts have a /tmp and /dev/shm of their own"),
-        (["1", "fast", "/var/tmp/zero_mpi-test-state"], 1, 'illegal value for "rate": "fast"'),
-    ],
-)
-def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing(arguments, status, said):
-    found, printed, errors = run_command([TOOLS / "hosts_up.sh", *arguments], timeout=30)
-    assert (found, printed) == (status, "")
-    assert said in errors
-    assert not Path(arguments[2] if len(arguments) > 2 else "/tmp/state").exists()
-
-
 @pytest.mark.timeout_seconds(440)
 def test_most_of_the_transfers_hide_behind_computation():
     """FULL_SHARD over a slow link: transfers and computation take about as long, and the step little longer.
@@ -233,7 +174,7 @@ def test_most_of_the_transfers_hide_behind_computation():
     need("mpich")
     script = TOOLS.parents[1] / "benchmarks" / "overlap.py"
     sizes = {"layers": 12, "width": 192, "heads": 4, "ffn": 512, "context": 16, "batch": 1}
-    flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "2", "--warmup", "1", "--json"]
+    flags = ["--rate", "50mbit", "--asleep", "140", "--steps", "1", "--warmup", "1", "--json"]
     flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     for _ in range(2):  # what else the machine does only takes away from it
         status, printed, errors = run_command([sys.executable, script, *flags], timeout=200)

@@ -19,7 +19,6 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_ki
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
-from zero_mpi.config import settings
 from zero_mpi.launch import limits as time_limit
 from zero_mpi.launch.limits import (
     NOTICE,
@@ -29,7 +28,6 @@ from zero_mpi.launch.limits import (
     clock_seconds,
     find_job,
     pbs_left,
-    process_age,
     slurm_left,
 )
 
@@ -135,12 +133,6 @@ def test_the_age_of_a_process_counts_from_its_start():
     assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms
 
 
-def test_the_own_limit_counts_from_the_start_of_the_process():
-    limit = TimeLimit(5000.0, None)
-    assert limit.left() == pytest.approx(5000 - process_age(), abs=0.1)
-    assert (limit.name, TimeLimit(None, None).left()) == ("--max-time", math.inf)
-
-
 def without_a_thread(monkeypatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
 
@@ -244,17 +236,6 @@ def test_scripts_differ_in_header_and_end_only(kind):
     for name in ("many_nodes", "gpu_nodes"):
         assert [re.sub(r"\w+\.pbs", "SCRIPT", line) for line in bodies[name]] == plain
     assert [line for line in bodies["array"] if line not in plain] == OWN_OF_ARRAY[kind]
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_shows_its_command_with_flags_that_exist(path):
-    text = path.read_text()
-    assert f"examples/{path.parent.name}/{path.name}" in text
-    usage = "\n".join(line for line in text.splitlines() if line.startswith("#   "))
-    after = usage.partition(path.name)[2] if path.suffix == ".sbatch" else usage
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", after))
-    assert named
-    assert named <= {settings.spelled(name) for name in settings.FIELDS} | {"--config"}
 
 
 @pytest.fixture

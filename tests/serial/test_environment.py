@@ -56,8 +56,8 @@ def test_cores_are_handed_over_only_where_ranks_outnumber_them(name):
     assert YIELDING.items() <= prepared(**{name: "8"}, OMP_NUM_THREADS="2").items()
 
 
-@pytest.mark.parametrize("name", YIELDING)
-def test_what_the_user_says_about_yielding_stays(name):
+def test_what_the_user_says_about_yielding_stays():
+    name = next(iter(YIELDING))
     found = prepared(MPI_LOCALNRANKS="8", **{name: "0"})
     assert found[name] == "0"
     assert all(found[other] == value for other, value in YIELDING.items() if other != name)

@@ -71,15 +71,12 @@ class Host:
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
-        """Return the array `x` itself."""
         return x
 
     def to_host(self, x: Array) -> Array:
-        """Return the array `x` itself."""
         return x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """Return the list `arrays` itself, unchanged."""
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
