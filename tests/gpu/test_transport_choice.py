@@ -15,7 +15,7 @@ from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import find_world
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()

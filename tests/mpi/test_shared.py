@@ -40,7 +40,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import LayoutConfig, lay_out
-from zero_mpi.train.transport import choose_transport, layout_config
+from zero_mpi.train.setup import choose_transport, layout_config
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()

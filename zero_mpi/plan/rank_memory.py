@@ -20,10 +20,10 @@ from zero_mpi.config.optimizer import state_count
 from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
+from zero_mpi.data.documents import MOST_HELD
 from zero_mpi.data.encoded_cache import LEAST, folder
 from zero_mpi.data.text_files import library_files
 from zero_mpi.data.token_formats import token_files
-from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements
