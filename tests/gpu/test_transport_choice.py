@@ -6,11 +6,10 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, kinds, transfer
+from zero_mpi.comm import SerialComm, kinds
 from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.backends import CudaAwareBackend
 from zero_mpi.comm.gpu.select import Answer
-from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
@@ -162,13 +161,6 @@ def test_memory_of_gpus_is_not_shared():
         made("shared")
 
 
-@pytest.mark.parametrize("transport", ["staged", "nccl"])
-def test_transports_of_a_gpu_need_one(transport):
-    device.adopt(device.HOST)
-    with pytest.raises(UsageError, match=f"--transport {transport}"):
-        made(transport)
-
-
 @several_ranks
 def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")
@@ -212,20 +204,6 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     assert said.endswith(f", because {why}")
     with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
         made("mpi")
-
-
-@several_ranks
-@pytest.mark.carries("nccl")
-def test_a_thread_that_pushes_looks_seldom_and_not_at_nccl(monkeypatch):
-    """Each look takes the interpreter from the thread that launches kernels."""
-    monkeypatch.setattr(MPIComm, "_thread_pays", lambda self: True)
-    comm, _ = made("staged")
-    assert comm._library._progress._thread is not None
-    assert comm._library._progress._poll > transfer.POLL_SECONDS
-    comm.close()
-    comm, _ = made("nccl")
-    assert comm._library._progress._thread is None
-    comm.close()
 
 
 @several_ranks

@@ -159,17 +159,6 @@ def test_arrays_of_the_host_go_as_ever(comm):
         other.close()
 
 
-def test_the_stream_that_computes_stays_the_current_one(gpu):
-    """CuPy forgets a stream that `use` has chosen at the end of the next `with` block."""
-    streams, current = Streams(gpu), gpu.cupy.cuda.get_current_stream
-    out = streams.empty(16, np.float32)
-    assert current() is gpu.stream
-    streams.add(out, [gpu.zeros(16)], False)
-    assert current() is gpu.stream
-    gpu.to_host(gpu.zeros(16).reshape(4, 4)[:, 0])  # CuPy's `get` packs gaps inside such a block
-    assert current() is gpu.stream
-
-
 def is_pretend():
     return hasattr(device.in_use().stream, "do")
 
@@ -252,27 +241,6 @@ def test_a_transfer_begins_after_what_was_computed(name, gpu):
     assert late.wrong() == set()
 
 
-@several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_without_the_mark_old_values_travel(name, gpu, monkeypatch):
-    """Otherwise the test before this one would show nothing."""
-    if not is_pretend():
-        pytest.skip(only_pretend)
-    comm = communicator(name)
-    late = Late(comm)
-    monkeypatch.setattr(comm.streams, "begin", device.Done)
-    monkeypatch.setattr(comm.streams, "follow", lambda mark: None)
-    gate = hold(gpu.stream)
-    handles = late.start()
-    poll(lambda: all(handle.test() for handle in handles))
-    comm.barrier()  # nobody's memory is right before everybody has sent it
-    gate.set()
-    for handle in handles:
-        handle.wait()
-    wrong = comm.allgather_object(late.wrong())
-    assert set().union(*wrong) == {"gather", "sum", "broadcast"}
-
-
 def gathered(comm):
     partition, whole = Partition(2 * comm.size, comm.size), wild(7, 2 * comm.size)
     full = device.in_use().zeros(whole.size)
@@ -314,23 +282,6 @@ def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
     array = on_device(wild(comm.rank, 9))
     comm.allreduce(array).wait()
     same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(comm.size)]))
-
-
-@several_ranks
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "nccl"])
-def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
-    """Otherwise the test before this one would show nothing."""
-    if not is_pretend():
-        pytest.skip(only_pretend)
-    comm = communicator(name)
-    monkeypatch.setattr(comm.streams, "join", lambda mark: None)
-    handle, full, whole, gate = gathered(comm)
-    handle.wait()
-    found = host(full)
-    gate.set()
-    poll(handle.test)
-    assert found.tobytes() != whole.tobytes()
-    same_bits(full, whole)
 
 
 def start_many(comm, count):

@@ -188,15 +188,6 @@ def test_exact_reduction_adds_in_the_order_of_ranks(exact, length, quantum, accu
         out.check(ordered(partition, contributors, accumulate)[partition.part(exact.rank)])
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_another_order_gives_other_bits(accumulate):
-    """Otherwise the test before this one would show nothing."""
-    for contributors in range(3, RANKS + 1):
-        parts = terms(Partition(101, RANKS), contributors, accumulate)
-        assert not same_bits(in_order(parts), in_order(parts[::-1]))
-        assert not same_bits(in_order(parts), in_order([*parts[1:], parts[0]]))
-
-
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
 @over_lengths
@@ -346,18 +337,6 @@ def test_waiting_in_reverse_order(comm):
         handle.wait()
     many.check()
     assert all(handle.test() for handle in many.handles)
-
-
-def test_polling_to_the_end_without_waiting(comm):
-    many = Many(comm)
-    left = list(many.handles)
-
-    def poll_all():
-        left[:] = [handle for handle in left if not handle.test()]
-        return not left
-
-    poll(poll_all)
-    many.check()
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "shared"])

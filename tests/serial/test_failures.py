@@ -84,16 +84,6 @@ def assert_one_line(errors: str) -> None:
     assert errors.startswith("zero_mpi train: error: ")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_exception_in_one_rank_ends_the_job_with_one_traceback(rank, tmp_path):
-    script = COMMAND.format(where=f"world.rank == {rank}", fault='raise RuntimeError("the fault")')
-    status, errors = run_script(3, tmp_path, script)
-    assert status not in (0, 2, 75)
-    assert tracebacks(errors) == 1
-    assert "RuntimeError: the fault" in errors
-    assert f"zero_mpi: rank {rank} of 3 failed" in errors
-
-
 def test_the_same_exception_in_all_ranks_is_told_once(tmp_path):
     script = COMMAND.format(where="True", fault='raise RuntimeError("the fault")')
     status, errors = run_script(4, tmp_path, script)

@@ -7,12 +7,10 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from jobs import run_command, run_job
-from run_sizes import NO_VERDICT, read_verdict
 from test_command_bits import needs_mpiexec
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -138,25 +136,3 @@ def test_run_sizes_ends_with_one_closing_line(tmp_path):
     more.write_text("import os\n\n\ndef test_dies():\n    os._exit(0)\n")
     status, output, _ = run_command([*command, "--", "-k", "dies or serial"], cwd=tmp_path, timeout=60)
     assert (status, output.splitlines()[-1]) == (1, "1 passed, 2 failed, 0 skipped"), output
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "expected"),
-    [
-        (0, "..\n2 passed in 0.10s", (0, Counter(passed=2))),
-        (0, "=== 2 passed, 1 skipped in 61.00s (0:01:01) ===", (0, Counter(passed=2, skipped=1))),
-        (1, "1 failed, 2 passed, 1 error in 1.00s", (1, Counter(failed=2, passed=2))),
-        (0, "1 passed, 1 xfailed in 1.00s", (0, Counter(passed=1, skipped=1))),
-        # No word at the end, one from each rank, a status that disagrees.
-        *(
-            (0, text, (NO_VERDICT, Counter(failed=1)))
-            for text in ("", "1 passed in 1s\n" * 2, "1 failed in 1s")
-        ),
-        (86, "2 passed in 0.10s", (86, Counter(passed=2, failed=1))),  # hung at the end
-        (5, "no tests ran in 0.01s", (5, Counter(failed=1))),
-        (5, "3 deselected in 0.01s", (0, Counter(deselected=3))),
-    ],
-)
-def test_verdict_of_a_part(status, output, expected):
-    verdict = read_verdict(status, output)
-    assert (verdict.status, verdict.counts) == expected

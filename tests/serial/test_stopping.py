@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,38 +61,23 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._handle, keys)
 
-    def until(self, text: str, seconds: float = 40) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.text}"
-            assert self.poll() is None, self.text
-            time.sleep(0.01)
-
     def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, seconds: float = 30) -> int:
-        """Its exit status, when it has ended and all is read."""
+    def until(self, holds: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self.poll() is None:
+        while not holds():
             assert time.monotonic() < deadline, self.text
             time.sleep(0.01)
-        self._reader.join(5)
-        assert self.returncode is not None
-        return self.returncode
 
-    def close(self) -> None:
-        """End what is left."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
-                self.wait(5)
-        if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+    def wait(self, seconds: float = 30) -> int | None:
+        """Its exit status, when it has ended and all is read."""
+        self.until(lambda: self.poll() is not None, seconds)
+        self._reader.join(5)
+        return self.returncode
 
 
 @contextlib.contextmanager
@@ -102,7 +87,9 @@ def terminal(*command: str) -> Iterator[Terminal]:
     try:
         yield shown
     finally:
-        shown.close()
+        if shown.poll() is None:
+            os.killpg(shown.pid, signal.SIGKILL)
+            os.waitpid(shown.pid, 0)
 
 
 def told(out: Path) -> tuple[str, str]:
@@ -189,7 +176,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
     with terminal(*command) as shown:
         wait_for_file(tmp_path / "at-0")
         shown.press(CTRL_C)
-        shown.until(STOPPING)
+        shown.until(lambda: STOPPING in shown.text, 40)
         time.sleep(0.5)  # two within less are one
         shown.press(CTRL_C)
         assert shown.wait(10) == INTERRUPTED
@@ -505,12 +492,6 @@ def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path)
     assert run_command([*command, "--steps", "5"], timeout=40, env=told_at_once)[0] == REQUEUE, (
         "there was a step"
     )
-
-
-def test_a_person_may_stop_runs_at_their_start_again_and_again(flags, tmp_path):
-    command = [*TRAIN, "--out", str(tmp_path / "out"), *flags, *ENDLESS]
-    for _ in range(2):
-        assert run_command(command, timeout=40, env=early(tmp_path, signal.SIGINT))[0] == REQUEUE
 
 
 # what is lost where nobody stops it

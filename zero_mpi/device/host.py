@@ -81,7 +81,6 @@ class Host:
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy: target[...] = source."""
         target[...] = source
 
     def mark(self) -> Any:
@@ -103,7 +102,6 @@ class Host:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def stopwatch(self) -> HostStopwatch:
-        """Return a stopwatch for what the host computes."""
         return HostStopwatch()
 
 
