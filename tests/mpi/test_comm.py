@@ -16,10 +16,9 @@ from collectives import near, poll, wild
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
-from zero_mpi.comm import Handle, Partition, SerialComm, mpi
+from zero_mpi.comm import Partition, SerialComm, mpi
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
-from zero_mpi.comm.transfer import ProgressEngine
 
 RANKS = MPI.COMM_WORLD.Get_size()
 SETTINGS = {
@@ -400,42 +399,6 @@ def test_tags_begin_again(name):
     for handle, _, _, out in started:
         handle.wait()
         out.check(ordered(partition, comm.size, False)[partition.part(comm.rank)])
-
-
-class Slow(Handle):
-    def __init__(self, left):
-        self.left = left
-
-    def test(self):
-        self.left -= 1
-        return self.left <= 0
-
-
-def test_a_progress_thread_tests_to_the_end_and_closes_also_with_something_left():
-    progress = ProgressEngine(True)
-    thread, handles = progress._thread, [Slow(5), Slow(1)]
-    for handle in handles:
-        progress.add(handle)
-    poll(lambda: not progress._active)
-    assert [handle.left for handle in handles] == [0, 0], "complete ones are not tested again"
-    progress.add(Slow(10**9))
-    assert thread.is_alive()
-    progress.close()
-    assert not thread.is_alive()
-    progress.close()
-
-
-def test_a_push_tests_once_where_there_is_no_thread_and_else_leaves_it_to_that():
-    progress, handle = ProgressEngine(False), Slow(3)
-    assert progress._thread is None
-    progress.add(handle)
-    for left in (2, 1, 0, 0):
-        progress.push()
-        assert handle.left == left
-    progress._thread, handle = object(), Slow(1)  # one that never comes to it
-    progress.add(handle)
-    progress.push()
-    assert handle.left == 1
 
 
 def test_ranks_agree_on_whether_a_thread_pays():
