@@ -417,6 +417,7 @@ MEASURING: dict[str, How] = {
     ),
     "taskset -c 0 python benchmarks/encode.py": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
     "taskset -c 0 python benchmarks/encode.py --lines": ByTest(f"{BENCHMARKS}test_tokenizers_are_timed"),
+    "python benchmarks/qat.py MODEL.gguf": Nobody("minutes of training, and its parts are test_qat.py's"),
     "python benchmarks/conversations.py MODEL.gguf": ByTest(f"{BENCHMARKS}test_conversations_are_timed"),
 }
 
