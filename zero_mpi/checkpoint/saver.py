@@ -252,28 +252,22 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     UsageError for a folder with other files, for names and shapes that GGUF does not take (names of up to 33
     bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
     """
-    instance("save: module", module, ShardedModule, "a ShardedModule")
     description = Description(ARCHITECTURE, {}, {}, {})
+    instance("save: module", module, ShardedModule, "a ShardedModule")
     found: str = agreed(module.comm, "save", partial(look, folder, module, optimizer, description))
     comm = module.comm.background()
     final = Path(comm.broadcast_object(found))
     aside, partly = folders.moved_aside(final), folders.beside(final)
 
-    def begin() -> None:
-        if aside.exists() and not final.exists():  # a new checkpoint never took its place
-            aside.rename(final)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        folders.begin_beside(final)
-
     def publish() -> None:
         folders.put(partly, final)
-        for left in (partly, aside):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(partly, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
-    parts = parts_of(optimizer, description)
+    parts, about = parts_of(optimizer, description), (progress_of(optimizer), description)
     try:
-        on_root(comm, begin)
-        write_files(rank_0_of(comm), partly, optimizer, parts, (progress_of(optimizer), description))
+        on_root(comm, partial(begin, final))
+        write_files(rank_0_of(comm), partly, optimizer, parts, about)
         on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
@@ -282,6 +276,15 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     finally:
         comm.close()
     return final
+
+
+def begin(final: Path) -> None:
+    """Make the temporary folder of `save`; give a checkpoint its name back that no new one replaced."""
+    aside = folders.moved_aside(final)
+    if aside.exists() and not final.exists():
+        aside.rename(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    folders.begin_beside(final)
 
 
 def progress_of(optimizer: ShardedOptimizer) -> TrainingProgress:

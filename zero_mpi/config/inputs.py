@@ -17,9 +17,9 @@ import numpy as np
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.config.command_line import OF_TEMPLATES
+from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales, rounding_of
-from zero_mpi.config.settings import Config, spelled
+from zero_mpi.config.settings import BYTE, FROM_INIT, OF_TEMPLATES, Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
     Tokenizer,
@@ -31,7 +31,7 @@ from zero_mpi.data import (
 )
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
-from zero_mpi.data.sources import tokenizers_of
+from zero_mpi.data.corpus import tokenizers_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
@@ -41,11 +41,11 @@ from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.optim.rates import check_scales
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables that conversations fill
-BYTE, FROM_INIT = "byte", "from-init"
 TOKENIZER_JSON = "tokenizer.json"
 
 
@@ -114,8 +114,13 @@ def check_model(config: Config, model: ModelConfig) -> None:
         check_patterns("frozen", config.frozen, names)
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
-    if not any(is_trainable(name, config.frozen) for name in names):
+    trained = [name for name in names if is_trainable(name, config.frozen)]
+    if not trained:
         raise UsageError(f"--freeze {' '.join(config.frozen)}: leaves no parameter to train")
+    try:
+        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:

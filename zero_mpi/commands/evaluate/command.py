@@ -12,8 +12,7 @@ import numpy as np
 
 from zero_mpi.checkpoint.importance import write_importance
 from zero_mpi.cli.text import write
-from zero_mpi.commands.evaluate.candidate import Candidate, Opened, cautions, look
-from zero_mpi.commands.evaluate.choices import EncodedChoices, encode_choices
+from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
 from zero_mpi.commands.evaluate.measure import (
     AnswerSet,
     WindowSet,
@@ -22,20 +21,19 @@ from zero_mpi.commands.evaluate.measure import (
     grouped,
     measure,
     opened_module,
+    write_top_k,
 )
 from zero_mpi.commands.evaluate.quantization import Importance, divergence_figures
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
-from zero_mpi.commands.evaluate.task import Task, make_parser, read_task
-from zero_mpi.commands.evaluate.task_forms import GREEDY, LAST
-from zero_mpi.commands.evaluate.top_k import write_top_k
+from zero_mpi.commands.evaluate.task import Candidate, Opened, Task, cautions, look, make_parser, read_task
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
-from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import TeacherFile
+from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
@@ -46,8 +44,8 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
 from zero_mpi.telemetry import log
+from zero_mpi.train.description import obey_early
 from zero_mpi.train.resolve import read_corpus, try_operations
-from zero_mpi.train.same_bits import obey_early
 from zero_mpi.train.setup import share_corpus
 
 

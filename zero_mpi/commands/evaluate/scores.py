@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.cli.text import plural
-from zero_mpi.commands.evaluate.choices import EncodedChoices
+from zero_mpi.commands.evaluate.choices import CORE, TEXT, EncodedChoices
 from zero_mpi.commands.evaluate.measure import grouped
-from zero_mpi.commands.evaluate.task_forms import CORE, TEXT
 from zero_mpi.device.types import Array
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.grad_accum import ordered_total

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.data.arrow_tokens import open_table
+from zero_mpi.data.conversations.row_sources import open_table
 from zero_mpi.data.document_reader import Text
-from zero_mpi.data.file_kinds import HEAD, TextFilter
+from zero_mpi.data.text_files import HEAD, TextFilter
 from zero_mpi.data.token_formats import MEGATRON_MOST
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import quoted, shown
