@@ -15,14 +15,7 @@ import numpy as np
 from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.mixes import MIXES, known_type
-from zero_mpi.checkpoint.state import (
-    Description,
-    Read,
-    TrainingProgress,
-    finite,
-    finite_blocks,
-    load_state,
-)
+from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource, weights_digest
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
@@ -283,18 +276,6 @@ def build(world: World, spec: RunSpec) -> Session:
     )
 
 
-def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
-    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
-
-    def rounding(name: str, start: int, stop: int) -> Array:
-        values = read(name, start, stop)
-        if name in kinds:
-            round_to(kinds[name], values, values)
-        return values
-
-    return rounding
-
-
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """Return the sharded module of the flags; raises UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
@@ -354,6 +335,18 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
     optimizer.begin()
     return TrainingProgress()
+
+
+def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
+    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
+
+    def rounding(name: str, start: int, stop: int) -> Array:
+        values = read(name, start, stop)
+        if name in kinds:
+            round_to(kinds[name], values, values)
+        return values
+
+    return rounding
 
 
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
