@@ -235,6 +235,7 @@ ROWS: dict[str, How] = {
     "python benchmarks/step_hosts.py": SPEED,
     "python benchmarks/plan_check.py": SPEED,
     "python benchmarks/plan_scale.py": SPEED,
+    "python benchmarks/qat.py": SPEED,
     "python benchmarks/losses.py": of("serial/test_benchmarks", "losses_of_two_precisions_are_compared"),
     "python benchmarks/step.py": of("serial/test_benchmarks", "steps_are_timed_for_each_variant"),
     "python benchmarks/overlap.py": of("cluster/test_hosts", "most_of_the_transfers_hide_behind_computation"),
