@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,6 @@ def case_of(start: Start) -> Case:
     config = replace(session.config, device=device.in_use().name)
     case = make_case(config, session.model, ranks, nodes)
     return replace(case, transport_wanted=kind)
-
-
-def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (name, ranks) of each host, from the ranks' hosts in rank order."""
-    order = {name: number for number, name in reversed(list(enumerate(names)))}
-    return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
 
 
 def lines(start: Start) -> Iterator[str]:
