@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 
+import numpy as np
 import pytest
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 
@@ -27,7 +28,7 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
     assert (counted.steps, counted.epochs) == (steps, None)
     assert (steps - 1) * batch < epochs * windows <= steps * batch
     if steps < 100:
-        seen = [window_of(sample, windows, 0) for sample in range(epochs * windows)]
+        seen = window_of(np.arange(epochs * windows), windows, 0).tolist()
         assert {seen.count(window) for window in range(windows)} == {epochs}
 
 

@@ -12,8 +12,7 @@ from chat_templates import CHATML, chat_tokenizer
 from zero_mpi import FULL_SHARD, SerialComm, ShardedModule
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data import load_corpus
-from zero_mpi.data.conversations.pairs import one_pair
-from zero_mpi.data.conversations.row_facts import BadRows
+from zero_mpi.data.conversations.formats import BadRows, one_pair
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document, stream_of
 from zero_mpi.data.packing import PairWindows, mismatched

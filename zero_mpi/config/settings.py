@@ -14,9 +14,9 @@ from typing import Any
 
 from zero_mpi.checkpoint.mixes import TRAINED_FOR
 from zero_mpi.comm.kinds import CHOICES
-from zero_mpi.data.control_tokens import AUTO, BOS, READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
+from zero_mpi.data.tokenizers.byte import AUTO, BOS, READINGS
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown

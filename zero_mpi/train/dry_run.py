@@ -97,7 +97,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
     if case.transport.shares_memory:
-        from zero_mpi.comm.shared.window import MARGIN, room_problem
+        from zero_mpi.comm.shared.memory import MARGIN, room_problem
 
         needed = plan_memory(case).node_shared + MARGIN
         here = room_problem(needed) if world.node.rank == 0 else ""

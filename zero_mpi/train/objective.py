@@ -7,29 +7,26 @@ cross-entropy, preferences, or a teacher's predictions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi import device, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Batch, Corpus, EvalLoader, HeldOut, PackedWindows, StepLoader, Tokenizer, Windows
 from zero_mpi.data.documents import Stream
 from zero_mpi.data.packing import PairBatch, PairWindows, mismatched
-from zero_mpi.data.teacher_file import Records, TeacherFile, open_teacher
-from zero_mpi.device.arrays import Scalar, namespace
+from zero_mpi.data.teacher_file import open_teacher
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn import Packed
-from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss, zeros_of
+from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss
 from zero_mpi.nn.preference import Preference, log_odds, log_sigmoid
-from zero_mpi.ops.reference import chunk_rows
 from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.evaluation import dealt_out, evaluate
 
@@ -256,56 +253,6 @@ def mean(values: Any) -> float:
 
 # ------------------------------------------------------------------------------------------- distillation
 
-LEAST = 1e-12  # least mass whose logarithm is taken
-
-
-@dataclass(frozen=True, eq=False)
-class Distilled(CrossEntropy):
-    """(1 - weight) times the cross-entropy, plus weight times the divergence from a teacher.
-
-    records (B T,) have for each token K ids with their probabilities T, and the mass Tr of all others. With
-    the student's softmax S at the same temperature the divergence is sum T (log T - log S) + Tr (log Tr -
-    log Sr).
-    """
-
-    records: Records
-    weight: float
-    teacher: TeacherFile
-
-    def train(self, head: Any, p: Any, x: Any, g: Any, factor: float) -> tuple[Scalar, Any]:
-        to_device, flat = device.in_use().from_host, x.reshape(-1, x.shape[-1])
-        rows = np.flatnonzero(self.targets.reshape(-1) != UNCOUNTED)
-        records, targets = self.records[rows], to_device(self.targets.reshape(-1)[rows])
-        there, dx, loss = records["rest"] + records["logp"].sum(axis=-1) != 0, zeros_of(flat, x.dtype), 0.0
-        size = chunk_rows(len(rows), self.teacher.vocab)
-        for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            some = to_device(rows[part])
-            z, saved = head.forward(p, flat[some])
-            hard, dz = ops.cross_entropy(z, targets[part], (1 - self.weight) * self.scale * factor)
-            soft, slopes = self.divergence(z, targets[part], to_device(there[part]), records[part])
-            dz += slopes * (self.weight * self.scale * factor)
-            loss = loss + hard / factor + soft * self.weight * self.scale
-            dx[some] = head.backward(p, saved, dz.astype(z.dtype), g)
-        return loss, dx.reshape(x.shape)
-
-    def divergence(self, z: Any, targets: Any, there: Any, records: Records) -> tuple[Any, Any]:
-        """Return the summed divergence for logits (n, V), and its gradient."""
-        xp, to_device = namespace(z), device.in_use().from_host
-        at, temperature = xp.arange(len(z))[:, None], z.dtype.type(self.teacher.temperature)
-        ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
-        ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        share = ops.cross_entropy(z / temperature, targets, 1.0)[1].astype(np.float32)
-        share[at[:, 0], targets] += 1  # the softmax, from the gradient of its cross-entropy
-        found, wanted = share[at, ids].astype(np.float64), xp.exp(logp)
-        others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
-        terms = (wanted * (logp - xp.log(xp.maximum(LEAST, found)))).sum(axis=-1)
-        terms += xp.exp(rest) * (rest - xp.log(others))
-        share *= ((others - xp.exp(rest)) / others)[:, None].astype(np.float32)
-        share[at, ids] = (found - wanted).astype(np.float32)
-        share[~there] = 0
-        return terms[there].sum(), share / np.float32(self.teacher.temperature)
-
 
 class DistillObjective(Objective):
     """A teacher's predictions of the tokens of a stream, mixed with the cross-entropy."""
@@ -321,7 +268,9 @@ class DistillObjective(Objective):
         at = windows.places(self.loader.batches(number)[i])
         places = self._stream.in_data(np.where(batch.targets == UNCOUNTED, -1, at).ravel())
         records = self._teacher.read(self._path, places)
-        return as_input(batch), Distilled(batch.targets, scale, records, self._weight, self._teacher)
+        return as_input(batch), Distilled(
+            batch.targets, scale, records, self._weight, self._teacher.temperature, self._teacher.vocab
+        )
 
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:

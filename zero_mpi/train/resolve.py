@@ -17,21 +17,20 @@ import numpy as np
 
 from zero_mpi import data, device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.merged import open_adapter, weights_digest
-from zero_mpi.checkpoint.sound import ID, keys_of
+from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, weights_digest
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config import bounds, inputs
 from zero_mpi.config.settings import BYTE, EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
 from zero_mpi.data import Corpus, EvalLoader, HeldOut, SampleOrder, StepLoader, Tokenizer, WindowSource
-from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark, Stream
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import DOCUMENTS, NONE
+from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.environment.portable import PORTABLE
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest

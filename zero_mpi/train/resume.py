@@ -24,9 +24,9 @@ from zero_mpi.config.optimizer import ADAMW, schedule_of
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type
 from zero_mpi.data import Tokenizer, holds_token_files, tokenizer_from_metadata
-from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, PLAIN, bos_of
 from zero_mpi.data.conversations.chat_template import DAY, asks_day
 from zero_mpi.data.packing import NONE
+from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO, NEVER, PLAIN, bos_of
 from zero_mpi.data.tokenizers.huggingface_rules import RULES
 from zero_mpi.environment.portable import NATIVE
 from zero_mpi.errors import UsageError

@@ -14,10 +14,9 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.mixes import MIXES, known_type
-from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
+from zero_mpi.checkpoint.weights import WeightSource, weights_digest
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
@@ -25,8 +24,8 @@ from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
-from zero_mpi.data.documents import Stream
-from zero_mpi.data.token_spans import TokenSpans
+from zero_mpi.data.documents import Stream, TokenSpans
+from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
@@ -34,7 +33,9 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops import ggml
+from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
@@ -85,7 +86,7 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     from zero_mpi.comm.nodes.comm import Needs, NodesComm
     from zero_mpi.comm.nodes.hybrid import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
-    from zero_mpi.comm.shared.window import NodesApart, NoSharedMemory
+    from zero_mpi.comm.shared.memory import NodesApart, NoSharedMemory
 
     if config.transport == kinds.MPI.flag:
         return TransportChoice(MPIComm(exact=exact))
@@ -303,7 +304,7 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products, config.qat),
+        rules_of(config.optimizer, model, betas, config.eps, products, None if config.lora else config.qat),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),
@@ -318,7 +319,10 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
         loose = set(base) - spec.model.stored.keys()
-        world.together(lambda: module.load_slices(finite(init.read, init.path), loose))
+        read = finite(init.read, init.path)
+        kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
+        seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
+        world.together(lambda: module.load_slices(rounded(read, seen), loose))
     if isinstance(init, GGUFFile) and spec.model.stored:
         world.together(lambda: module.load_stored(finite_blocks(init)))
     if start is not None:
@@ -331,6 +335,18 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
     optimizer.begin()
     return TrainingProgress()
+
+
+def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
+    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
+
+    def rounding(name: str, start: int, stop: int) -> Array:
+        values = read(name, start, stop)
+        if name in kinds:
+            round_to(kinds[name], values, values)
+        return values
+
+    return rounding
 
 
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:

@@ -330,6 +330,10 @@ def step_flop(case: Case) -> float:
         micro_batch=case.micro_batch,
         context=case.context,
         frozen=case.frozen,
+        packed=case.packed,
+        preference=case.preference,
+        base_is_reference=case.base_is_reference,
+        teacher=case.teacher,
     )
     events = Simulator(lone, Once()).step()
     sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller

@@ -18,7 +18,8 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.settings import step_range
 from zero_mpi.config.toml import recorded
@@ -33,7 +34,7 @@ from zero_mpi.telemetry import events, log, trackers
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
-from zero_mpi.telemetry.trackers.tracker import TrackedJob
+from zero_mpi.telemetry.trackers import TrackedJob
 from zero_mpi.train.description import identity
 from zero_mpi.train.observers import (
     Costs,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zero_mpi.data import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
+from zero_mpi.files.text_streams import each_line, is_text
 
 # Scored: the answers; a last word, each token of which must be the most likely; all of a text. For CORE
 # what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.

@@ -28,12 +28,12 @@ from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differenc
 from zero_mpi.commands.evaluate.task import Candidate, Opened, Task, cautions, look, make_parser, read_task
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
-from zero_mpi.data.control_tokens import bos_of
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark
 from zero_mpi.data.encoded_cache import Batches, Beat
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import TeacherFile
+from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
@@ -191,8 +191,7 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     text = dataset.text
     if importance is not None and task.imatrix is not None:
         totals, texts = importance.totals(), [shown(path) for path in task.config.data]
-        chunks, context = text["windows"], text["context"]
-        arguments = task.imatrix, totals, chunks * context, texts, chunks, context
+        arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
         sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merged, weights_digest
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
@@ -29,8 +28,8 @@ from zero_mpi.config.inputs import (
 )
 from zero_mpi.config.settings import OF_TEMPLATES, Config, spelled
 from zero_mpi.data import Tokenizer, holds_token_files
-from zero_mpi.data.control_tokens import ALWAYS, AUTO
-from zero_mpi.data.sources import tokenizers_of
+from zero_mpi.data.corpus import tokenizers_of
+from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys

@@ -35,8 +35,8 @@ from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given, joined
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import checked_type, read_toml
-from zero_mpi.data.control_tokens import NEVER
 from zero_mpi.data.conversations.chat_template import DAY
+from zero_mpi.data.tokenizers.byte import NEVER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists
