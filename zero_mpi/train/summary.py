@@ -44,21 +44,15 @@ SHOWN = 3  # kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """Facts that are known when a job starts, beside its session.
-
-    hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
-    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
-    base    where a base in blocks lies.
-    0 or None: not known.
-    """
+    """Facts that are known when a job starts, beside its session; 0, None or "": not known."""
 
     session: Session
-    hosts: Sequence[tuple[str, int]]
-    peak: float
-    memory: Memory | None = None
-    flop: float = 0.0
-    ask: int = 0
-    base: str = ""
+    hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
+    peak: float  # FLOP/s of all ranks together
+    memory: Memory | None = None  # planned for the largest rank
+    flop: float = 0.0  # of a step's products
+    ask: int = 0  # bytes of a node's host
+    base: str = ""  # where a base in blocks lies
 
     @property
     def ranks(self) -> int:
