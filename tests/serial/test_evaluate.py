@@ -327,7 +327,7 @@ BAD = {
         ["swapped.gguf", "--data", "tokenized"],
         "its token 65 is 'B', but tokenized/tokenizer.gguf has 'A'",
     ),
-    "far ids": (["new.gguf", "--data", "far.npy"], "id 300 at position 2 is outside the vocabulary"),
+    "far ids": (["new.gguf", "--data", "far.npy"], "id 300 at .* is outside the vocabulary"),
     "another tokenizer": (
         ["ids.gguf", "--data", "text", "--tokenizer", "byte"],
         "--tokenizer byte has 260 tokens, .*ids.gguf has 61",
