@@ -88,8 +88,10 @@ class CallForm(NamedTuple):
             return call
         if isinstance(call.get("function"), dict):
             return call | {"function": self._call(call["function"])}
-        value = call.get("arguments")
-        if "arguments" not in call or self.text == self.objects or isinstance(value, str) is self.text:
+        if "arguments" not in call or self.text == self.objects:
+            return call
+        value = call["arguments"]
+        if isinstance(value, str) is self.text:
             return call
         if self.text:
             return call | {"arguments": json.dumps(value, ensure_ascii=False)}

@@ -382,9 +382,10 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
     if content is None and kept["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
     is_list = isinstance(content, list)
-    for part in content if is_list else [content]:
-        is_part = is_list and isinstance(part, dict) and part.get("type") == "text"
-        if not is_text(part.get("text") if is_part else part) or is_list != is_part:
+    parts: Any = content if is_list else [content]
+    for part in parts:
+        text = part.get("text") if is_list and isinstance(part, dict) and part.get("type") == "text" else None
+        if not is_text(text if is_list else part):
             raise ValueError(
                 f"{where}: {of_content}: expected a text, or parts such as "
                 f'{{"type": "text", "text": "..."}}, found {quoted(part)}'

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, byte_characters
 from zero_mpi.data.tokenizers.gguf_tokenizer import (
     KEY,
     LONGEST,
@@ -24,8 +24,6 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     GGUFTokenizer,
-    Ids,
-    Lengths,
     Parts,
     as_text,
 )

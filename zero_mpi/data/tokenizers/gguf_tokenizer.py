@@ -168,7 +168,8 @@ class GGUFTokenizer(Tokenizer):
         self, parts: Parts, sizes: Iterator[int], ids: Iterator[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
         """Return the ids of all parts of a text, and the number of its bytes that each stands for."""
-        rows, lengths = [np.zeros(0, np.uint32)], [np.zeros(0, np.int64)]
+        rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
+        lengths = [np.zeros(0, np.int64)]
         for part, found in zip(parts, ids, strict=False):
             rows.append(found)
             lengths.append(np.array([next(sizes)]) if isinstance(part, int) else self.lengths(part, found))

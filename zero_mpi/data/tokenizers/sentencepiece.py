@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi import environment
+from zero_mpi.data.tokenizers.byte import Lengths
 from zero_mpi.data.tokenizers.gguf_tokenizer import (
     BYTE,
     KEY,
@@ -29,7 +30,6 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     GGUFTokenizer,
-    Lengths,
     Parts,
 )
 from zero_mpi.data.tokenizers.pair_table import BITS, FREE, MOST, MOST_SPELT, PairTable, pair_table, trie
@@ -220,6 +220,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         self.removes_spaces = bool(self._keys.flag(KEY + "remove_extra_whitespaces"))
         if self.unknown is None:
             raise UsageError(f"{place} names no unknown token: expected {KEY}unknown_token_id")
+        self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         if given:  # the size of a table, the table, and spellings that are each ended by 0
@@ -248,7 +249,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
         from zero_mpi.data.tokenizers import segmentation
 
         nodes, ends = self._trie
-        unknown = self.unknown, self._unknown_score
+        unknown = self._unknown, self._unknown_score
         ids: NDArray[np.int32] = segmentation.likeliest(letters, *nodes, ends, self._wide_scores, unknown)
         return ids
 
