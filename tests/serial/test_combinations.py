@@ -20,7 +20,7 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--optimizer muon --lora 2 --init m.gguf": ("--lora", "--optimizer adamw"),
     "--optimizer muon --offload moments --device cuda": ("--offload moments", "--offload none"),
     "--precision fp64 --offload moments": ("--offload", "--offload none"),
-    "--qat q4_0 --lora 2 --init m.gguf": ("--lora", None),
+    "--qat q4_0 --lora 2 --init m.gguf --precision bf16": ("--lora", None),
     "--qat q4_0 --freeze blk.0.*": ("--freeze", None),
     "--qat q4_0 --optimizer muon": ("--optimizer muon", "--optimizer adamw"),
     "--qat q4_0 --ema 0.9": ("--ema", None),

@@ -6,12 +6,11 @@ Each test writes a tiny suite into a folder, with this project's conftest.py, an
 import re
 import shutil
 import sys
-from collections import Counter
+import time
 from pathlib import Path
 
 import pytest
 from jobs import run_command, run_job
-from run_sizes import NO_VERDICT, read_verdict
 from test_command_bits import needs_mpiexec
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -19,6 +18,7 @@ PYTEST = ["-m", "pytest", "-q", "--color=no", "--with-mpi", "-p", "no:cacheprovi
 
 FAULTY = """
 import os
+import time
 
 import pytest
 from mpi4py import MPI
@@ -29,15 +29,12 @@ FAULT = os.environ.get("FAULT") if WORLD.rank == 1 else None
 
 @pytest.fixture
 def frail():
-    assert FAULT != "setup"
     yield
     assert FAULT != "teardown"
 
 
 def test_fault(frail):
     assert FAULT not in ("call", "hang")
-    if FAULT == "skip":
-        pytest.skip("only me")
     if os.environ.get("FAULT") == "hang":
         WORLD.Barrier()
 
@@ -82,13 +79,7 @@ def make_suite(folder: Path, parallel: str, serial: str = "def test_serial():\n 
 
 @needs_mpiexec
 @pytest.mark.parametrize(
-    ("fault", "counts"),
-    [
-        ("call", "1 failed, 1 passed"),
-        ("setup", "1 passed, 1 deselected, 1 error"),
-        ("teardown", "2 passed, 1 deselected, 1 error"),
-        ("skip", "1 failed, 1 passed"),
-    ],
+    ("fault", "counts"), [("call", "1 failed, 1 passed"), ("teardown", "2 passed, 1 deselected, 1 error")]
 )
 def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
     make_suite(tmp_path, FAULTY)
@@ -96,19 +87,21 @@ def test_fault_of_one_rank_is_one_report(tmp_path, fault, counts):
     assert status == 1, output + errors
     assert len(re.findall(r" in \d+\.\d+s", output)) == 1, output  # one summary
     assert counts in output
-    if fault != "skip":
-        assert output.count(f"--- rank 1 ({fault}) ---") >= 1, output
-        assert f'assert FAULT != "{fault}"' in output or "assert FAULT not in" in output
+    assert output.count(f"--- rank 1 ({fault}) ---") >= 1, output
+    assert f'assert FAULT != "{fault}"' in output or "assert FAULT not in" in output
     assert {path.name for path in (tmp_path / "test-logs").iterdir()} == {"rank1.log"}
 
 
 @needs_mpiexec
 def test_hang_ends_with_stacks_and_status_86(tmp_path):
     make_suite(tmp_path, FAULTY)
+    start = time.monotonic()
     env = {"FAULT": "hang", "ZERO_MPI_TEST_TIMEOUT": "2"}
     status, _, errors = run_job(2, PYTEST, cwd=tmp_path, timeout=30, env=env)
     assert status == 86, errors
+    assert time.monotonic() - start < 15
     assert "[rank 1] FAILED tests/mpi/test_mpi_suite.py::test_fault (call)" in errors
+    assert "not done after 2 s" in errors
     assert "in test_fault" in errors  # the stack names the line that waits
 
 
@@ -122,23 +115,3 @@ def test_run_sizes_ends_with_one_closing_line(tmp_path):
     more.write_text("import os\n\n\ndef test_dies():\n    os._exit(0)\n")
     status, output, _ = run_command([*command, "--", "-k", "dies or serial"], cwd=tmp_path, timeout=60)
     assert (status, output.splitlines()[-1]) == (1, "1 passed, 2 failed, 0 skipped"), output
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "expected"),
-    [
-        (0, "..\n2 passed in 0.10s", (0, Counter(passed=2))),
-        (0, "=== 2 passed, 1 skipped in 61.00s (0:01:01) ===", (0, Counter(passed=2, skipped=1))),
-        (1, "1 failed, 2 passed, 1 error in 1.00s", (1, Counter(failed=2, passed=2))),
-        (0, "1 passed, 1 xfailed in 1.00s", (0, Counter(passed=1, skipped=1))),
-        (0, "", (NO_VERDICT, Counter(failed=1))),  # no word at the end
-        (0, "1 passed in 1s\n" * 2, (NO_VERDICT, Counter(failed=1))),  # one from each rank
-        (0, "1 failed in 1s", (NO_VERDICT, Counter(failed=1))),  # a status that disagrees
-        (86, "2 passed in 0.10s", (86, Counter(passed=2, failed=1))),  # hung at the end
-        (5, "no tests ran in 0.01s", (5, Counter(failed=1))),
-        (5, "3 deselected in 0.01s", (0, Counter(deselected=3))),
-    ],
-)
-def test_verdict_of_a_part(status, output, expected):
-    verdict = read_verdict(status, output)
-    assert (verdict.status, verdict.counts) == expected

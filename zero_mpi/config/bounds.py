@@ -165,7 +165,9 @@ CONTRADICTIONS = (
     Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
     apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),
     Contradiction("precision", lambda c: c.precision == "fp64" and not is_plain(c), FOR_FP64),
-    apart("qat", lambda c: c.lora is not None, "--lora"),
+    apart(
+        "qat", lambda c: c.lora is not None and c.precision != "fp32", "--lora and --precision {precision}"
+    ),
     apart("qat", lambda c: bool(c.freeze), "--freeze"),
     apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
     apart("qat", lambda c: c.ema is not None, "--ema"),

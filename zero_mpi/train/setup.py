@@ -14,10 +14,9 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.mixes import MIXES, known_type
-from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
+from zero_mpi.checkpoint.weights import WeightSource, weights_digest
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
@@ -26,6 +25,7 @@ from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream, TokenSpans
+from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
@@ -33,7 +33,9 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops import ggml
+from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
@@ -204,13 +206,7 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """Run that is ready to continue from `progress`.
-
-    transport   description of the transport between ranks; empty for a single rank
-    nodes       number of nodes that the transport tells apart, 0 where it does not
-    resumed     folder of the checkpoint, if the run resumes from one
-    weights     files of the initial weights, by setting
-    """
+    """Run that is ready to continue from `progress`."""
 
     config: Config
     comm: Comm
@@ -226,10 +222,10 @@ class Session:
     progress: TrainingProgress
     tokenizer: Tokenizer | None
     notes: list[str]
-    transport: str = ""
-    nodes: int = 0
-    resumed: Path | None = None
-    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
+    transport: str = ""  # description of the transport between ranks; empty for a single rank
+    nodes: int = 0  # number of nodes that the transport tells apart, 0 where it does not
+    resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
+    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
 
 
 def build(world: World, spec: RunSpec) -> Session:
@@ -302,7 +298,7 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products, config.qat),
+        rules_of(config.optimizer, model, betas, config.eps, products, None if config.lora else config.qat),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),
@@ -317,7 +313,10 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
         loose = set(base) - spec.model.stored.keys()
-        world.together(lambda: module.load_slices(finite(init.read, init.path), loose))
+        read = finite(init.read, init.path)
+        kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
+        seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
+        world.together(lambda: module.load_slices(rounded(read, seen), loose))
     if isinstance(init, GGUFFile) and spec.model.stored:
         world.together(lambda: module.load_stored(finite_blocks(init)))
     if start is not None:
@@ -330,6 +329,18 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
     optimizer.begin()
     return TrainingProgress()
+
+
+def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
+    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
+
+    def rounding(name: str, start: int, stop: int) -> Array:
+        values = read(name, start, stop)
+        if name in kinds:
+            round_to(kinds[name], values, values)
+        return values
+
+    return rounding
 
 
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:

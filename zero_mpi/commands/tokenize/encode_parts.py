@@ -39,9 +39,16 @@ from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import FileError, JobError, UsageError, writing
 from zero_mpi.files.foreign import quoted, shown
-from zero_mpi.files.json_lines import is_text
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, MOST_UNPACKED, TextStream, length_of, line_number, packing_of
+from zero_mpi.files.text_streams import (
+    MOST,
+    MOST_UNPACKED,
+    TextStream,
+    is_text,
+    length_of,
+    line_number,
+    packing_of,
+)
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
