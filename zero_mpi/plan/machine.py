@@ -73,7 +73,7 @@ ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
 # GPUs of 2023 and their networks by data sheets, at shares that are often reached: not measured here.
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
-ASSUMED_GPU_FP32 = Machine(*GPU_LINKS, flops=4e13, moves=3e12)
+ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)
 LOW = ASSUMED_BF16, ASSUMED_GPU  # assumed machines for low precision
 DOCTOR = {  # name -> its place in the doctor's JSON
     "alpha_node": "links.node.alpha_seconds",
@@ -114,33 +114,11 @@ RATES = {  # flag -> field of `Machine` and of a link in it, help of the flag, f
 }
 
 
-def read_doctor(path: Path) -> dict[str, float]:
-    """Return the numbers of a doctor's JSON by the names of flags, without those it did not measure."""
-    place = shown(path)
-    try:
-        found: Any = parse_json(read_file(path, MOST_DOCTOR))
-    except FileError as error:
-        raise UsageError(f"--doctor {error}") from None
-    except ValueError as error:
-        raise UsageError(f"--doctor {place}: not the JSON of zero-mpi doctor: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"--doctor {place}: expected a JSON object of zero-mpi doctor, found another value")
-    numbers = {name: number_at(place, found, keys) for name, keys in DOCTOR.items()}
-    known = {name: value for name, value in numbers.items() if value is not None}
-    if not known:
-        raise UsageError(f"--doctor {place}: no speed in it; expected keys such as links.node.alpha_seconds")
-    return known
-
-
-def number_at(place: str, found: Any, keys: str) -> float | None:
-    """Return the number at a path of keys, None if there is none; raises UsageError for other values."""
-    for key in keys.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if found is None:
-        return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < LARGEST:
-        raise UsageError(f"--doctor {place}: {keys} is {shown(found)}; expected a number of at least 0")
-    return float(found)
+def assumed(on_gpu: bool, precision: str) -> Machine:
+    """Return the values assumed for missing numbers; in bf16 a processor is assumed to have units for it."""
+    if on_gpu:
+        return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
+    return ASSUMED_BF16 if precision == "bf16" else ASSUMED
 
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
@@ -156,12 +134,30 @@ def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine
     return base
 
 
-def assumed(on_gpu: bool, precision: str) -> Machine:
-    """Return the values assumed for missing numbers; in bf16 a processor is assumed to have units for it."""
-    if on_gpu:
-        return ASSUMED_GPU_FP32 if precision == "fp32" else ASSUMED_GPU
-    return ASSUMED_BF16 if precision == "bf16" else ASSUMED
+def read_doctor(path: Path) -> dict[str, float]:
+    """Return the numbers of a doctor's JSON by the names of flags, without those it did not measure."""
+    place = f"--doctor {shown(path)}"
+    try:
+        found: Any = parse_json(read_file(path, MOST_DOCTOR))
+    except FileError as error:
+        raise UsageError(f"--doctor {error}") from None
+    except ValueError as error:
+        raise UsageError(f"{place}: not the JSON of zero-mpi doctor: {error}") from None
+    known = dict[str, float]()
+    for name, keys in DOCTOR.items():
+        value = found
+        for key in keys.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+                raise UsageError(f"{place}: {keys} is {shown(value)}; expected a number of at least 0")
+            known[name] = float(value)
+    if not known:
+        raise UsageError(f"{place}: no speed in it; expected keys such as links.node.alpha_seconds")
+    return known
 
+
+# ------------------------------------------------------------------------------- a file about a machine
 
 LINK: dict[str, type] = {"alpha_seconds": float, "bytes_per_second": float}
 TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, all above 0
@@ -190,12 +186,11 @@ def read_machine(path: Path) -> MachineFile:
     place = f"--machine {shown(path)}"
     found = read_tables("--machine", path)
     refuse_unknown(place, found, (*TABLES, "network"))
-    tables = {
-        name: checked(f"{place}: [{name}]", found.get(name), keys)
+    node, rates, disk = (
+        checked(f"{place}: [{name}]", found.get(name), keys) if name in found or name != "disk" else None
         for name, keys in TABLES.items()
-        if name in found or name != "disk"
-    }
-    node, rates, disk = tables["node"], tables["rates"], tables.get("disk")
+    )
+    assert node is not None and rates is not None, "only a disk may be missing"  # noqa: PT018
     levels = tuple(read_levels(place, found.get("network")))
     numbers = {
         "alpha_node": node["alpha_seconds"],
@@ -215,13 +210,12 @@ def read_levels(place: str, found: Any) -> Iterator[Level]:
     if not isinstance(found, list) or not found:
         raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
     tables = []
-    for number, table in enumerate(found):
-        last = number == len(found) - 1
-        keys = {key: kind for key, kind in LEVEL.items() if key != "nodes" or not last}
-        where = f"{place}: [[network]] {number + 1}"
+    for number, table in enumerate(found, 1):
+        where = f"{place}: [[network]] {number}"
+        last = number == len(found)
         if last and isinstance(table, dict) and "nodes" in table:
             raise UsageError(f"{where}: nodes: not for the last level, which joins all nodes; leave it out")
-        tables.append(checked(where, table, keys))
+        tables.append(checked(where, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last}))
     for number, (inner, outer) in enumerate(pairwise(tables[:-1]), 2):
         if outer["nodes"] <= inner["nodes"]:
             raise UsageError(
@@ -246,16 +240,14 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{place}: expected a table with {', '.join(keys)}, found {came(table)}")
     refuse_unknown(place, table, tuple(keys))
-    return {key: value_of(f"{place}: {key}", table.get(key), kind) for key, kind in keys.items()}
-
-
-def value_of(place: str, value: Any, kind: type) -> Any:
-    """Return a value of a type, a number within bounds; raises UsageError."""
-    kinds = (int, float) if kind is float else kind
-    fits = isinstance(value, kinds) and not isinstance(value, bool)
-    if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
-        raise UsageError(f"{place}: expected {SAID[kind]}, found {came(value)}")
-    return kind(value)
+    values = dict[str, Any]()
+    for key, kind in keys.items():
+        value = table.get(key)
+        fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
+            raise UsageError(f"{place}: {key}: expected {SAID[kind]}, found {came(value)}")
+        values[key] = kind(value)
+    return values
 
 
 def came(value: Any) -> str:
