@@ -1,7 +1,5 @@
 """Steps of training with a preference loss or a teacher, on data as a plan supposes them."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from zero_mpi.data.documents import Document, stream_of
@@ -11,8 +9,7 @@ from zero_mpi.data.teacher_file import TeacherFile
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn.distilled import Distilled
 from zero_mpi.nn.preference import Preference
-from zero_mpi.train.objective import CrossEntropyStep, Objective
-from zero_mpi.train.preferences import PreferenceObjective
+from zero_mpi.train.objective import Objective, PreferenceObjective
 
 LOSSES = {
     name: {"lora": LoRA(5, 7.0), "frozen": FROZEN, "packed": True, "preference": Preference(name)}
@@ -21,24 +18,14 @@ LOSSES = {
 } | {"teacher": {"teacher": True}}
 
 
-@dataclass
 class Taught(Objective):
     """A teacher's loss, with records that are not read from a file."""
 
-    module: object
-    loader: StepLoader
-
-    def step(self, number):
-        return TaughtStep(self.loader, number)
-
-
-class TaughtStep(CrossEntropyStep):
-    def micro(self, i):
-        batch = self._loader.micro(self._number, i)
+    def micro(self, number, scale, i):
+        batch = self.loader.micro(number, i)
         records = np.zeros(batch.targets.size, TeacherFile(3, 1.0, 0, 9, "", "").record)
         records["logp"] = records["rest"] = -1.0
-        vocab = self._loader.windows.vocab
-        return batch.inputs, Distilled(batch.targets, self._scale, records, 0.5, 1.0, vocab)
+        return batch.inputs, Distilled(batch.targets, scale, records, 0.5, 1.0, self.loader.windows.vocab)
 
 
 def objective_of(case, module):

@@ -11,11 +11,10 @@ from recording import RecordingComm
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedOptimizer
 from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
+from zero_mpi.comm.kinds import EXACT_PIECE, PAGE, RANK_BYTES
 from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.nodes.hybrid import MPIComm
-from zero_mpi.comm.scratch import EXACT_PIECE, PAGE
 from zero_mpi.comm.shared.comm import SharedComm
-from zero_mpi.comm.shared.words import RANK_BYTES
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.optimizer import rules_of
 from zero_mpi.models import GPT2, Llama

@@ -1,13 +1,17 @@
-"""The wrapper of a transport that hands on every call; others derive from it what they do in another way."""
+"""Wrappers of a transport that hand on every call; others derive from them what they do in another way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zero_mpi.comm.base import Comm, Handle, ModuleMemory
+from zero_mpi import environment
+from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, wait_until
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
+
+if TYPE_CHECKING:
+    from zero_mpi.comm.transfer import MessageComm
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
@@ -66,9 +70,20 @@ class CommWrapper(Comm):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        given = f"{self.size if contributors is None else contributors} contributors"
+        contributors = self.all_contributors if contributors is None else contributors
         how = "added to what is there" if accumulate else "from zero"
-        self.on_collective("reduce_scatter", label, full, partition, given, how)
+        self.on_collective("reduce_scatter", label, full, partition, f"{contributors} contributors", how)
+        return self._reduce(full, out, partition, contributors, accumulate, label)
+
+    @property
+    def all_contributors(self) -> int:
+        """The number of ranks that a reduction sums over where a call does not say it."""
+        return self.size
+
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
+    ) -> Handle:
+        """Start a reduction: `reduce_scatter` with all arguments given."""
         handle = self._inner.reduce_scatter(
             full, out, partition, contributors=contributors, accumulate=accumulate, label=label
         )
@@ -128,3 +143,44 @@ class CommWrapper(Comm):
         if self._group is None or self._group[0] is not group:
             self._group = group, self.beside(group)
         return self._group[1]
+
+
+class ProgressingWrapper(CommWrapper):
+    """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
+
+    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
+        super().__init__(inner)
+        self._library = inner
+        self._crowded = ranks_here > environment.node_cores()
+
+    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
+        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
+
+        def pushed() -> bool:
+            self.progress()
+            if ready():
+                return True
+            self._library.poke_progress()
+            return False
+
+        with self.meter.waiting(kind, label):
+            wait_until(pushed, self._crowded)
+
+    def wrapped(self, inner: Handle) -> Handle:
+        return DONE if inner is DONE else ProgressingHandle(self, inner)
+
+
+class ProgressingHandle(Handle):
+    """A transfer whose wait pushes all other transfers too."""
+
+    def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
+        self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
+
+    def test(self) -> bool:
+        self._comm.progress()
+        return self._inner.test()
+
+    def wait(self) -> None:
+        if not self._inner.test():
+            self._comm.wait_until(self._inner.test, self.kind, self.label)
+        self._inner.wait()  # complete: an error comes out

@@ -14,35 +14,13 @@ from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, spelled, t
 from zero_mpi.config.toml import read_toml
 
 METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choices
-    "out": "DIR",
-    "resume": "WHAT",
-    "init": "PATH",
-    "data": "PATH",
-    "val_data": "PATH",
-    "freeze": "PATTERN",
-    "lr_scale": "W=X",
-    "lora": "R",
-    "lora_alpha": "A",
-    "lora_targets": "W",
-    "lora_init": "FILE",
-    "teacher": "FILE",
-    "tokenizer": "WHICH",
-    "control_tokens": "HOW",
-    "chat_template": "FILE",
-    "template_var": "KV",
-    "enable_thinking": "B",
-    "template_date": "DAY",
-    "threads": "N",
-    "max_time": "TIME",
-    "warmup": "N",
-    "prometheus": "FOLDER",
-    "wandb": "PROJECT",
-    "mlflow": "NAME",
-    "trace": "FILE",
-    "trace_steps": "A:B",
-    "reduce_dtype": "TYPE",
-}
-OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
+    "out": "DIR", "resume": "WHAT", "init": "PATH", "data": "PATH", "val_data": "PATH", "freeze": "PATTERN",
+    "lr_scale": "W=X", "lora": "R", "lora_alpha": "A", "lora_targets": "W", "lora_init": "FILE",
+    "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW", "chat_template": "FILE",
+    "template_var": "KV", "enable_thinking": "B", "template_date": "DAY", "threads": "N",
+    "max_time": "TIME", "warmup": "N", "prometheus": "FOLDER", "wandb": "PROJECT", "mlflow": "NAME",
+    "trace": "FILE", "trace_steps": "A:B", "reduce_dtype": "TYPE",
+}  # fmt: skip
 FIRST = {  # flags that --help shows; --help-all shows all
     "out", "steps", "epochs", "resume", "dry_run", "init", "arch", "layers", "dim", "heads", "context",
     "lora", "data", "tokenizer", "batch_size", "micro_batch", "lr", "warmup", "strategy", "device",

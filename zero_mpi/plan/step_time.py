@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from zero_mpi.checkpoint.parallel_write import assigned
 from zero_mpi.comm import kinds
-from zero_mpi.comm.scratch import EXACT_PIECE, chain_piece
+from zero_mpi.comm.kinds import EXACT_PIECE, chain_piece
 from zero_mpi.files.file_systems import OF_MANY
 from zero_mpi.plan import rank_memory
 from zero_mpi.plan.case import Case

@@ -23,7 +23,6 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import is_adapter_file, lora_of
 from zero_mpi.checkpoint.sound import (
     AVERAGE,
     ID,
@@ -37,12 +36,11 @@ from zero_mpi.checkpoint.sound import (
     digest_of_files,
     digest_of_pieces,
     from_lines,
-    keys_of,
     piece_digests,
 )
 from zero_mpi.checkpoint.state import ARCHITECTURE, COUNTS, STATE, read_json
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of, open_weights
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show

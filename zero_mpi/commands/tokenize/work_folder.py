@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.folders import sync_folder
 from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.data.corpus import UNFINISHED
 from zero_mpi.data.encoded_cache import code, sealed
-from zero_mpi.data.sources import UNFINISHED
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_index
 from zero_mpi.data.tokenizers.byte import Tokenizer
@@ -129,11 +129,8 @@ class PartWriter:
             raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
         if len(ids):
             raw = ids.astype(self._dtype, copy=False).tobytes()
-            try:
+            with naming(self._aside[BIN]):
                 self._file.write(raw)
-            except OSError as error:
-                with naming(self._aside[BIN]):
-                    raise error
             self._digest.update(raw)
             self._sizes.append(len(ids))
 

@@ -1,0 +1,311 @@
+"""Measurements of the doctor: the run folder, products on each rank, messages between ranks, bits of results.
+
+Rank 0 does in the run folder with small files what a save does (`checkpoint.folders`). Every host then looks
+for what rank 0 wrote, since each rank reads its own part of a checkpoint. Nothing of it stays.
+
+A step takes as long as its slowest rank. The products are those of a model, with the threads that a job has,
+while all others multiply too. Ranks pass a small and a large message on in a ring, all rings at once: the
+ranks of each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks
+of a node share its link, and the large message is cut among them. A time is the median over repeats of the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import ops
+from zero_mpi.checkpoint import folders
+from zero_mpi.cli.text import duration, few, plural, short_size
+from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
+from zero_mpi.environment import portable
+from zero_mpi.errors import UsageError
+from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
+from zero_mpi.launch.consistency import blas, check_pins
+from zero_mpi.ops import trial
+from zero_mpi.ops.low_precision import BFLOAT16
+
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
+LONGEST = 5.0  # seconds after which writing stops
+PATIENCE, LOOK = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
+SLOW = 20e6  # bytes per second
+LITTLE = 1 << 30  # bytes free
+BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
+EDGE = 384  # edge of the matrices: as wide as a small model, half a megabyte each
+BEHIND = 0.8  # share of the median host's rate
+PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
+SMALL = 64  # bytes of the message that measures latency
+BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
+FEWEST, MOST = 3, 60  # repeats
+SLOW_LINK, LATE = 125e6, 1e-3  # bytes per second (1 Gbit/s) and seconds: see to the network's settings
+NAME_IT = (
+    "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
+    "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
+)
+
+# --------------------------------------------------------------------------------------------- run folder
+
+
+@dataclass
+class Trial:
+    """Findings of rank 0. problem: why a run could not save there; folder: to look for; made: to remove."""
+
+    system: FileSystem = UNKNOWN
+    free: int = 0
+    written: int = 0  # bytes flushed to disk, TRIAL unless that took too long
+    synced: float = 0.0  # seconds that this took
+    published: float = 0.0  # seconds to publish a small checkpoint
+    problem: str = ""
+    folder: Path | None = None
+    made: list[Path] = field(default_factory=list)
+
+
+def run_folder(where: Ranks) -> list[Row]:
+    """Try the run folder. Collective."""
+    out = Path(where.options.out)
+    found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.rank == 0 else None)
+    seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
+    if where.rank == 0:
+        if found.folder is not None:
+            shutil.rmtree(found.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
+            for folder in found.made:
+                folder.rmdir()
+    return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
+
+
+def try_folder(out: Path) -> Trial:
+    """Try everything that one rank can; the trial folder stays."""
+    found = Trial()
+    try:
+        found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        found.system, found.free = file_system(out), shutil.disk_usage(out).free
+        folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
+        folder.mkdir()
+        found.folder = folder
+        data, begun = os.urandom(BLOCK), time.perf_counter()
+        with open(folder / "bytes", "wb", buffering=0) as file:
+            while found.written < TRIAL and time.perf_counter() - begun < LONGEST:
+                found.written += file.write(data)
+            os.fsync(file.fileno())
+        found.synced, begun = time.perf_counter() - begun, time.perf_counter()
+        for text in ("first", "second"):  # checkpoints of one step, the second in the place of the first
+            new = folders.begin(folder, 1)
+            (new / folders.MODEL).write_text(text)
+            folders.publish(folder, 1, new, keep=1)
+        seen = (folder / folders.LATEST / folders.MODEL).read_text()
+        if seen != "second":
+            shown = f"`{folders.LATEST}` shows the {seen} of two files"
+            raise OSError(errno.EIO, f"a rename is not visible: {shown}")
+        found.published = time.perf_counter() - begun
+    except OSError as error:
+        found.problem = f"{error.filename or out}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            found.free = 0
+    return found
+
+
+def sees(trial: Path | None) -> bool:
+    """Tell whether this host sees what rank 0 published; a network file system may take a moment."""
+    until = time.monotonic() + PATIENCE
+    while trial is not None:
+        with contextlib.suppress(OSError):
+            return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK)
+    return True
+
+
+def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
+    """Yield all rows; `blind`: hosts that do not see the folder."""
+    if found.problem:
+        full = found.free == 0 and found.folder is not None
+        remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
+        yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
+        return
+    models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
+    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
+    if not found.system.lasting:
+        remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
+    yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
+    rate = found.written / max(found.synced, 1e-9)
+    value = f"{short_size(found.written)} written to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    remedy = "train with --async-save, save less often, or use a faster file system"
+    yield assessed("disk", value, rate >= SLOW, remedy)
+    value = f"a small checkpoint of rank 0, published twice in {duration(found.published)}"
+    if blind:
+        value = f"{', '.join(few(blind))} cannot see files that rank 0 writes to {out}"
+    common = "use a file system that all hosts mount at the same path: --out DIR"
+    yield assessed("seen by all hosts", value, not blind, common, BAD)
+
+
+# ----------------------------------------------------------------------------------------------- products
+
+
+def square_product(kind: Any) -> Callable[[], object]:
+    """Make a product of matrices of EDGE, computed as layers do."""
+    a, b = (np.random.default_rng(seed).random((EDGE, EDGE), np.float32).astype(kind) for seed in (1, 2))
+    out = np.zeros_like(a)
+    return lambda: ops.linear_backward_x(a, b, out)
+
+
+def rate(seconds: float, product: Callable[[], object]) -> float:
+    """Return this rank's floating-point operations per second, over `seconds` and at least one product."""
+    product()  # starts the library's threads
+    begun, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begun < seconds:
+        product()
+        count += 1
+    return 2.0 * EDGE**3 * count / (time.perf_counter() - begun)
+
+
+def products(where: Ranks) -> Iterator[Row]:
+    """Measure on all ranks at once; notes the rates of the median and the slowest rank. Collective."""
+    where.world.node_by_node(ops.prepare)
+    where.comm.barrier()
+    rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
+    where.figures["flops_per_second_per_rank"] = statistics.median(rates)
+    where.figures["flops_per_second_slowest_rank"] = min(rates)
+    return rate_rows(rates, where)
+
+
+def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
+    """Yield the rates, and the hosts that are behind; of two hosts the faster one is the median."""
+    spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
+    total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
+    yield Row("speed", f"{spread} GFLOP/s per rank, {total}")
+    hosts = [statistics.mean(rates[rank] for rank in ranks) for ranks in where.nodes]
+    if len(hosts) == 1:
+        return
+    shares = [100 * host / statistics.median_high(hosts) for host in hosts]
+    slow = [f"{name} at {x:.0f} % of the median" for x, name in where.named(shares) if x < 100 * BEHIND]
+    value = f"the slowest has {min(shares):.0f} % of the median"
+    if slow:
+        value = f"{', '.join(few(slow))}: all ranks wait for it"
+    remedy = "exclude it from the job, or check it for other programs (top), heat and a lower clock"
+    yield assessed("uneven hosts", value, not slow, remedy)
+
+
+def gigaflops(flops: float) -> str:
+    """Return a rate in GFLOP/s, as text."""
+    return f"{flops / 1e9:.{0 if flops >= 1e10 else 1}f}"
+
+
+def kernels(where: Ranks) -> list[Row]:
+    """Measure bfloat16 on all ranks at once, after float32, and compare the ranks' bits. Collective."""
+    library, reason = ops.products(BFLOAT16)
+    where.comm.barrier()
+    seconds = PRODUCTS[where.options.quick]
+    rates = where.gather(rate(seconds, square_product(BFLOAT16)) if library else 0.0)
+    median = where.figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
+    value = f"--precision bf16 would be slower than fp32: {reason or 'some ranks have no library'}"
+    if min(rates):
+        times = median / where.figures["flops_per_second_per_rank"]
+        value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {times:.1f} times fp32"
+    faults = list(filter(None, where.gather(pins_fault())))
+    return [Row("bf16", value), bits_row(where.gather(trial.digest()), blas(), faults[0] if faults else "")]
+
+
+def bits_row(trials: list[str], library: str, fault: str) -> Row:
+    """Return the row of the ranks' bits, given each rank's trial and what keeps --bits from holding."""
+    kinds = len(set(trials))
+    value = f"trial {trials[0]}" + (f" and {plural(kinds - 1, 'other')} among the ranks" if kinds > 1 else "")
+    how = "native, fastest kernels for each CPU"
+    if portable.asked() == portable.PORTABLE:
+        how = f"portable, {portable.LEVEL} ({library}, compiled for {portable.TARGET})"
+    remedy = "use --bits portable, or identical hosts" if not fault else "see docs/exact.md"
+    return assessed("bits", fault or f"{how}; {value}", kinds == 1 and not fault, remedy)
+
+
+def pins_fault() -> str:
+    """Return why this rank's bits are not portable though --bits asks for it, or an empty text."""
+    try:
+        if portable.asked() == portable.PORTABLE:
+            check_pins()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------- messages
+
+
+def across(where: Ranks) -> tuple[list[int], int]:
+    """Return the ranks of this rank's place on all nodes (none if a node lacks it), and how many rings."""
+    sharing = min(map(len, where.nodes))
+    return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
+
+
+def links(where: Ranks) -> Iterator[Row]:
+    """Measure all links; notes `links`. Collective. UsageError if --max-mb exceeds a rank's memory."""
+    mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
+    if mebibytes * 2**20 * BUFFERS > memory:
+        most = memory // BUFFERS >> 20
+        has = f"a rank has {memory >> 20} MiB of memory"
+        raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
+    found = where.figures["links"] = dict[str, Any](node=None, between=None)
+    if len(where.nodes) < where.size:
+        found["node"] = measure(where, where.nodes[where.node], 1)
+        yield Row("link in a node", text_of(found["node"]))
+    if len(where.nodes) > 1:
+        found["between"] = measure(where, *across(where))
+        yield network(found["between"])
+    if where.size == 1:
+        yield Row("links", "not measured: only one rank")
+
+
+def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
+    """Return the seconds of a message and seconds of a byte over a link. Collective.
+
+    ring: the ranks that pass a message on, this one among them; sharing: number of rings over a link
+    """
+    large = max(int(where.options.max_mb * 2**20) // sharing, SMALL + 1)
+    alpha = seconds_of(where, ring, SMALL)
+    beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * sharing)
+    return {"alpha_seconds": alpha, "beta_seconds_per_byte": beta}
+
+
+def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
+    """Return the seconds in which every rank passes on `nbytes`. Collective."""
+    mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    place = ring.index(where.rank) if len(ring) > 1 else None
+
+    def once() -> float:
+        where.comm.barrier()
+        begun = time.perf_counter()
+        if place is not None:
+            after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+            where.world.mpi.COMM_WORLD.Sendrecv(mine, after, recvbuf=theirs, source=before)
+        return time.perf_counter() - begun
+
+    once()  # makes connections
+    budget = MESSAGES[where.options.quick]
+    repeats = min(MOST, max(FEWEST, int(budget / max(*where.gather(once()), 1e-9))))
+    times = where.gather([once() for _ in range(repeats)])
+    return float(statistics.median(max(together) for together in zip(*times, strict=True)))
+
+
+def text_of(link: dict[str, float]) -> str:
+    """Return a link's latency and bandwidth as text."""
+    beta = link["beta_seconds_per_byte"]
+    return f"latency {duration(link['alpha_seconds'])}, {short_size(1 / beta) + '/s' if beta else 'no limit'}"
+
+
+def network(link: dict[str, float]) -> Row:
+    """Return the row of the network between nodes."""
+    fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
+    return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)

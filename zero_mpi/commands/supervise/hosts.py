@@ -1,0 +1,161 @@
+"""Hosts of a run: where they are named, which of them answer, which of these a start may use, its command.
+
+A host answers if a command that goes there ends with status 0 in time. All are asked at once, before each
+start but the first, except for the host that asks. The last `spare` of the list are not used while those
+before them answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from zero_mpi.commands.hostfile import LINES, HostEntry, hosts_in, read_hosts
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+
+AT_ONCE = 64  # hosts that are asked at the same time
+LOOK = 0.05  # seconds between looks at the asked hosts
+SECONDS = 30.0  # seconds for Slurm to name its nodes
+HERE = "{host}"
+BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
+BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
+PLACEHOLDERS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"
+DEFAULT_OUT = "runs/default"  # default --out of train
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """Hosts in their order."""
+
+    hosts: tuple[HostEntry, ...]
+    probe: tuple[str, ...]  # words of a command, with HERE for a host's name
+    timeout: float = 15.0  # seconds that it may take
+    spare: int = 0  # how many of the last hosts are kept back
+
+    def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
+        """Return the hosts of a start: the first that are not silent."""
+        wanted = len(self.hosts) - self.spare
+        return tuple(host for host in self.hosts if host.name not in silent)[:wanted]
+
+    def silent(self) -> list[str]:
+        """Return the names of the hosts that do not answer."""
+        name = platform.node()
+        own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+        names, silent = [host.name for host in self.hosts if host.name not in own], list[str]()
+        for begin in range(0, len(names), AT_ONCE):
+            asking = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
+            until = time.monotonic() + self.timeout
+            while time.monotonic() < until and any(one and one.poll() is None for one in asking.values()):
+                time.sleep(LOOK)
+            for name, one in asking.items():
+                if one and one.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(one.pid, signal.SIGKILL)
+                    one.wait()
+                if one is None or one.returncode != 0:
+                    silent.append(name)
+        return silent
+
+    def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
+        """Start the probe of a host in a group of its own; None if there is no such program."""
+        words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
+        try:
+            return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        except OSError:
+            return None
+
+
+def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
+    """Return the hosts of a file or of the batch job, or None if none are named; raises UsageError."""
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
+    if not (file or nodes):
+        return None
+    hosts = hosts_in(file) if file else slurm_hosts(environ)
+    text = probe or (BY_SSH if file else BY_SRUN)
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--probe {shown(text)}: not a command: {error}") from None
+    if not any(HERE in word for word in words):
+        raise UsageError(f"--probe {shown(text)}: expected {HERE} in place of the host name")
+    return HostPool(tuple(hosts), words)
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
+    """Return the nodes of a Slurm job with the ranks that each takes; raises UsageError."""
+    question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
+    try:
+        answer = subprocess.run(question, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+        names = read_hosts(answer.stdout.decode().splitlines(), "scontrol show hostnames")
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+        raise UsageError(f"scontrol cannot list the nodes of this job ({error}); add --hostfile") from None
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+    counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
+    counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
+    return [HostEntry(host.name, max(1, count)) for host, count in zip(names, counts, strict=False)]
+
+
+@dataclass(frozen=True)
+class Template:
+    """Words of a command; `form` is that of its hostfile."""
+
+    words: tuple[str, ...]
+    form: str
+
+    @property
+    def takes_hosts(self) -> bool:
+        return any(name in word for word in self.words for name in PLACEHOLDERS)
+
+    def fill(self, hosts: Sequence[HostEntry], folder: Path) -> list[str]:
+        """Return the words for some hosts; the hostfile is written into `folder`."""
+        path = folder / "hosts"
+        path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
+        names = ",".join(host.name for host in hosts)
+        values = str(path), names, str(len(hosts)), str(ranks_of(hosts))
+        words = list(self.words)
+        for placeholder, value in zip(PLACEHOLDERS, values, strict=True):
+            words = [word.replace(placeholder, value) for word in words]
+        return words
+
+    def resuming(self) -> Template:
+        """Return the command that continues from the run's own newest checkpoint, whatever it began from."""
+        words, is_given = list(self.words), False
+        for number, word in enumerate(words):
+            if word == "--resume" and number + 1 < len(words):
+                words[number + 1], is_given = "auto", True
+            elif word.startswith("--resume="):
+                words[number], is_given = "--resume=auto", True
+        if self._is_training() and not is_given:
+            words += ["--resume", "auto"]
+        return Template(tuple(words), self.form)
+
+    def out(self) -> Path | None:
+        """Return the folder of the run, or None if the command does not train; raises UsageError."""
+        given = [after for word, after in pairwise((*self.words, "")) if word == "--out"]
+        given += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
+        if given:
+            return Path(given[-1])
+        if any(word.partition("=")[0] == "--config" for word in self.words):
+            raise UsageError("--run: expected the run folder, because the command has --config and no --out")
+        return Path(DEFAULT_OUT) if self._is_training() else None
+
+    def _is_training(self) -> bool:
+        names = [Path(word).name for word in self.words]
+        return "zero_mpi.train" in names or ("zero-mpi", "train") in pairwise(names)
+
+
+def ranks_of(hosts: Sequence[HostEntry]) -> int:
+    """Return how many ranks some hosts take."""
+    return sum(host.slots for host in hosts)
