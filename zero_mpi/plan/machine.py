@@ -242,7 +242,7 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
     refuse_unknown(place, table, tuple(keys))
     values = dict[str, Any]()
     for key, kind in keys.items():
-        value = table.get(key)
+        value: Any = table.get(key)
         fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
             raise UsageError(f"{place}: {key}: expected {SAID[kind]}, found {came(value)}")

@@ -103,12 +103,13 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
     """Return what limits the scaling, each from some number of ranks up to the end, the first one first."""
-    found = []
-    for reason, test in {
+    tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
         "there is less than one micro-batch per rank": lambda _, here: here.ranks > case.rounds.micro_batches,
-    }.items():
+    }
+    found = []
+    for reason, test in tests.items():
         outcomes = [(here.ranks, test(before, here)) for before, here in pairwise(points)]
         held = [ranks for ranks, _ in takewhile(lambda outcome: outcome[1], reversed(outcomes))]
         if held:

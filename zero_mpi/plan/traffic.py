@@ -180,7 +180,8 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
     vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
-    return Traffic(*parameters, *gradients, np.full(case.ranks, vectors, np.int64))
+    (a, b), (c, d) = parameters, gradients
+    return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 
 
 def gathers_of(case: Case, unit: int) -> int:

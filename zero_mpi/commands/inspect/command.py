@@ -122,9 +122,9 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     yield from section("types", types)
     yield from section("keys", key_lines(found["keys"], all_keys))
     if (training := found["training"]) is not None:
-        counts = (f"{name} {value:,}" for name, value in training.items() if isinstance(value, int))
+        made = [f"{name} {value:,}" for name, value in training.items() if isinstance(value, int)]
         lines = [
-            ", ".join(counts),
+            ", ".join(made),
             f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}",
         ]
         for title in ("settings", "plan", "machine"):

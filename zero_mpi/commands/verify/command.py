@@ -205,7 +205,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
         then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # values from before these settings
         found: Config = replace(
             request.config,
-            **{  # type: ignore[arg-type]
+            **{
                 name: then[name] if then[name] is None else checked_type(proof, name, then[name])
                 for name in NAMES
                 if name in then
