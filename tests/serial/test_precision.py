@@ -16,8 +16,19 @@ from zero_mpi.compat.accumulation import GradAccum
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
-from zero_mpi.sharding.loss_scale import FIRST_EXPONENT, GROWTH_STEPS, MAX_EXPONENT, LossScale
-from zero_mpi.sharding.precision import BF16, FP16, FP32, FP64, as_kind, floats, precision_named
+from zero_mpi.sharding.precision import (
+    BF16,
+    FIRST_EXPONENT,
+    FP16,
+    FP32,
+    FP64,
+    GROWTH_STEPS,
+    MAX_EXPONENT,
+    LossScale,
+    as_kind,
+    floats,
+    precision_named,
+)
 
 KINDS = [ml_dtypes.bfloat16, np.float16]
 ops.prepare()

@@ -26,37 +26,29 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
     """Return the mean square of each column, (M, in), of the model's matrices that the file knows.
 
-    shapes: of the model's tensors. Raises FileError for another file, other sizes or numbers not finite.
+    shapes: of the model's tensors. An expert that no token chose has ones. Raises FileError for another
+    file, other sizes or numbers not finite.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
         kind = show(said or "a model")
         raise FileError(f"{path}: expected an importance matrix in GGUF, found {kind}")
     found: dict[str, Floats] = {}
-    for name in file.tensors:
-        stem = name.removesuffix(SUMS)
-        if stem != name and stem in shapes:
-            found[stem] = one_matrix(file, stem, shapes[stem])
+    names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
+    for name in filter(shapes.__contains__, names):
+        shape, spec = shapes[name], file.tensors[name + SUMS]
+        matrices, columns = (shape[0] if len(shape) > 2 else 1), shape[-1]
+        if spec.size != matrices * columns or spec.shape[-1] != columns:
+            expected = f"expected ({matrices}, {columns}) numbers, found {spec.shape}"
+            raise FileError(f"{file.path}: {name + SUMS}: {expected}")
+        sums, counts = file.tensor(name + SUMS).reshape(matrices, columns), file.read(name + COUNTS)[:, None]
+        if len(counts) != matrices or not np.isfinite(sums).all() or not np.isfinite(counts).all():
+            raise FileError(f"{file.path}: {name}: expected finite sums and {matrices} counts")
+        with np.errstate(all="ignore"):
+            found[name] = np.where(counts > 0, sums / counts, np.float32(1))
     if not found:
         raise FileError(f"{path}: expected the importance of this model's matrices, found none of them")
     return found
-
-
-def one_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Floats:
-    """Return the mean squares of one matrix; ones for an expert that no token chose."""
-    matrices, columns = (shape[0] if len(shape) > 2 else 1), shape[-1]
-    if file.tensors[name + SUMS].size != matrices * columns or file.tensors[name + SUMS].shape[-1] != columns:
-        found = file.tensors[name + SUMS].shape
-        raise FileError(
-            f"{file.path}: {name + SUMS}: expected ({matrices}, {columns}) numbers, found {found}"
-        )
-    sums = file.tensor(name + SUMS).reshape(matrices, columns)
-    counts = file.tensor(name + COUNTS).reshape(-1, 1)
-    if len(counts) != matrices or not np.isfinite(sums).all() or not np.isfinite(counts).all():
-        raise FileError(f"{file.path}: {name}: expected finite sums and {matrices} counts")
-    with np.errstate(all="ignore"):
-        means: Floats = np.where(counts > 0, sums / counts, np.float32(1))
-    return means
 
 
 def write_importance(

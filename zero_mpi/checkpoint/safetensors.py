@@ -62,7 +62,12 @@ class SafetensorsModel(Readable):
         """Read and check the header of one file, never the data. Raise UsageError if it is invalid."""
         with open_file(path, "a safetensors file") as file:
             stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
-            length = _header_length(stored, bytes(stored.take(file, 0, min(8, stored.nbytes))))
+            first = bytes(stored.take(file, 0, min(8, stored.nbytes)))
+            length, most = int.from_bytes(first, "little"), min(MAX_HEADER, stored.nbytes - 8)
+            if len(first) < 8 or not 2 <= length <= most:
+                found = f"{length}" if len(first) == 8 else f"a file of {len(first)} bytes"
+                expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
+                raise FileError(f"{stored.path}: {expected}, found {found}")
             raw = bytes(stored.take(file, 8, length))
         if raw[:1] != b"{":
             raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
@@ -89,7 +94,10 @@ class SafetensorsModel(Readable):
         models = [cls.open(folder / name) for name in expected]
         entries: dict[str, Entry] = {}
         for number, (name, model) in enumerate(zip(expected, models, strict=True)):
-            _check_part(folder, name, expected[name], set(model.tensors))
+            has = set(model.tensors)
+            for what, names in (("without", expected[name] - has), ("besides", has - expected[name])):
+                if names:
+                    raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
         return cls(tuple(model.parts[0] for model in models), entries)
 
@@ -127,15 +135,6 @@ class SafetensorsModel(Readable):
         return self.parts[entry.part].pieces(entry.offset, entry.nbytes, size)
 
 
-def _header_length(file: StoredFile, raw: bytes) -> int:
-    length, most = int.from_bytes(raw, "little"), min(MAX_HEADER, file.nbytes - 8)
-    if len(raw) < 8 or not 2 <= length <= most:
-        found = f"{length}" if len(raw) == 8 else f"a file of {len(raw)} bytes"
-        expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
-        raise FileError(f"{file.path}: {expected}, found {found}")
-    return length
-
-
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
     """Return the JSON object of `raw`. FileError for another value, a repeated name or invalid UTF-8."""
     try:
@@ -155,7 +154,7 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
 
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise fault("expected dtype, shape and data_offsets")
-    if not _is_text(name):
+    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON can spell half a surrogate pair
         raise fault("expected a name that UTF-8 can hold")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -169,11 +168,6 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
         found = f"found {offsets[1] - offsets[0]}"
         raise fault(f"expected {bits / 8:g} bytes for {dtype} {show(str(shape))}, {found}")
     return Entry(name, dtype, tuple(shape), start + offsets[0], bits // 8)
-
-
-def _is_text(name: str) -> bool:
-    """Return whether a name is text: JSON can spell half a surrogate pair, which is no character."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _are_counts(values: Any) -> bool:
@@ -203,12 +197,6 @@ def _weight_map(path: Path) -> dict[str, str]:
         if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
             raise FileError(f"{path}: weight_map: expected NAME.safetensors, found {show(str(name))}")
     return where
-
-
-def _check_part(folder: Path, name: str, expected: set[str], found: set[str]) -> None:
-    for what, names in (("without", expected - found), ("besides", found - expected)):
-        if names:
-            raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
 
 
 class SafetensorsStream(TensorStream):

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,9 @@ from zero_mpi.errors import JobError, UsageError, explain
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.nn.layer import Param
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.precision import FP64
+from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
 Parts = dict[str, list[Contribution]]  # by the role of the file
@@ -252,45 +252,58 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     UsageError for a folder with other files, for names and shapes that GGUF does not take (names of up to 33
     bytes, up to 4 dimensions) and if ranks differ; JobError if the system refuses to write.
     """
+    description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
-    description, scale = Description(ARCHITECTURE, {}, {}, {}), module.loss_scale
-
-    def look() -> tuple[str, Facts]:
-        check("save", folder, module, optimizer)
-        for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
-            pack_file(ARCHITECTURE, {}, tensors)
-        final = os.path.realpath(folder)
-        if module.comm.rank == 0:
-            check_place(Path(final))
-        return final, {"the folder": os.fspath(folder), "the steps": (optimizer.steps, optimizer.skipped)}
-
-    def begin() -> None:
-        folders.restore(final)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        folders.begin_beside(final)
-
-    found: str = agreed(module.comm, "save", look)
+    found: str = agreed(module.comm, "save", partial(look, folder, module, optimizer, description))
     comm = module.comm.background()
     final = Path(comm.broadcast_object(found))
-    progress = TrainingProgress(
-        optimizer.steps + optimizer.skipped,
-        skipped=optimizer.skipped,
-        updates=optimizer.steps,
-        scale_exponent=scale.recorded,
-        scale_steps=scale.good_steps,
-    )
-    parts = parts_of(optimizer, description)
+    aside, partly = folders.moved_aside(final), folders.beside(final)
+
+    def publish() -> None:
+        folders.put(partly, final)
+        shutil.rmtree(partly, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    parts, about = parts_of(optimizer, description), (progress_of(optimizer), description)
     try:
-        on_root(comm, begin)
-        write_files(rank_0_of(comm), folders.beside(final), optimizer, parts, (progress, description))
-        on_root(comm, partial(folders.publish_alone, final))
+        on_root(comm, partial(begin, final))
+        write_files(rank_0_of(comm), partly, optimizer, parts, about)
+        on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
-            shutil.rmtree(folders.beside(final), ignore_errors=True)
+            shutil.rmtree(partly, ignore_errors=True)
         raise JobError(f"save: {error}; {final} is unchanged") from error
     finally:
         comm.close()
     return final
+
+
+def begin(final: Path) -> None:
+    """Make the temporary folder of `save`; give a checkpoint its name back that no new one replaced."""
+    aside = folders.moved_aside(final)
+    if aside.exists() and not final.exists():
+        aside.rename(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    folders.begin_beside(final)
+
+
+def progress_of(optimizer: ShardedOptimizer) -> TrainingProgress:
+    """Return the steps of an optimizer, and its loss scale."""
+    steps, skipped, scale = optimizer.steps, optimizer.skipped, optimizer.module.loss_scale
+    exponent, good = scale.recorded, scale.good_steps
+    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps)
+    return replace(progress, scale_exponent=exponent, scale_steps=good)
+
+
+def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
+    """Return the folder without links, and the facts that ranks must share; raise ValueError if invalid."""
+    check("save", folder, module, optimizer)
+    for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
+        pack_file(ARCHITECTURE, {}, tensors)
+    final = os.path.realpath(folder)
+    if module.comm.rank == 0:
+        check_place(Path(final))
+    return final, {"the folder": os.fspath(folder), "the steps": (optimizer.steps, optimizer.skipped)}
 
 
 def check_place(final: Path) -> None:

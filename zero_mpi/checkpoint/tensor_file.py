@@ -230,7 +230,9 @@ class TensorStream:
         if self._file.closed:
             return
         try:
-            self._check_complete()
+            if missing := self._order[self._done :]:
+                where = f"{len(missing)} of {len(self._order)} tensors, from {show(missing[0])} on"
+                raise ValueError(f"{self.path}: expected all announced tensors, missing are {where}")
             with naming(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -271,9 +273,3 @@ class TensorStream:
         """Close the handle; suppress an error of the flush, so that the first error is reported."""
         with suppress(OSError):
             self._file.close()
-
-    def _check_complete(self) -> None:
-        missing = self._order[self._done :]
-        if missing:
-            where = f"{len(missing)} of {len(self._order)} tensors, from {show(missing[0])} on"
-            raise ValueError(f"{self.path}: expected all announced tensors, missing are {where}")

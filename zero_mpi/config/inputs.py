@@ -55,7 +55,9 @@ def open_init(config: Config) -> WeightSource | None:
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """Return the features of a model's configuration that training ignores."""
+    """Return notes on what training ignores of a model: dropout of its configuration, surplus bytes."""
+    if isinstance(init, GGUFFile) and init.surplus:
+        return [f"{init.path}: {init.surplus} bytes behind the last tensor are ignored"]
     if not isinstance(init, HuggingFaceFolder) or not init.dropout:
         return []
     return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]

@@ -23,7 +23,7 @@ from zero_mpi.errors import JobError
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.optim.optimizer import StepResult
-from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import LossScale
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.energy import Energy
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record

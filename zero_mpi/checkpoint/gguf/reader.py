@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.gguf.index import GGUFError, Index, Metadata, TensorInfo, read_index
+from zero_mpi.checkpoint.gguf.index import (
+    ALIGNMENT_KEY,
+    DEFAULT_ALIGNMENT,
+    GGUFError,
+    Index,
+    Metadata,
+    TensorInfo,
+    padded,
+    read_index,
+)
 from zero_mpi.checkpoint.tensor_file import Readable, StoredFile
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
@@ -74,6 +83,13 @@ class GGUFFile(Readable):
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def surplus(self) -> int:
+        """Bytes behind the last tensor, which other programs may leave."""
+        alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
+        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # of the last
+        return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""

@@ -19,13 +19,7 @@ from gguf import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, Settings
-from zero_mpi.checkpoint.huggingface.config import (
-    DROPOUTS,
-    DROPOUTS_ROTARY,
-    architecture,
-    biases_of,
-    keys_of,
-)
+from zero_mpi.checkpoint.huggingface.config import DROPOUTS, DROPOUTS_ROTARY, architecture, biases_of, keys_of
 from zero_mpi.checkpoint.huggingface.names import (
     FAMILIES,
     GGUF_NAMES,

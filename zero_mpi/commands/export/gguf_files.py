@@ -6,13 +6,13 @@ The pieces do not depend on the number of ranks, so neither do the bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType, quantize
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -21,6 +21,7 @@ from zero_mpi.checkpoint.gguf.index import Metadata, padded
 from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
 from zero_mpi.checkpoint.mixes import PLAIN
 from zero_mpi.checkpoint.parallel_write import OutputFile
+from zero_mpi.checkpoint.tensor_file import Floats
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
@@ -65,12 +66,9 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
 def create(file: PlannedFile, path: Path) -> None:
     """Create a file of its full length with its header."""
     header, _, nbytes = file.packed()
-    output = OutputFile(path)
-    try:
+    with closing(OutputFile(path)) as output:
         output.resize(nbytes)
         output.write_at(0, header)
-    finally:
-        output.close()
 
 
 def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, rank: int, size: int) -> None:
@@ -78,19 +76,14 @@ def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, 
     number = count()
     for file, path in zip(files, paths, strict=True):
         _, offsets, _ = file.packed()
-        output = OutputFile(path, new=False)
-        try:
-            for name, *_ in file.table:
-                for start, stop, offset in encoder.pieces(name):
-                    if next(number) % size == rank:
-                        output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
-        finally:
-            output.close()
+        pieces = ((name, *piece) for name, *_ in file.table for piece in encoder.pieces(name))
+        with closing(OutputFile(path, new=False)) as output:
+            for name, start, stop, offset in pieces:
+                if next(number) % size == rank:
+                    output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
 
 
 AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
-COPIED = 1 << 20  # bytes copied at a time
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

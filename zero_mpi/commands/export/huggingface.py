@@ -351,15 +351,8 @@ DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types t
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
 COPIED = (  # files copied from one Hugging Face folder to the next
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    GENERATION,
+    *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
 
 Kinds = dict[str, str]  # type of each tensor, by name
