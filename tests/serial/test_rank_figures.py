@@ -2,8 +2,8 @@
 
 import json
 import logging
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jobs import run_job
@@ -62,17 +62,16 @@ def test_the_median_is_of_those_who_computed_and_of_two_the_faster(seconds, name
 
 
 def test_a_pace_is_of_computing_and_not_of_waiting(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = iter([0.0, 5.0, 10.0, 14.0])  # beginnings and ends of two micro-batches
+    fake = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("zero_mpi.train.observers.time", fake)
     meter = Meter()
     pace = StepTimer(meter)
     assert pace.take() == (None, 0.0)
     for _ in range(2):
         with pace:
-            now[0] += 0.5
-            with meter.waiting("allgather"):
-                now[0] += 2.0
-    assert pace.take() == (0.5, 4.0)
+            meter.wait_seconds += 3.0
+    assert pace.take() == (1.5, 6.0)
     assert pace.take() == (None, 0.0)
 
 
