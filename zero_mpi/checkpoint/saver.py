@@ -56,9 +56,9 @@ from zero_mpi.errors import JobError, UsageError, explain
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.nn.layer import Param
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding.block_unit import BlockUnit
 from zero_mpi.sharding.module import ShardedModule
 from zero_mpi.sharding.precision import FP64
+from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
 Parts = dict[str, list[Contribution]]  # by the role of the file

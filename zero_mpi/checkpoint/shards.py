@@ -11,8 +11,8 @@ from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.optim.optimizer import ShardedOptimizer
+from zero_mpi.sharding.module import ShardedUnit
 from zero_mpi.sharding.precision import FLOAT32, FP64
-from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.unit import Unit
 
 MASTER = "optimizer.master."  # names of float64 parameters, which the model's file has in float32

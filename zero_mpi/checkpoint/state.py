@@ -91,7 +91,7 @@ class TrainingProgress:
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None  # of the loss scale (`sharding.loss_scale`); None: there is none
+    scale_exponent: int | None = None  # of the loss scale (`sharding.precision`); None: there is none
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 

@@ -100,7 +100,7 @@ class GGUFKeys:
     def octets(self, key: str) -> bytes | None:
         """Return the array of a key that holds bytes."""
         value = self.checked(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
-        return None if value is None else value.tobytes()
+        return None if value is None else np.asarray(value).tobytes()
 
     # Keys that several parts of the package ask for.
 

@@ -86,7 +86,7 @@ class Experts(Composite, AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         flat, kept = x.reshape(-1, x.shape[-1]), None
         routing = self.route(p, flat)
-        self.losses.report(batch_of(p), routing.logits, routing.p, routing.starts)
+        self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
         via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
         gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
         for observe in OBSERVERS:

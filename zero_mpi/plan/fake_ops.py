@@ -28,6 +28,7 @@ from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
 from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
+from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
@@ -227,6 +228,10 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
     """Return the products of rows with one axis of stacked matrices; a backward adds to its addend."""
     x.memory.product(x.shape[0], *w.shape[1:])
+    if isinstance(w, PackedStack):
+        unpacked = x.memory.take(w.shape[1:], x.dtype)
+        x.memory.passes(*[unpacked] * min(x.shape[0], w.shape[0]))
+        del unpacked
     return x.memory.take((x.shape[0], w.shape[axis]), x.dtype) if addend is None or axis == 1 else addend
 
 

@@ -23,7 +23,7 @@ from zero_mpi.errors import JobError
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.optim.optimizer import StepResult
-from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import LossScale
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.energy import Energy
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
@@ -37,17 +37,12 @@ RECORDS = 3  # number of records in a row in which a rank is behind, until it is
 
 @dataclass(frozen=True)
 class StepMade:
-    """Result of an optimizer step, the same on all ranks except for what observers add to `record`.
+    """Result of an optimizer step, the same on all ranks except for what observers add to `record`."""
 
-    number    steps of the run so far, including this one
-    loss      nats per token, of all micro-batches
-    seconds   from the first micro-batch to the update, on this rank
-    """
-
-    number: int
-    loss: float
+    number: int  # steps of the run so far, including this one
+    loss: float  # nats per token, of all micro-batches
     result: StepResult
-    seconds: float
+    seconds: float  # from the first micro-batch to the update, on this rank
     record: dict[str, Any] = field(default_factory=dict)
 
 
@@ -232,18 +227,14 @@ def check_recorded(out: Path, step: int) -> None:
 
 
 class RankReport(NamedTuple):
-    """Figures of a rank; all but the first cover the time since its last report.
+    """Figures of a rank; all but the first cover the time since its last report."""
 
-    memory    bytes in use now
-    seconds   of computing, per micro-batch; None: it had none, or a GPU computes while its host goes on
-    waited    seconds in waits for other ranks
-    joules    energy of its host, reported by one rank of each; None: another rank reports it, or no counter
-    """
-
-    memory: int
-    seconds: float | None
-    waited: float
-    joules: float | None
+    memory: int  # bytes in use now
+    seconds: float | None  # of computing, per micro-batch; None: it had none, or a GPU computes meanwhile
+    waited: float  # seconds in waits for other ranks
+    joules: (
+        float | None
+    )  # energy of its host, reported by one rank of each; None: another does, or no counter
 
 
 class RankFigures(Observer):

@@ -45,34 +45,21 @@ from zero_mpi.train.objective import check_teacher
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Specification of a run, the same on all ranks except for the text, which rank 0 has.
+    """Specification of a run, the same on all ranks except for the text, which rank 0 has."""
 
-    config       flags, with the sizes of the model of `--init`
-    threads      number of threads that this rank computes on
-    init         source of the initial weights, if they are not random
-    adapter      source of the initial adapter weights
-    tokenizer    tokenizer of the text; None: the data are ids
-    checkpoint   checkpoint to resume from
-    description  what the run's checkpoints store beside their tensors
-    unsaid       settings that are left to the data
-    loader       loader of the steps, on the rank that has the text
-    notes        lines that rank 0 prints at the start
-    no_room      why there is no memory for the run, which a dry run prints at its end; on rank 0
-    """
-
-    config: Config
-    threads: int
-    init: WeightSource | None
-    tokenizer: Tokenizer | None
+    config: Config  # flags, with the sizes of the model of `--init`
+    threads: int  # number of threads that this rank computes on
+    init: WeightSource | None  # source of the initial weights, if they are not random
+    tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are ids
     model: ModelConfig
-    checkpoint: resume.ResumePoint | None
-    description: Description
-    adapter: WeightSource | None = None
-    unsaid: frozenset[str] = frozenset()
+    checkpoint: resume.ResumePoint | None  # checkpoint to resume from
+    description: Description  # what the run's checkpoints store beside their tensors
+    adapter: WeightSource | None = None  # source of the initial adapter weights
+    unsaid: frozenset[str] = frozenset()  # settings that are left to the data
     corpus: Corpus | None = None
-    loader: StepLoader | None = None
-    notes: tuple[str, ...] = ()
-    no_room: str = ""
+    loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
+    notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
+    no_room: str = ""  # why there is no memory for the run, which a dry run prints at its end; on rank 0
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:

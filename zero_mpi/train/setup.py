@@ -206,13 +206,7 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
 
 @dataclass
 class Session:
-    """Run that is ready to continue from `progress`.
-
-    transport   description of the transport between ranks; empty for a single rank
-    nodes       number of nodes that the transport tells apart, 0 where it does not
-    resumed     folder of the checkpoint, if the run resumes from one
-    weights     files of the initial weights, by setting
-    """
+    """Run that is ready to continue from `progress`."""
 
     config: Config
     comm: Comm
@@ -228,10 +222,10 @@ class Session:
     progress: TrainingProgress
     tokenizer: Tokenizer | None
     notes: list[str]
-    transport: str = ""
-    nodes: int = 0
-    resumed: Path | None = None
-    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
+    transport: str = ""  # description of the transport between ranks; empty for a single rank
+    nodes: int = 0  # number of nodes that the transport tells apart, 0 where it does not
+    resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
+    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
 
 
 def build(world: World, spec: RunSpec) -> Session:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,15 @@ SHOWN = 3  # kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """Facts that are known when a job starts, beside its session.
-
-    hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
-    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
-    base    where a base in blocks lies.
-    0 or None: not known.
-    """
+    """Facts that are known when a job starts, beside its session; 0, None or "": not known."""
 
     session: Session
-    hosts: Sequence[tuple[str, int]]
-    peak: float
-    memory: Memory | None = None
-    flop: float = 0.0
-    ask: int = 0
-    base: str = ""
+    hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
+    peak: float  # FLOP/s of all ranks together
+    memory: Memory | None = None  # planned for the largest rank
+    flop: float = 0.0  # of a step's products
+    ask: int = 0  # bytes of a node's host
+    base: str = ""  # where a base in blocks lies
 
     @property
     def ranks(self) -> int:
@@ -122,12 +115,6 @@ def case_of(start: Start) -> Case:
     config = replace(session.config, device=device.in_use().name)
     case = make_case(config, session.model, ranks, nodes)
     return replace(case, transport_wanted=kind)
-
-
-def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (name, ranks) of each host, from the ranks' hosts in rank order."""
-    order = {name: number for number, name in reversed(list(enumerate(names)))}
-    return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
 
 
 def lines(start: Start) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
-from zero_mpi.checkpoint.weights import keys_of, open_merged
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.settings import step_range
 from zero_mpi.config.toml import recorded
@@ -51,7 +52,7 @@ from zero_mpi.train.observers import (
 from zero_mpi.train.saving import EarlyStop, Saving, reason
 from zero_mpi.train.setup import Session
 from zero_mpi.train.steps import Steps
-from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, measure, plan
+from zero_mpi.train.summary import Outcome, Start, cautions, lines, measure, plan
 from zero_mpi.train.text_model import TextModel
 from zero_mpi.train.timeline import Tracer
 
@@ -180,7 +181,7 @@ class Trainer(Steps):
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)
         phase("matrix products")
-        start = Start(session, hosts_of(self.hosts), reached)
+        start = Start(session, [*Counter(self.hosts).items()], reached)
         if self.world.rank:
             return start
         start = plan(start)
@@ -276,7 +277,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     if not path.exists():
         return
     base = config.init if session.model.lora is not None else None
-    model = TextModel(path if base is None else open_merged(base, path))
+    model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
     prompt = tokenizer.encode_prompt(config.prompt)
     ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
     text = tokenizer.decode(ids).decode("utf-8", "replace")

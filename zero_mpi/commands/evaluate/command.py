@@ -51,17 +51,12 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Text and questions that the models are given to read.
+    """Text and questions that the models are given to read."""
 
-    windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
-    answers   of the questions, if there are any, and once more where the most likely ids are asked for
-    choices   the questions
-    """
-
-    windows: WindowSet | None
-    text: dict[str, Any]
-    tokens: np.ndarray[Any, Any]
-    answers: list[AnswerSet]
+    windows: WindowSet | None  # over the text, if there is one
+    text: dict[str, Any]  # facts about it, for --json
+    tokens: np.ndarray[Any, Any]  # of each window
+    answers: list[AnswerSet]  # of the questions, and once more where the most likely ids are asked for
     choices: EncodedChoices | None
 
 

@@ -195,18 +195,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Opened:
-    """Findings of a rank before anything large is read.
+    """Findings of a rank before anything large is read."""
 
-    config      the settings, with the tokens of a window
-    candidates    the model, and the one that it is compared with
-    tokenizer   tokenizer of text; for data of ids, the one that knows their bytes, or None
-    threads     number of threads that this rank computes on
-    """
-
-    config: Config
-    candidates: tuple[Candidate, ...]
-    tokenizer: Tokenizer | None
-    threads: int
+    config: Config  # the settings, with the tokens of a window
+    candidates: tuple[Candidate, ...]  # the model, and the one that it is compared with
+    tokenizer: Tokenizer | None  # tokenizer of text; for data of ids, the one that knows their bytes
+    threads: int  # number of threads that this rank computes on
 
 
 def look(task: Task, number: int) -> tuple[Opened, Facts]:
