@@ -84,7 +84,7 @@ def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operatio
 
 def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
     """Our transport over shared memory; nothing where there is not enough of it."""
-    from zero_mpi.comm.shared.window import NoSharedMemory
+    from zero_mpi.comm.shared.memory import NoSharedMemory
 
     if comm is None:
         return {}
@@ -128,7 +128,7 @@ def make_comms() -> tuple[dict[str, Comm], Comm | None]:
     """Over messages, both ways to reduce, and over shared memory if the ranks share a node."""
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.comm.shared.comm import SharedComm
-    from zero_mpi.comm.shared.window import NoSharedMemory
+    from zero_mpi.comm.shared.memory import NoSharedMemory
 
     comms: dict[str, Comm] = {kind: MPIComm(exact=kind == "exact") for kind in ("exact", "fast")}
     try:

@@ -20,7 +20,7 @@ from step_jobs import HERE, run_once, step_command
 from workloads import WORKLOADS
 
 from zero_mpi.environment import of_processor
-from zero_mpi.train import same_bits
+from zero_mpi.train import description as same_bits
 
 UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # of x86-64, the best first
 BF16 = " bf16"  # behind the name of a variant

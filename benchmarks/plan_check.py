@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from workloads import WORKLOADS, Workload
 
-from zero_mpi.commands.doctor.speed import rate, square_product
+from zero_mpi.commands.doctor.measures import rate, square_product
 from zero_mpi.config.settings import Config
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES

@@ -12,10 +12,10 @@ import architectures
 import numpy as np
 
 from zero_mpi import FULL_SHARD, GradAccum, SerialComm, ShardedAdamW, ShardedModule, nn
+from zero_mpi.config.optimizer import make_schedule
 from zero_mpi.environment import portable
 from zero_mpi.launch.consistency import check_pins
 from zero_mpi.ops import elementary, trial
-from zero_mpi.train.lr_schedule import make_schedule
 
 SIZES = {"vocab_size": 40, "context_length": 12, "embedding_length": 16, "feed_forward_length": 24}
 SIZES |= {"head_count": 2, "head_count_kv": 1, "key_length": 8, "value_length": 8}

@@ -168,7 +168,7 @@ def compute_once() -> None:
     from zero_mpi import environment
     from zero_mpi.launch import consistency
     from zero_mpi.ops import trial
-    from zero_mpi.train import mfu
+    from zero_mpi.train import summary as mfu
 
     package = Path(environment.__file__).parents[1]
     remember(consistency, "source_digest", package)

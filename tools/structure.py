@@ -47,7 +47,7 @@ GUARDED: dict[str, tuple[str, ...]] = {
     "cupyx": ("device.*", "ops.gpu.*", "comm.*"),
     "numba": ("ops.cpu.*", "data.tokenizers.segmentation"),
     "scipy": ("ops.cpu.*",),
-    "jinja2": ("data.conversations.sandbox", "commands.report.page"),
+    "jinja2": ("data.conversations.sandbox", "commands.report.command"),
 }
 
 MAX_FUNCTION, MAX_FILE = 40, 500

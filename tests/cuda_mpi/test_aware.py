@@ -16,10 +16,10 @@ from driver_array import DriverSide
 
 from zero_mpi.comm import Partition
 from zero_mpi.comm.gpu import detect as device_detect
+from zero_mpi.comm.gpu.backends import CudaAwareBackend
 from zero_mpi.comm.gpu.comm import DeviceComm
-from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
+from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
 
 KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]

@@ -5,7 +5,7 @@ import pytest
 
 from zero_mpi.launch.world import World
 from zero_mpi.sharding.precision import BF16, FP32
-from zero_mpi.train import mfu
+from zero_mpi.train import summary as mfu
 
 pytestmark = pytest.mark.world(1)
 

@@ -8,8 +8,7 @@ import tiny
 from timelines import check_events, lasting
 
 from zero_mpi import FULL_SHARD, NO_SHARD, GradAccum, ShardedAdamW, device, tracing
-from zero_mpi.commands.trace.command import shares
-from zero_mpi.commands.trace.read import read
+from zero_mpi.commands.trace import read, shares
 from zero_mpi.sharding.precision import BF16
 
 CONFIG = tiny.MODELS["llama"]

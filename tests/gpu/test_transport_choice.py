@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, kinds, progress_thread
+from zero_mpi.comm import SerialComm, kinds, transfer
 from zero_mpi.comm.gpu import detect as device_detect
 from zero_mpi.comm.gpu import select as device_choice
-from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
+from zero_mpi.comm.gpu.backends import CudaAwareBackend
 from zero_mpi.comm.gpu.detect import Answer
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import find_world
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
@@ -222,7 +222,7 @@ def test_a_thread_that_pushes_looks_seldom_and_not_at_nccl(monkeypatch):
     monkeypatch.setattr(MPIComm, "_thread_pays", lambda self: True)
     comm, _ = made("staged")
     assert comm._library._progress._thread is not None
-    assert comm._library._progress._poll > progress_thread.POLL_SECONDS
+    assert comm._library._progress._poll > transfer.POLL_SECONDS
     comm.close()
     comm, _ = made("nccl")
     assert comm._library._progress._thread is None

@@ -17,13 +17,11 @@ from collectives import LENGTHS, near, poll, reduced, wild
 
 from zero_mpi import device, ops
 from zero_mpi.comm import Partition, SerialComm
+from zero_mpi.comm.gpu.backends import CudaAwareBackend, NcclBackend, StagedBackend
 from zero_mpi.comm.gpu.comm import DeviceComm
-from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
-from zero_mpi.comm.gpu.nccl import NcclBackend
-from zero_mpi.comm.gpu.staged import StagedBackend
 from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.scratch import TRANSFERS
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.errors import UsageError

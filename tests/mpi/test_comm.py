@@ -16,10 +16,10 @@ from collectives import near, poll, wild
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
-from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi, progress_thread
+from zero_mpi.comm import DONE, Handle, Partition, SerialComm, mpi, transfer
 from zero_mpi.comm.mpi import MPIComm
-from zero_mpi.comm.progress_thread import ProgressEngine
 from zero_mpi.comm.shared.comm import SharedComm
+from zero_mpi.comm.transfer import ProgressEngine
 
 RANKS = MPI.COMM_WORLD.Get_size()
 SETTINGS = {
@@ -389,7 +389,7 @@ def test_the_runtime_pushes_transfers_to_the_end(name):
         if name not in THREADED:
             comm.progress()
         if name == "shared":
-            return not comm.sums_are_due and not comm._inner._progress._active
+            return not comm.due and not comm._inner._progress._active
         return not comm._progress._active
 
     poll(all_done)
@@ -476,7 +476,7 @@ def test_a_progress_thread_tests_to_the_end_and_closes_also_with_something_left(
 
 def test_the_time_between_looks_is_a_choice(monkeypatch):
     slept = []
-    monkeypatch.setattr(progress_thread.time, "sleep", slept.append)
+    monkeypatch.setattr(transfer.time, "sleep", slept.append)
     progress, handle = ProgressEngine(True, 0.03125), Slow(4)
     progress.add(handle)
     poll(lambda: not progress._active)

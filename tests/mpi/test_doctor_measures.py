@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zero_mpi.comm.topology import PRETEND
-from zero_mpi.commands.doctor import output_folder, speed, system_limits
+from zero_mpi.commands.doctor import hosts, measures
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, find_ranks
 from zero_mpi.launch.world import find_world
 
@@ -28,12 +28,12 @@ def test_ranks_and_hosts(monkeypatch, mpi):
 def test_links_inside_and_between(monkeypatch, mpi):
     where = found_with(monkeypatch, 2, max_mb=0.03, quick=True)
     where.figures["memory_bytes_per_rank"] = 1 << 30
-    told = [row.what for row in speed.links(where)]
+    told = [row.what for row in measures.links(where)]
     assert told == ["link in a node", "network"][: 1 + (mpi.size > 2)]
     link = where.figures["links"]
     assert (link["between"] is None) == (mpi.size == 2)
     assert all(found["alpha_seconds"] > 0 for found in filter(None, link.values()))
-    rings = where.gather(speed.between(where))
+    rings = where.gather(measures.between(where))
     for rank, ring in enumerate(rings):
         assert ring.after is None or rings[ring.after].before == rank
     assert sum(ring.after is not None for ring in rings) == rings[0].sharing * len(where.nodes)
@@ -41,31 +41,31 @@ def test_links_inside_and_between(monkeypatch, mpi):
 
 def test_a_shared_window_works(monkeypatch, mpi):
     where = found_with(monkeypatch, 2)
-    assert system_limits.try_window(where) == ""
+    assert hosts.try_window(where) == ""
 
 
 @pytest.mark.world(2, 3, 4)
 def test_no_room_for_a_window_is_told_by_all_ranks_of_the_host(monkeypatch, mpi):
-    from zero_mpi.comm.shared import window
+    from zero_mpi.comm.shared import memory as window
 
     where = found_with(monkeypatch, 2)
     if where.node == 0:
         monkeypatch.setattr(window, "room_problem", lambda nbytes: "there is none")
-    told = {row.what: row for row in system_limits.shared_memory(where)}["shared window"]
+    told = {row.what: row for row in hosts.shared_memory(where)}["shared window"]
     assert (told.verdict, told.value.startswith(f"{where.names[0]}: there is none")) == (NOTE, True)
 
 
 @pytest.mark.world(2, 4)
 def test_a_folder_that_other_hosts_do_not_see_is_bad(monkeypatch, mpi, ranks_folder):
     where = found_with(monkeypatch, 1, out=str(ranks_folder / "run"))
-    assert output_folder.section(where)[-1].verdict == OK
+    assert measures.run_folder(where)[-1].verdict == OK
     mpi.barrier()
     assert list(ranks_folder.iterdir()) == []
     mpi.barrier()
     mine = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a disk of its own
     mine.mkdir(exist_ok=True)
     monkeypatch.chdir(mine)
-    monkeypatch.setattr(output_folder, "PATIENCE", 0.2)
+    monkeypatch.setattr(measures, "PATIENCE", 0.2)
     where.options.out = str(Path("run"))
-    told = output_folder.section(where)[-1]
+    told = measures.run_folder(where)[-1]
     assert (told.verdict, where.names[-1] in told.value) == (BAD, True)

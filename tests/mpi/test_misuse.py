@@ -4,7 +4,6 @@ Each case is a call of a public name. After it all ranks meet in a collective of
 had started something else by then would hang there, or bring another value.
 """
 
-import re
 from functools import partial
 
 import numpy as np
@@ -211,7 +210,9 @@ def test_wrong_use_is_refused(kit, case):
 
 @several
 def test_roots_that_are_all_different(comm):
-    fails(comm, lambda: DDP(MODEL.stages(), comm).broadcast_parameters(RANK), "the ranks differ in .*root is")
+    fails(
+        comm, lambda: DDP(MODEL.stages(), comm).broadcast_parameters(RANK), "the ranks differ in .* has root "
+    )
 
 
 @pytest.mark.parametrize("root", [-1, SIZE, "0", None, 0.0])
@@ -310,36 +311,35 @@ def test_a_module_can_be_used_after_into_inner(kit):
 
 
 mine = partial(lambda usual, odd: odd if RANK == ODD else usual)
-ALONE = f"on rank {ODD}, where {'rank 0 has' if SIZE == 2 else f'{SIZE - 1} of {SIZE} ranks have'}"
 OTHER = Llama.from_flags(SIZES | {"ffn": 64})
 DEEP = Llama.from_flags(SIZES | {"layers": 2})
 DIFFERENT = {
-    "strategy": (lambda c: ShardedModule(MODEL.stages(), c, mine(FULL_SHARD, NO_SHARD)), "the strategy is"),
+    "strategy": (lambda c: ShardedModule(MODEL.stages(), c, mine(FULL_SHARD, NO_SHARD)), "the strategy"),
     "precision": (
         lambda c: ShardedModule(MODEL.stages(), c, **mine({}, {"precision": BF16})),
-        "the precision is",
+        "the precision",
     ),
-    "prefetch": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=mine(1, 2)), "prefetch is 2"),
-    "bucket": (lambda c: DDP(MODEL.stages(), c, bucket_mb=mine(25, 1)), "bucket_mb is 1.0"),
-    "rows": (lambda c: ShardedModule(MODEL.stages(), c, by_rows=mine(False, True)), "by_rows is True"),
-    "shapes": (lambda c: ShardedModule(mine(MODEL, OTHER).stages(), c), "parameter blk.0.ffn_gate.weight is"),
-    "depth": (lambda c: ShardedModule(mine(MODEL, DEEP).stages(), c), "stage 2 is blk.1"),
+    "prefetch": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=mine(1, 2)), "prefetch 2"),
+    "bucket": (lambda c: DDP(MODEL.stages(), c, bucket_mb=mine(25, 1)), "bucket_mb 1.0"),
+    "rows": (lambda c: ShardedModule(MODEL.stages(), c, by_rows=mine(False, True)), "by_rows True"),
+    "shapes": (lambda c: ShardedModule(mine(MODEL, OTHER).stages(), c), "parameter blk.0.ffn_gate.weight"),
+    "depth": (lambda c: ShardedModule(mine(MODEL, DEEP).stages(), c), "stage 2 blk.1"),
     "frozen": (
         lambda c: ShardedModule(MODEL.stages(), c, frozen=mine([], ["output.*"])),
-        "parameter output.weight is .*frozen",
+        "parameter output.weight .*frozen",
     ),
-    "class": (lambda c: mine(ShardedModule, DDP)(MODEL.stages(), c), "the strategy is"),
+    "class": (lambda c: mine(ShardedModule, DDP)(MODEL.stages(), c), "the strategy"),
     "micro-batches": (
         lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, 5)),
-        "micro-batches is 5",
+        "micro-batches 5",
     ),
-    "lr": (lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, 0.2)), "lr is 0.2"),
+    "lr": (lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, 0.2)), "lr 0.2"),
     "betas": (
         lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), betas=mine((0.9, 0.95), (0.9, 0.99))),
-        r"betas is \(0.9, 0.99\)",
+        r"betas \(0.9, 0.99\)",
     ),
-    "seed": (lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, 1)), "seed is 1"),
-    "root": (lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, ODD)), f"root is {ODD}"),
+    "seed": (lambda c: ShardedModule(MODEL.stages(), c).initialize(mine(0, 1)), "seed 1"),
+    "root": (lambda c: DDP(MODEL.stages(), c).broadcast_parameters(mine(0, ODD)), f"root {ODD}"),
 }
 
 
@@ -347,7 +347,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_differ_all_learn_of_it(comm, case):
     call, message = DIFFERENT[case]
-    fails(comm, partial(call, comm), f"the ranks differ in .*{message}.*{re.escape(ALONE)}")
+    fails(comm, partial(call, comm), f"the ranks differ in .*: rank {ODD} on .* has {message}.*, ranks? 0")
 
 
 @several

@@ -15,10 +15,10 @@ from transports import ON_SEVERAL
 
 from zero_mpi import FULL_SHARD, HYBRID_SHARD, MPIComm, SerialComm
 from zero_mpi.comm import Partition
-from zero_mpi.comm.nodes import chain_sum
+from zero_mpi.comm.nodes import sums
 from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.nodes.hybrid import ShardGroup
-from zero_mpi.comm.shared.window import MPI, NodesApart
+from zero_mpi.comm.shared.memory import MPI, NodesApart
 from zero_mpi.comm.topology import PRETEND, Topology
 from zero_mpi.errors import UsageError
 from zero_mpi.models import Llama
@@ -27,7 +27,7 @@ from zero_mpi.sharding.precision import BF16
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_PIECES = chain_sum.chain_piece(2), 700  # elements
+ORDINARY, MANY_PIECES = sums.chain_piece(2), 700  # elements
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def check_sums(comm, group):
 @pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
 def test_sums_are_those_of_the_order_of_ranks_in_the_world_and_on_every_node(monkeypatch, kind, piece):
-    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: piece)
+    monkeypatch.setattr(sums, "chain_piece", lambda nodes: piece)
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
             owners = comm.shard_group()
@@ -164,7 +164,7 @@ def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
 @pytest.mark.world(4, 8)
 @pytest.mark.timeout_seconds(300)
 def test_a_thread_may_push_it_all(monkeypatch):
-    monkeypatch.setattr(chain_sum, "chain_piece", lambda nodes: MANY_PIECES)
+    monkeypatch.setattr(sums, "chain_piece", lambda nodes: MANY_PIECES)
     for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:
         with transport(kind, 2, threaded=True) as comm:
             assert tiny.train(comm, DEEP, strategy, micro_batches=9) == alone(micro_batches=9)

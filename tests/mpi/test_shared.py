@@ -27,11 +27,11 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.comm import Partition, kinds, spin_wait
+from zero_mpi.comm import Partition, base, kinds
 from zero_mpi.comm.nodes.comm import NodesComm
-from zero_mpi.comm.shared import window, words
+from zero_mpi.comm.shared import memory as window
 from zero_mpi.comm.shared.comm import SharedComm
-from zero_mpi.comm.shared.window import MPI, NodesApart, NoSharedMemory
+from zero_mpi.comm.shared.memory import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.settings import Config
 from zero_mpi.device.arrays import BufferPool
@@ -40,7 +40,7 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
 from zero_mpi.sharding.layout import LayoutConfig, lay_out
-from zero_mpi.train.transport import choose_transport, layout_config
+from zero_mpi.train.setup import choose_transport, layout_config
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()
@@ -355,7 +355,7 @@ def test_a_buffer_of_nobodys_is_reduced_by_messages(shared):
 
 def test_more_reductions_than_the_table_has_entries(shared):
     """Under way at once, and one after the other."""
-    partition, count = Partition(64, shared.size), 2 * words.ENTRIES + 3
+    partition, count = Partition(64, shared.size), 2 * kinds.ENTRIES + 3
     pool = shared.memory([], [64] * 3).buffers
     slots = [pool.take(64) for _ in range(3)]
     out = np.zeros((count, partition.counts[shared.rank]), np.float32)
@@ -373,16 +373,16 @@ def test_more_reductions_than_the_table_has_entries(shared):
 def test_waiting_hands_the_core_over(crowded, monkeypatch):
     """At once where others need it, after a while where they do not."""
     done = []
-    monkeypatch.setattr(spin_wait.os, "sched_yield", lambda: done.append("yield"))
-    monkeypatch.setattr(spin_wait.time, "sleep", done.append)
-    spin_wait.wait_until(lambda: True, crowded)
+    monkeypatch.setattr(base.os, "sched_yield", lambda: done.append("yield"))
+    monkeypatch.setattr(base.time, "sleep", done.append)
+    base.wait_until(lambda: True, crowded)
     assert done == []
-    spin_wait.wait_until(lambda: len(done) == spin_wait.SPINS + 20, crowded)
-    spins = 0 if crowded else spin_wait.SPINS
+    base.wait_until(lambda: len(done) == base.SPINS + 20, crowded)
+    spins = 0 if crowded else base.SPINS
     assert done[:spins] == ["yield"] * spins
     sleeps = done[spins:]
     assert sleeps == sorted(sleeps)
-    assert (sleeps[0], sleeps[-1]) == (spin_wait.SHORTEST, spin_wait.LONGEST)
+    assert (sleeps[0], sleeps[-1]) == (base.SHORTEST, base.LONGEST)
 
 
 def test_more_than_there_is_is_refused_on_all_ranks(shared):

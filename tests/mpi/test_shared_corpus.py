@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from zero_mpi.data import load_corpus, token_spans
-from zero_mpi.data.token_spans import TokenSpans
+from zero_mpi.data import documents, load_corpus
+from zero_mpi.data.documents import TokenSpans
 from zero_mpi.train import setup
 from zero_mpi.train.setup import share_corpus
 
@@ -32,7 +32,7 @@ def values(ids):
 
 @pytest.mark.parametrize(("least", "kind"), [(1 << 24, np.ndarray), (0, TokenSpans)])
 def test_all_ranks_have_the_text(least, kind, shared_file, mpi, monkeypatch):
-    monkeypatch.setattr(token_spans, "MOST_HELD", least)
+    monkeypatch.setattr(documents, "MOST_HELD", least)
     train, val, notes = shared(mpi, shared_file)
     assert (type(train), notes) == (kind, [])
     assert values(train) + values(val) == [i % 250 for i in range(5000)]
@@ -40,7 +40,7 @@ def test_all_ranks_have_the_text(least, kind, shared_file, mpi, monkeypatch):
 
 @pytest.mark.world(2, 3, 4, 8)
 def test_where_a_rank_does_not_see_the_file_all_hold_it(shared_file, mpi, monkeypatch):
-    monkeypatch.setattr(token_spans, "MOST_HELD", 0)
+    monkeypatch.setattr(documents, "MOST_HELD", 0)
     if mpi.rank == mpi.size - 1:
         monkeypatch.setattr(setup, "looked_at", lambda in_files: "another one")
     train, val, notes = shared(mpi, shared_file)

@@ -27,7 +27,7 @@ from zero_mpi.data import (
     tokenizer_from_metadata,
     windows_over,
 )
-from zero_mpi.data.control_tokens import ALWAYS, AUTO, NEVER, bos_of
+from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO, NEVER, bos_of
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
 from zero_mpi.train.text_model import TextModel

@@ -18,9 +18,8 @@ from zero_mpi import __version__
 from zero_mpi.commands import main
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.replay import recorded
 from zero_mpi.config.settings import FIELDS, FROM_NOTHING, Config, spelled
-from zero_mpi.config.toml import write_toml
+from zero_mpi.config.toml import recorded, write_toml
 from zero_mpi.errors import UsageError
 
 ODD = {int: 7, float: 0.25, str: "a text", bool: True, list: ["one", "two words"]}

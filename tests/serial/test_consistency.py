@@ -20,7 +20,7 @@ from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
 from zero_mpi.launch.world import World
-from zero_mpi.train import same_bits
+from zero_mpi.train import description as same_bits
 
 FLAGS = [*SIZES, "--steps", "1", "--sample", "0", "--batch-size", "4", "--eval-every", "0"]
 PACKAGE = Path(zero_mpi.__file__).parent

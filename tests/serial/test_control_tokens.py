@@ -22,7 +22,7 @@ from zero_mpi.commands.plan import command as plan_flags
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
-from zero_mpi.data.control_tokens import PARSE, PLAIN, READINGS, TextReader
+from zero_mpi.data.tokenizers.byte import PARSE, PLAIN, READINGS, TextReader
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume

@@ -11,9 +11,13 @@ from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.evaluate.choices import read_choices
 from zero_mpi.commands.samples import command
 from zero_mpi.data import load_corpus
-from zero_mpi.data.conversations.formats import are_conversations, one_conversation, read_conversations
-from zero_mpi.data.conversations.row_facts import CAUTIONS, BadRows, Totals
-from zero_mpi.data.conversations.tokenized import ConversationReader
+from zero_mpi.data.conversations.formats import (
+    BadRows,
+    are_conversations,
+    one_conversation,
+    read_conversations,
+)
+from zero_mpi.data.conversations.tokenized import CAUTIONS, ConversationReader, Totals
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 

@@ -19,10 +19,10 @@ from test_command_bits import needs_mpiexec
 import zero_mpi
 from zero_mpi.cli import text as cli_text
 from zero_mpi.comm import SerialComm
-from zero_mpi.comm.gpu import probe, run_probe
+from zero_mpi.comm.gpu import probe
 from zero_mpi.commands.doctor import command as doctor
-from zero_mpi.commands.doctor import gpu, output_folder, ranks, software, speed, system_limits
-from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row, told_apart
+from zero_mpi.commands.doctor import hosts, measures, ranks
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.files.file_systems import KINDS, file_system
 from zero_mpi.launch.consistency import is_first
@@ -57,15 +57,15 @@ def test_a_row_shows_its_remedy_below_and_fits_the_width():
 
 
 def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
-    return software.Placement(tuple(cores), threads, chosen, yields, quota)
+    return hosts.Placement(tuple(cores), threads, chosen, yields, quota)
 
 
 def node(*seats, name="a", first=0):
-    return software.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
+    return hosts.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
 
 
 def dealt(*ranks):
-    return [software.NodeSeats("ab"[n], of, tuple(seat() for _ in of)) for n, of in enumerate(ranks)]
+    return [hosts.NodeSeats("ab"[n], of, tuple(seat() for _ in of)) for n, of in enumerate(ranks)]
 
 
 def quota(ranks, threads, cores):
@@ -85,14 +85,12 @@ def limited(**other):
 
 def limit(**other):
     host = [limited(**other)], place((0, 1, 2, 3))
-    return only(
-        row for row in (system_limits.memory(*host), *system_limits.limits(*host)) if row.verdict != OK
-    )
+    return only(row for row in (hosts.limit_rows(*host)) if row.verdict != OK)
 
 
 def folder(*blind, **other):
     fine = {"system": KINDS["ext4"], "free": 1 << 40, "written": 16 << 20, "synced": 0.1}
-    told = output_folder.rows(Path("run"), output_folder.Trial(**fine | other), list(blind))
+    told = measures.folder_rows(Path("run"), measures.Trial(**fine | other), list(blind))
     return only(row for row in told if row.verdict != OK)
 
 
@@ -100,42 +98,42 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
 INTEL = {"HYDI_CONTROL_FD": "7", "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "8e"}
 TWO, NODE = place((0,), (1,)), [seat(range(2))] * 8
 ROWS = [
-    (lambda: software.version("zero_mpi", ["1", "1"]), OK, "1"),
-    (lambda: software.version("zero_mpi", ["1", "9.9", "1", "9.9"]), BAD, "9.9 on ranks 1, 3"),
-    (lambda: software.version("mpi4py", ["4", "3"]), NOTE, "3 on rank 1"),
-    (lambda: software.version("BLAS", ["a", "b"]), BAD, "OPENBLAS_CORETYPE"),
-    (lambda: software.version("operations", ["numpy"]), NOTE, "zero-mpi[fast]"),
-    (lambda: software.version("operations", ["numba 1.0"]), OK, "numba 1.0"),
-    (lambda: software.launcher(1, OPEN_MPI), BAD, "Open MPI started 4"),
-    (lambda: software.launcher(4, OPEN_MPI), OK, "Open MPI, 4 ranks"),
-    (lambda: software.launcher(2, INTEL), OK, "Intel MPI, 2 ranks"),
-    (lambda: software.launcher(1, {}), OK, "none, 1 rank"),
-    (lambda: software.progress([[], ["I_MPI_ASYNC_PROGRESS"]]), NOTE, "unset I_MPI_ASYNC_PROGRESS"),
-    (lambda: software.progress([[], []]), OK, ""),
-    (lambda: software.thread_level(level("SERIALIZED")), NOTE, "serialized"),
-    (lambda: software.thread_level(level("MULTIPLE")), OK, "multiple"),
-    (lambda: software.thread_level(None), NOTE, "zero-mpi[mpich]"),
-    (lambda: software.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
-    (lambda: software.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
-    (lambda: software.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
-    (lambda: software.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 "),
-    (lambda: software.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
-    (lambda: software.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 "),
-    (lambda: software.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
-    (lambda: software.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
-    (lambda: software.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
-    (lambda: software.threads([node(*[seat(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
-    (lambda: software.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
-    (lambda: software.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
-    (lambda: software.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
-    (lambda: software.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
-    (lambda: software.order(dealt((0, 1), (2, 3))), OK, ""),
-    (lambda: software.order(dealt((0, 1), (2,))), NOTE, "1 to 2 ranks"),
-    (lambda: software.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
-    (lambda: software.binding([node(*map(seat, ([0], [1])))]), OK, ""),
-    (lambda: list(speed.rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
-    (lambda: list(speed.rows([1e11, 9e10], TWO))[1], OK, "90 %"),
-    (lambda: next(speed.rows([1e11, 6e10], TWO)), OK, "160 in total"),
+    (lambda: hosts.version("zero_mpi", ["1", "1"]), OK, "1"),
+    (lambda: hosts.version("zero_mpi", ["1", "9.9", "1", "9.9"]), BAD, "9.9 on ranks 1, 3"),
+    (lambda: hosts.version("mpi4py", ["4", "3"]), NOTE, "3 on rank 1"),
+    (lambda: hosts.version("BLAS", ["a", "b"]), BAD, "OPENBLAS_CORETYPE"),
+    (lambda: hosts.version("operations", ["numpy"]), NOTE, "zero-mpi[fast]"),
+    (lambda: hosts.version("operations", ["numba 1.0"]), OK, "numba 1.0"),
+    (lambda: hosts.launcher(1, OPEN_MPI), BAD, "Open MPI started 4"),
+    (lambda: hosts.launcher(4, OPEN_MPI), OK, "Open MPI, 4 ranks"),
+    (lambda: hosts.launcher(2, INTEL), OK, "Intel MPI, 2 ranks"),
+    (lambda: hosts.launcher(1, {}), OK, "none, 1 rank"),
+    (lambda: hosts.progress([[], ["I_MPI_ASYNC_PROGRESS"]]), NOTE, "unset I_MPI_ASYNC_PROGRESS"),
+    (lambda: hosts.progress([[], []]), OK, ""),
+    (lambda: hosts.thread_level(level("SERIALIZED")), NOTE, "serialized"),
+    (lambda: hosts.thread_level(level("MULTIPLE")), OK, "multiple"),
+    (lambda: hosts.thread_level(None), NOTE, "zero-mpi[mpich]"),
+    (lambda: hosts.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
+    (lambda: hosts.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
+    (lambda: hosts.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
+    (lambda: hosts.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 "),
+    (lambda: hosts.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
+    (lambda: hosts.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 "),
+    (lambda: hosts.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
+    (lambda: hosts.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
+    (lambda: hosts.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
+    (lambda: hosts.threads([node(*[seat(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
+    (lambda: hosts.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
+    (lambda: hosts.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
+    (lambda: hosts.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
+    (lambda: hosts.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
+    (lambda: hosts.order(dealt((0, 1), (2, 3))), OK, ""),
+    (lambda: hosts.order(dealt((0, 1), (2,))), NOTE, "1 to 2 ranks"),
+    (lambda: hosts.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
+    (lambda: hosts.binding([node(*map(seat, ([0], [1])))]), OK, ""),
+    (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
+    (lambda: list(measures.rate_rows([1e11, 9e10], TWO))[1], OK, "90 %"),
+    (lambda: next(measures.rate_rows([1e11, 6e10], TWO)), OK, "160 in total"),
     (lambda: limit(group_cores=1.5), NOTE, "1.5 of 8 cores on a"),
     (lambda: limit(group_memory=1 << 30, group_room=1 << 29), NOTE, "128 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
@@ -146,19 +144,19 @@ ROWS = [
     (lambda: folder(free=1 << 29), NOTE, "--keep"),
     (lambda: folder(system=KINDS["tmpfs"]), NOTE, "--out DIR"),
     (lambda: folder("b"), BAD, "b cannot see"),
-    (lambda: speed.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
-    (lambda: speed.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
-    (lambda: speed.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
-    (lambda: speed.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 0}), OK, ""),
-    (lambda: speed.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 9e-9}), NOTE, "btl_tcp"),
-    (lambda: speed.network({"alpha_seconds": 2e-3, "beta_seconds_per_byte": 1e-9}), NOTE, "btl_tcp"),
+    (lambda: measures.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
+    (lambda: measures.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
+    (lambda: measures.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
+    (lambda: measures.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 0}), OK, ""),
+    (lambda: measures.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 9e-9}), NOTE, "btl_tcp"),
+    (lambda: measures.network({"alpha_seconds": 2e-3, "beta_seconds_per_byte": 1e-9}), NOTE, "btl_tcp"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "verdict", "text"), ROWS)
 def test_verdicts(row, verdict, text, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "8")
-    for name in software.environment.THREADS[1:]:
+    for name in hosts.environment.THREADS[1:]:
         monkeypatch.delenv(name, raising=False)
     found = row()
     assert (found.verdict, text in found.value + found.remedy) == (verdict, True), found
@@ -167,30 +165,31 @@ def test_verdicts(row, verdict, text, monkeypatch):
 def test_names_of_ranks_and_hosts():
     assert is_first(OPEN_MPI)
     assert not is_first(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"})
-    told = list(software.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
+    told = list(hosts.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
     assert (len(told), "22 more" in told[-1].value) == (cli_text.FEW + 1, True)
-    assert told_apart(["a", "b", "a"]) == ("a", "b", "a (2)")
 
 
 def test_a_rank_yields_by_the_settings_that_its_library_reads():
     both = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
     off = both | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}
     found = [("MPICH 5.0", both), ("MPICH 5.0", off), ("Open MPI v5", both)]
-    assert [software.look(*each).yields for each in found] == [True, False, False]
+    assert [hosts.seat_of(*each).yields for each in found] == [True, False, False]
 
 
 def test_bits_that_are_not_portable_though_they_should_be(monkeypatch):
-    assert speed.pins_fault() == ""
+    assert measures.pins_fault() == ""
     monkeypatch.setenv("ZERO_MPI_BITS", "portable")
-    assert "NumPy" in speed.pins_fault()
-    assert "compiled for haswell" in speed.bits_row(["0a"], "blas", "").value
+    assert "NumPy" in measures.pins_fault()
+    assert "compiled for haswell" in measures.bits_row(["0a"], "blas", "").value
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
-    monkeypatch.setattr(speed, "seconds_of", lambda where, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9)
+    monkeypatch.setattr(
+        measures, "seconds_of", lambda where, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9
+    )
     where = place((0, 1), (2, 3), max_mb=1, quick=True)
     where.figures["memory_bytes_per_rank"] = 1 << 30
-    assert [row.what for row in speed.links(where)] == ["link in a node", "network"]
+    assert [row.what for row in measures.links(where)] == ["link in a node", "network"]
     node, between = where.figures["links"]["node"], where.figures["links"]["between"]
     assert node["alpha_seconds"] == between["alpha_seconds"] == 1e-5
     assert node["beta_seconds_per_byte"] == pytest.approx(1e-9)
@@ -199,8 +198,9 @@ def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypa
 
 def test_memory_for_a_rank_is_that_of_the_tightest_host():
     found = [limited(available=8 << 30), limited(group_memory=4 << 30, group_room=3 << 30)]
-    assert system_limits.memory_per_rank(found, place((0, 1), (2,))) == 3 << 30
-    assert system_limits.memory_per_rank(found, place((0, 1), (2, 3))) == 3 << 29
+    for where, each in ((place((0, 1), (2,)), 3 << 30), (place((0, 1), (2, 3)), 3 << 29)):
+        hosts.limit_rows(found, where)
+        assert where.figures["memory_bytes_per_rank"] == each
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ def test_memory_for_a_rank_is_that_of_the_tightest_host():
     [(17, 2, 2, 15), (3, 2, 2, 1), (2, 2, 2, None), (8, 2, 8, None), (9, 2, 8, 1), (1, 64, 2, None)],
 )
 def test_a_host_on_which_others_compute_is_a_note(threads, cores, ranks, others, tmp_path, monkeypatch):
-    monkeypatch.setattr(system_limits, "PROC", tmp_path)
+    monkeypatch.setattr(hosts, "PROC", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     where = place(tuple(range(ranks)))
-    assert list(system_limits.load(where)) == [], "what is not known is no note"
+    assert list(hosts.load(where)) == [], "what is not known is no note"
     (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
-    found = [(row.verdict, row.value.split()[0]) for row in system_limits.load(where)]
+    found = [(row.verdict, row.value.split()[0]) for row in hosts.load(where)]
     assert found == [(NOTE, str(others))] * (others is not None)
 
 
@@ -222,11 +222,11 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"x" * 5000)
         if "new" not in name:
             os.utime(tmp_path / name, (1, 1))
-    monkeypatch.setattr(system_limits, "PLACE", tmp_path)
+    monkeypatch.setattr(hosts, "PLACE", tmp_path)
     with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        found = system_limits.look_at_shared()
+        found = hosts.look_at_shared()
     assert found.left == (str(tmp_path / "mpich_shm_old"),)
-    row = system_limits.left(found, "a")
+    row = hosts.shared_rows([found], [""], place((0,)))[-1]
     assert (row.verdict, "4.9 KiB on a, in 1 file" in row.value) == (NOTE, True)
     assert f"rm {tmp_path}/mpich_shm_old" in row.remedy
     assert len(list(tmp_path.iterdir())) == 4
@@ -234,9 +234,9 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    room = system_limits.look_at_shared()
+    room = hosts.look_at_shared()
     assert room.free == 64 << 20  # as containers have it
-    first, second = system_limits.shared_rows([room], ["/dev/shm is full"], place((0, 1)))[:2]
+    first, second = hosts.shared_rows([room], ["/dev/shm is full"], place((0, 1)))[:2]
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
 
@@ -257,38 +257,40 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
 )
 def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch):
     """A child that finds two devices and then ends in some way; CuPy is not installed."""
-    monkeypatch.setattr(gpu, "PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(gpu, "installed", lambda name: "")
+    monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
-    found = gpu.look([sys.executable, "-c", code], present=True)
-    devices, cupy, aware = gpu.rows([found], ("a",))
+    found = hosts.look_at_devices([sys.executable, "-c", code], present=True)
+    devices, cupy, aware = hosts.device_rows([found], ("a",))
     assert "2 devices (X1)" in devices.value
     assert cupy.remedy.startswith("pip install")
     assert (text in aware.value, aware.verdict) == (True, verdict)
-    assert gpu.rows([gpu.look(present=False)] * 2, ("a", "b")) == [Row("CUDA", "no CUDA device")]
+    assert hosts.device_rows([hosts.look_at_devices(present=False)] * 2, ("a", "b")) == [
+        Row("CUDA", "no CUDA device")
+    ]
 
 
 def test_a_driver_that_does_not_work_is_a_note():
     """The probe itself, where there is no driver, and one that cannot be started."""
-    if gpu.has_driver():
+    if hosts.has_driver():
         pytest.skip("this machine has a driver")
-    found = gpu.look(present=True)
+    found = hosts.look_at_devices(present=True)
     assert "libcuda.so.1" in found.error
-    assert only(gpu.rows([found], ("a",))).verdict == NOTE
-    assert "cannot be started" in gpu.look(["/no/such/program"], present=True).error
+    assert only(hosts.device_rows([found], ("a",))).verdict == NOTE
+    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], present=True).error
 
 
 def test_the_live_test_knows_nothing_of_the_job():
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert run_probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
+    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
     about = probe.DeviceArray(4096, 10).__cuda_array_interface__
     assert about == {"shape": (10,), "typestr": "|u1", "data": (4096, False), "version": 3}
 
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     for out in (tmp_path / "new" / "run", tmp_path / "kept"):
-        told = output_folder.section(place((0,), out=str(out)))
+        told = measures.run_folder(place((0,), out=str(out)))
         assert [row.what for row in told] == ["run folder", "disk", "seen by all hosts"]
         assert [row.verdict for row in told][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
         assert file_system(tmp_path).kind in told[0].value
@@ -304,8 +306,8 @@ def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
     if name:
         monkeypatch.setattr(Path, name, refuse)
     else:
-        monkeypatch.setattr(output_folder.folders, "replace_folder", lambda new, final: None)
-    row = only(output_folder.section(place((0,), out=str(tmp_path))))
+        monkeypatch.setattr(measures.folders, "replace_folder", lambda new, final: None)
+    row = only(measures.run_folder(place((0,), out=str(tmp_path))))
     assert (row.verdict, ("Operation not supported" if name else "rename") in row.value) == (BAD, True)
     assert list(tmp_path.iterdir()) == []
 
@@ -398,12 +400,12 @@ def test_processes_that_are_no_job_say_so_once(tmp_path):
 
 STANDING = """
 import signal, os
-from zero_mpi.commands.doctor import speed
+from zero_mpi.commands.doctor import measures
 from zero_mpi.commands.doctor.command import main
 from zero_mpi.environment import launch_rank
 
 if launch_rank() == 1:
-    speed.rate = lambda *given: signal.pause()
+    measures.rate = lambda *given: signal.pause()
 main()
 """
 

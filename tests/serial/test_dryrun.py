@@ -54,7 +54,7 @@ def test_memory_and_traffic_are_the_plans_and_the_runs(folder):
     for line in (*memory_lines([plan]), *traffic_lines([plan])):
         assert printed.count(f"{line}\n") == 1, line
     assert "transport  shared memory of the node (chosen by --transport auto)\n" in printed
-    assert "steps      2 of 96 tokens: 192 " in printed
+    assert "step       96 tokens: 192 in total\n" in printed
     assert train(3, folder, "--steps", "2", "--strategy", "shard-grad-op")[0] == 0
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert re.search(rf"rank 0 \(sent_bytes\) +{records[-1]['sent_bytes']:,}\n", printed)

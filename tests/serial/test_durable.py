@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
+from zero_mpi.config.toml import write_config
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.atomic import append_whole, write_output, write_whole
 from zero_mpi.telemetry.metrics import keep_until

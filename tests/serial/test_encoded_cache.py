@@ -16,14 +16,13 @@ from test_corpus import load, put
 from zero_mpi.data import (
     ByteTokenizer,
     collect_files,
+    documents,
     encoded_cache,
     load_corpus,
-    token_spans,
     tokenizer_from_metadata,
 )
-from zero_mpi.data.documents import Remark
+from zero_mpi.data.documents import Remark, TokenSpans
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.token_spans import TokenSpans
 from zero_mpi.data.tokenizers import bpe, sentencepiece
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
@@ -68,7 +67,7 @@ def test_what_was_encoded_is_found_again(cache, encoded, tmp_path, monkeypatch):
     again = load(folder, val_fraction=0.2)
     assert encoded() == 5
     assert isinstance(again.train.ids, TokenSpans)
-    monkeypatch.setattr(token_spans, "MOST_HELD", 0)
+    monkeypatch.setattr(documents, "MOST_HELD", 0)
     assert again.train.nbytes == again.train.ends.nbytes
     monkeypatch.setattr(encoded_cache, "LEAST", 1 << 30)
     held = load(folder, val_fraction=0.2)

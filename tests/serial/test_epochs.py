@@ -4,14 +4,15 @@ import json
 import re
 import tomllib
 
+import numpy as np
 import pytest
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
 
 from zero_mpi.commands.plan.command import read
+from zero_mpi.config.bounds import cautions, in_steps
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.epochs import cautions, in_steps
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Windows, window_of
 from zero_mpi.errors import UsageError
@@ -29,7 +30,7 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
     assert (counted.steps, counted.epochs) == (steps, None)
     assert (steps - 1) * batch < epochs * windows <= steps * batch
     if steps < 100:
-        seen = [window_of(sample, windows, 0) for sample in range(epochs * windows)]
+        seen = window_of(np.arange(epochs * windows), windows, 0).tolist()
         assert {seen.count(window) for window in range(windows)} == {epochs}
 
 

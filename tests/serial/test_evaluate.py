@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -440,31 +441,57 @@ def test_divergence_is_that_of_the_logits_on_any_ranks(folder: Path) -> None:
     assert "KL divergence" in printed
 
 
-def test_an_importance_matrix_has_the_squares_of_all_inputs(folder: Path) -> None:
+class Sums:
+    """Sums of squares and numbers of the inputs of each matrix, by NumPy.
+
+    The last matrix of an expert is given no inputs here: they are computed, without the router's weights.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        self.model, self.squares, self.counts = model, dict[str, np.ndarray](), dict[str, np.ndarray]()
+
+    def add(self, name: str, x: np.ndarray, bounds: list[int]) -> None:
+        squares = [np.square(x[start:stop].astype(np.float64)).sum(0) for start, stop in pairwise(bounds)]
+        self.squares[name] = self.squares.get(name, 0) + np.array(squares)
+        self.counts[name] = self.counts.get(name, 0) + np.diff(bounds)[:, None]
+
+    def observe(self, name: str, x: np.ndarray, starts: np.ndarray | None) -> None:
+        flat, bounds = x.reshape(-1, x.shape[-1]), [0, x.size // x.shape[-1]]
+        if starts is not None:
+            bounds = starts.tolist()
+        if "_down_exps" not in name:
+            self.add(name, flat, bounds)
+        if "_gate_exps" in name:
+            gate, up = (
+                np.concatenate([flat[a:b] @ w.T for w, (a, b) in zip(stack, pairwise(bounds), strict=True)])
+                for stack in map(self.model.weights.get, (name, name.replace("gate", "up")))
+            )
+            self.add(name.replace("gate", "down"), gate / (1 + np.exp(-gate)) * up, bounds)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_an_importance_matrix_has_the_squares_of_all_inputs(folder: Path, experts: int) -> None:
     """As NumPy sums the inputs of each matrix, and the same on any ranks; the head is left out."""
-    flags = ("new.gguf", "--data", "text", "--micro-batch", "2", "--imatrix")
+    mixture = {"expert_count": experts, "expert_used_count": 2} if experts else {}
+    write_model(folder / "mix.gguf", replace(MODEL, **mixture))
+    flags = ("mix.gguf", "--data", "text", "--micro-batch", "2", "--imatrix")
     for ranks in (1, 3):
         evaluate(folder, *flags, f"im{ranks}.gguf", ranks=ranks)
     assert (folder / "im1.gguf").read_bytes() == (folder / "im3.gguf").read_bytes()
     file, ids = GGUFFile.open(folder / "im1.gguf"), text_ids()
-    sums: dict[str, np.ndarray] = {}
-
-    def observe(name: str, x: np.ndarray) -> None:
-        sums[name] = sums.get(name, 0) + np.square(x.reshape(-1, x.shape[-1]).astype(np.float64)).sum(0)
-
-    windows = int(file.metadata["imatrix.chunk_count"])
-    model = TextModel(folder / "new.gguf")
+    sums, windows = Sums(TextModel(folder / "mix.gguf")), int(file.metadata["imatrix.chunk_count"])
     for start in range(0, windows * CONTEXT, CONTEXT):
         x: object = np.array([ids[start : start + CONTEXT]])
-        with observing(observe):
-            for stage in model.stages:
-                x, _ = stage.layer.forward(model.weights, x)
-    names = {name for name in sums if name.startswith("blk.")}
+        with observing(sums.observe):
+            for stage in sums.model.stages:
+                x, _ = stage.layer.forward(sums.model.weights, x)
+    names = {name for name in sums.squares if name.startswith("blk.")}
     assert set(file.tensors) == {name + end for name in names for end in (".in_sum2", ".counts")}
-    assert len(names) == 7 * MODEL.block_count
+    assert len(names) == (8 if experts else 7) * MODEL.block_count
     for name in names:
-        np.testing.assert_allclose(file.tensor(name + ".in_sum2"), sums[name][None], rtol=1e-6)
-        assert file.tensor(name + ".counts").tolist() == [[windows * CONTEXT]]
+        assert len(sums.counts[name]) == (experts if "_exps" in name else 1)
+        assert file.tensor(name + ".counts").tolist() == sums.counts[name].tolist()
+        np.testing.assert_allclose(file.tensor(name + ".in_sum2"), sums.squares[name], rtol=2e-6, atol=1e-12)
     keys = {key: file.metadata[key] for key in ("general.type", "imatrix.chunk_size", "imatrix.datasets")}
     assert keys == {"general.type": "imatrix", "imatrix.chunk_size": CONTEXT, "imatrix.datasets": ["text"]}
 

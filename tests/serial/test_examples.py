@@ -14,10 +14,10 @@ from jobs import TIMED_OUT, run_command, run_job
 from test_command_bits import needs_mpiexec
 
 import zero_mpi
+from zero_mpi.commands import hostfile
 from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.export import command as export
 from zero_mpi.commands.generate import command as generate
-from zero_mpi.commands.hostfile import command as hostfile
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.plan import command as plan_options
 from zero_mpi.config import settings

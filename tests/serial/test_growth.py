@@ -15,7 +15,7 @@ import pytest
 from chat_templates import CHATML, TEMPLATES, chat_tokenizer
 
 from zero_mpi.commands.evaluate.choices import encode_choices
-from zero_mpi.commands.hostfile.host_entries import read_hosts
+from zero_mpi.commands.hostfile import read_hosts
 from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations import tokenized

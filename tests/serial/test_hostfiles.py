@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import launcher, launcher_kind, run_command
 
-from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_hosts
+from zero_mpi.commands.hostfile import LINES, HostEntry, read_hosts
 from zero_mpi.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "hostfiles"
@@ -43,28 +43,25 @@ def test_local8_runs_ranks_on_this_machine():
     assert output.split() == ["here", "here"]
 
 
-def lines(name: str) -> list[str]:
-    return [line for line in (FOLDER / name).read_text().splitlines() if not line.startswith("#")]
-
-
-def test_local8_has_eight_slots_in_the_form_both_launchers_read():
-    assert lines("local8") == ["localhost"] * 8
-    assert hosts_of((FOLDER / "local8").read_text()) == [HostEntry("localhost", 8)]
-
-
-@pytest.mark.parametrize(("name", "count"), [("two_nodes", 2), ("four_nodes", 4)])
-def test_nodes_have_two_slots_each_in_the_form_of_their_launcher(name, count):
-    nodes = [f"node{number + 1}" for number in range(count)]
-    assert lines(f"{name}.mpich") == [f"{node}:2" for node in nodes]
-    assert lines(f"{name}.openmpi") == [f"{node} slots=2" for node in nodes]
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
-def test_every_hostfile_shows_its_command_in_whole_line_comments(path):
-    comments = [line for line in path.read_text().splitlines() if "#" in line]
+@pytest.mark.parametrize(
+    ("name", "form", "hosts"),
+    [
+        ("local8", "localhost", [HostEntry("localhost", 8)]),  # both launchers read it
+        ("two_nodes.mpich", "node{}:2", TWICE_TWO),
+        ("two_nodes.openmpi", "node{} slots=2", TWICE_TWO),
+        ("four_nodes.mpich", "node{}:2", [HostEntry(f"node{n}", 2) for n in range(1, 5)]),
+        ("four_nodes.openmpi", "node{} slots=2", [HostEntry(f"node{n}", 2) for n in range(1, 5)]),
+    ],
+)
+def test_each_file_has_the_form_of_its_launcher_and_its_command_in_whole_lines(name, form, hosts):
+    text = (FOLDER / name).read_text()
+    assert hosts_of(text) == hosts
+    comments, lines = ([line for line in text.splitlines() if ("#" in line) == it] for it in (True, False))
+    assert lines == [form.format(number) for number in range(1, len(lines) + 1)]
     assert all(line.startswith("#") for line in comments)  # MPICH reads no comment after a name
-    ranks = sum(host.slots for host in hosts_of(path.read_text()))
-    assert any(f"hostfiles/{path.name} -n {ranks} " in line for line in comments)
+    ranks = sum(host.slots for host in hosts)
+    assert any(f"hostfiles/{name} -n {ranks} " in line for line in comments)
+    assert len(list(FOLDER.iterdir())) == 5
 
 
 @pytest.mark.parametrize(
@@ -100,15 +97,9 @@ def test_forms_that_are_read(text, hosts):
     ],
 )
 def test_other_lines_are_refused_with_their_number(line):
-    with pytest.raises(UsageError, match=r"^FILE:3: expected .*, got ") as caught:
+    with pytest.raises(UsageError, match=r"^FILE:3: expected ") as caught:
         hosts_of(f"# nodes\nnode1:2\n{line}\nnode2:2\n")
     assert repr(line) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
-def test_a_file_without_a_host_is_refused(text):
-    with pytest.raises(UsageError, match=r"^FILE: "):
-        hosts_of(text)
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
@@ -138,14 +129,11 @@ def test_one_form_becomes_the_other():
     assert convert(FOLDER / "two_nodes.openmpi", "--for", "mpich") == (0, "node1:2\nnode2:2\n", "")
     assert convert(FOLDER / "two_nodes.mpich", "--for", "openmpi") == (0, nodes, "")
     assert convert("-", "--for", "mpich", text="n1\nn2\nn1\n") == (0, "n1:2\nn2:1\n", "")
-
-
-def test_a_limit_that_mpich_does_not_have_is_named():
-    status, printed, errors = convert("-", "--for", "mpich", text="n1 slots=2 max-slots=4\nn2 slots=2\n")
-    assert (status, printed, errors.count("\n")) == (0, "n1:2\nn2:2\n", 1)
-    assert "max-slots of n1 " in errors
     limited = "n1 slots=2 max-slots=4\n"
     assert convert("-", "--for", "openmpi", text=limited) == (0, limited, "")
+    status, printed, errors = convert("-", "--for", "mpich", text=f"{limited}n2 slots=2\n")
+    assert (status, printed, errors.count("\n")) == (0, "n1:2\nn2:2\n", 1)
+    assert "max-slots of n1 " in errors
 
 
 @pytest.mark.parametrize(
@@ -153,16 +141,15 @@ def test_a_limit_that_mpich_does_not_have_is_named():
     [
         ("bad --for mpich", "bad:2: .*'n2:x'"),
         ("nowhere --for mpich", "nowhere: "),
-        (". --for mpich", r"\.: "),
         ("binary --for mpich", "binary: "),
+        ("empty --for mpich", "empty: "),
         ("bad", "--for"),
-        ("bad --for lam", "'lam'"),
-        ("--for mpich", "file"),
     ],
 )
 def test_bad_input_is_one_line(arguments, named, tmp_path):
     (tmp_path / "bad").write_text("n1\nn2:x\n")
     (tmp_path / "binary").write_bytes(b"n1\n\xff\xfe")
+    (tmp_path / "empty").write_text("\n# nothing\n")
     status, printed, errors = convert(*arguments.split(), folder=tmp_path)
     assert (status, printed, errors.count("\n")) == (2, "", 1)
     assert re.match(f"zero_mpi hostfile: error: .*{named}", errors)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from zero_mpi.data.file_kinds import BEGINNINGS, BINARY, HEAD, kind_of
+from zero_mpi.data.text_files import BEGINNINGS, BINARY, HEAD, kind_of
 
 TEXT = "Some text, with an é and a 漢, over several lines.\n" * 40
 RECORDS = [{"text": "one " * 9, "id": 1}, {"text": "two", "id": 2}, {"text": "three"}]

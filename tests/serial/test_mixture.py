@@ -12,7 +12,7 @@ from test_command_bits import SIZES, assert_same_run, needs_mpiexec
 
 from zero_mpi.data import MixedWindows, PackedWindows, SampleOrder, Windows, sources_of
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.data.sample_order import DEALT, permutation, shuffled, window_of
+from zero_mpi.data.loader import DEALT, permutation, shuffled, window_of
 from zero_mpi.errors import UsageError
 
 shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)

@@ -14,13 +14,13 @@ from zero_mpi.comm import SerialComm
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.compat.optimizer import ShardedAdamW, clip_grad_norm
 from zero_mpi.config.command_line import parse
+from zero_mpi.config.optimizer import make_schedule, schedule_of
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.ops.elementary import normals_by_numpy, normals_by_turns
 from zero_mpi.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, init_weights
 from zero_mpi.sharding.init_weights import DRAW_BLOCK, initial_values
-from zero_mpi.train.lr_schedule import make_schedule, schedule_of
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
 WAYS = {

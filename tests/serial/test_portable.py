@@ -121,7 +121,7 @@ def test_the_exponential_of_kernels_is_right_to_two_places():
 
 # Where a training computes. `ops.reference` is left out: in float32 kernels compute what it defines.
 OF_TRAINING = ("ops/cpu", "nn", "models", "sharding", "checkpoint/huggingface", "ops/flat_reference.py")
-OF_TRAINING += ("train/lr_schedule.py", "train/trainer.py", "device/ordered_sum.py")
+OF_TRAINING += ("config/optimizer.py", "train/trainer.py", "device/ordered_sum.py")
 OF_LIBRARIES = {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh"}
 OF_LIBRARIES |= {"cosh", "atan", "arctan", "atan2", "arctan2", "pow", "power", "float_power", "hypot", "cbrt"}
 OF_LIBRARIES |= {"erf", "gamma", "lgamma", "sigmoid", "standard_normal", "normal", "exponential", "logaddexp"}

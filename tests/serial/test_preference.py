@@ -12,8 +12,7 @@ from chat_templates import CHATML, chat_tokenizer
 from zero_mpi import FULL_SHARD, SerialComm, ShardedModule
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.data import load_corpus
-from zero_mpi.data.conversations.pairs import one_pair
-from zero_mpi.data.conversations.row_facts import BadRows
+from zero_mpi.data.conversations.formats import BadRows, one_pair
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document, stream_of
 from zero_mpi.data.packing import PairWindows, mismatched
@@ -21,8 +20,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
-from zero_mpi.train.objective import as_input
-from zero_mpi.train.preferences import PairStep
+from zero_mpi.train.objective import PairStep, as_input
 
 C, R, CR, RR = -12.0, -15.0, -13.0, -14.5
 VALUES = {  # of the formulas, for C, R, their references, 6 and 5 tokens: (loss, its derivative by C)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_mpi.config.replay import PATHS
 from zero_mpi.config.settings import FIELDS
+from zero_mpi.config.toml import PATHS
 from zero_mpi.telemetry.proof import (
     FIRST,
     Broken,

@@ -13,7 +13,7 @@ from test_command_bits import SIZES, needs_mpiexec, write_text
 from zero_mpi.comm.meter import Meter
 from zero_mpi.telemetry import energy
 from zero_mpi.telemetry.energy import Energy
-from zero_mpi.train.slow_ranks import SlowRanks, StepTimer
+from zero_mpi.train.observers import SlowRanks, StepTimer
 
 HOSTS = ["a", "a", "b", "b"]
 EVEN, BEHIND = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 1.5, 1.0]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from architectures import ROWS
 
+from zero_mpi.config.optimizer import make_schedule
 from zero_mpi.config.settings import Config
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.ops import reference
 from zero_mpi.optim.optimizer import clip_factor
-from zero_mpi.train.lr_schedule import make_schedule
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipe.md").read_text()
 SIZES = {"layers": 3, "dim": 12, "heads": 2, "context": 8, "vocab_size": 20, "tied": False}

@@ -10,8 +10,8 @@ from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.replay import recorded, write_config
 from zero_mpi.config.settings import Config
+from zero_mpi.config.toml import recorded, write_config
 from zero_mpi.errors import UsageError
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]

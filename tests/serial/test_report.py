@@ -15,7 +15,7 @@ import pytest
 from report_runs import EVENTS, event, record, records, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.page import about, figures, page
+from zero_mpi.commands.report.command import about, figures, page
 from zero_mpi.commands.report.runs import (
     MEMORY,
     NUMBERS,

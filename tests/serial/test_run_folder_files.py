@@ -8,7 +8,7 @@ import pytest
 from report_runs import record, status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.page import figures
+from zero_mpi.commands.report.command import figures
 from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import printable

@@ -24,7 +24,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.ops import trial
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.telemetry import log
-from zero_mpi.train import same_bits
+from zero_mpi.train import description as same_bits
 
 MACHINE = {"threads": 1, "operations": "numpy", "BLAS": "K 1"}
 MACHINE |= {"code for": "a", "processor": "A", "trial": "0"}
@@ -83,9 +83,9 @@ def test_the_trial_of_a_run_in_low_precision_tries_that_as_well(kind, monkeypatc
 DIGEST = """
 import json, zero_mpi
 from threadpoolctl import threadpool_limits
-from zero_mpi.train import same_bits as samebits
+from zero_mpi.train import description as samebits
 with threadpool_limits({threads}):
-    print(json.dumps(samebits.machine({threads}, "float32")))
+    print(json.dumps(samebits.machine_facts({threads}, "float32")))
 """
 
 
@@ -198,7 +198,7 @@ def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
     script.write_text(
         "import numpy as np\n"
         "from zero_mpi import ops\n"
-        "from zero_mpi.train import same_bits as samebits\n"
+        "from zero_mpi.train import description as samebits\n"
         "from zero_mpi.train import command as train_command\n"
         "gelu, samebits.processor = ops.gelu, lambda: 'Another 9000'\n"
         "ops.gelu = lambda x: np.nextafter(gelu(x), np.float32(9))\n"
@@ -215,7 +215,7 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
     """What ranks write together describes one machine, that of rank 0."""
     script = tmp_path / "other.py"
     script.write_text(
-        "from zero_mpi.train import same_bits as samebits\n"
+        "from zero_mpi.train import description as samebits\n"
         "from zero_mpi.train import command as train_command\n"
         "samebits.processor = lambda: 'Another 9000 with a long name'\n"
         "train_command.main()\n"

@@ -23,7 +23,7 @@ MODEL += ["--steps", "2", "--warmup", "1", "--sample", "0"]  # 1.6 million param
 PATCH = """
 import os, signal, sys, tempfile
 from zero_mpi.train import command as train_command
-from zero_mpi.comm.shared import window
+from zero_mpi.comm.shared import memory as window
 from zero_mpi.optim.optimizer import ShardedOptimizer
 
 step = ShardedOptimizer.step

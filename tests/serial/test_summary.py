@@ -18,9 +18,8 @@ from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.train import mfu
-from zero_mpi.train.mfu import step_flop
-from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, many, plan
+from zero_mpi.train import summary as mfu
+from zero_mpi.train.summary import Start, case_of, cautions, flops, hosts_of, kinds, plan, step_flop
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H
@@ -103,7 +102,6 @@ def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch
 def test_texts_for_people():
     assert hosts_of(["b", "b", "a", "b", "c", "a"]) == [("b", 3), ("a", 2), ("c", 1)]
     assert [flops(count) for count in (2.5e6, 24.2e9, 4e17)] == ["2.5 MFLOP", "24.2 GFLOP", "400 PFLOP"]
-    assert [many(1, "rank"), many(2, "rank"), many(8, "batch")] == ["1 rank", "2 ranks", "8 batches"]
     shown = kinds(plan_memory(CASE)).split(", ")
     assert (len(shown), shown[-1].rpartition(" ")[2]) == (4, "other")
 

@@ -24,9 +24,8 @@ from test_command_bits import needs_mpiexec
 from test_evaluate import surprises
 from test_generate import write_model
 
-from zero_mpi.commands.evaluate.choices import encode_choices, read_choices
+from zero_mpi.commands.evaluate.choices import encode_choices, read_choices, with_shots
 from zero_mpi.commands.evaluate.task import read_task
-from zero_mpi.commands.evaluate.task_forms import with_shots
 from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.train.text_model import TextModel

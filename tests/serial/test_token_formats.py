@@ -7,9 +7,9 @@ import pytest
 from test_command_bits import needs_mpiexec, tensors, train
 
 from zero_mpi.data import load_corpus
+from zero_mpi.data.documents import TokenSpans
 from zero_mpi.data.text_files import collect_files
 from zero_mpi.data.token_formats import are_tokens, format_of, read_tokens, token_files
-from zero_mpi.data.token_spans import TokenSpans
 from zero_mpi.errors import UsageError
 
 VOCABULARY = 60_000
@@ -156,13 +156,13 @@ def test_every_cut_file_is_refused(write, tmp_path):
 
 @pytest.mark.parametrize("write", [write_npy, write_llm_c, write_megatron, write_arrow])
 def test_ids_outside_the_vocabulary_are_refused_by_their_place(write, tmp_path):
-    with pytest.raises(UsageError, match=r"id 59999 at position 6 .* 100"):
+    with pytest.raises(UsageError, match=r"id 59999 at byte .* 100"):
         read(write(tmp_path), vocab=100)
     path = write_megatron(tmp_path, code=4, dtype="<i4")
     data = bytearray(path.read_bytes())
     data[8:12] = b"\xff" * 4
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="id -1 at position 2 "):
+    with pytest.raises(UsageError, match="id -1 at byte "):
         read(path)
 
 

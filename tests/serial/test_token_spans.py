@@ -11,10 +11,9 @@ from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec
 
 from zero_mpi.data import PackedWindows, Windows
-from zero_mpi.data import token_file as token_file_module
-from zero_mpi.data.documents import Document, stream_of
+from zero_mpi.data import token_formats as token_file_module
+from zero_mpi.data.documents import Document, FileSpan, TokenSpans, read_ids, stream_of
 from zero_mpi.data.token_formats import read_tokens
-from zero_mpi.data.token_spans import FileSpan, TokenSpans, read_ids
 from zero_mpi.errors import JobError, UsageError
 
 VOCABULARY = 70_000
@@ -181,11 +180,11 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
 
 CUT = """
 import os, sys
-from zero_mpi.data import token_spans
+from zero_mpi.data import documents
 from zero_mpi.train import observers
 from zero_mpi.train.command import main
 
-token_spans.MOST_HELD = 0
+documents.MOST_HELD = 0
 begins = observers.Costs.begins
 
 def cut(self, number):

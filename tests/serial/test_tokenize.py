@@ -14,10 +14,9 @@ from bpe_files import trained_json, write_json
 
 from zero_mpi import __version__
 from zero_mpi.commands.tokenize import encode_parts
-from zero_mpi.commands.tokenize.command import command
+from zero_mpi.commands.tokenize.command import command, found_files
 from zero_mpi.commands.tokenize.encode_parts import cut_parts, dealt
 from zero_mpi.commands.tokenize.text_formats import JSON_LINES, InputFile, Reading
-from zero_mpi.commands.tokenize.work import found_files
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
@@ -446,11 +445,11 @@ def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_pat
 
     for name, fault in (
         ("encode_parts.PartWriter.finish", full), ("work_folder.os.fsync", full),
-        ("work.read_record", lambda out, name: None),
+        ("command.read_record", lambda out, name: None),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(f"zero_mpi.commands.tokenize.{name}", fault)
-            with pytest.raises(JobError, match="out" if name == "work.read_record" else "No space left"):
+            with pytest.raises(JobError, match="out" if name == "command.read_record" else "No space left"):
                 tokenize(long, *SMALL)
     assert tokenize(long, *SMALL) == 0
     assert files(tmp_path / "out") == whole

@@ -169,7 +169,7 @@ main()
 @pytest.mark.parametrize(
     ("module", "name", "what"),
     [
-        ("work", "digest_of", "looking at the files"),
+        ("command", "digest_of", "looking at the files"),
         ("encode_parts", "check_unchanged", "writing token files"),
     ],
 )

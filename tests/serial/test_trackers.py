@@ -1,4 +1,4 @@
-"""Trackers: Prometheus' file, Weights & Biases and MLflow are told what `metrics.jsonl` says, and may fail.
+"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number of a record, and may fail.
 
 The last two are stood in for by modules that note what they are asked; where the libraries are installed, a
 run is followed into their files as well.
@@ -7,6 +7,7 @@ run is followed into their files as well.
 import importlib.util
 import json
 import os
+import struct
 import sys
 import time
 from types import SimpleNamespace
@@ -14,23 +15,111 @@ from types import SimpleNamespace
 import pytest
 from jobs import run_job
 from prometheus_client.parser import text_string_to_metric_families
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.telemetry import trackers
-from zero_mpi.telemetry.trackers import mlflow, prometheus, tracker, wandb
-from zero_mpi.telemetry.trackers.tracker import Guarded, TrackedJob
+from zero_mpi.telemetry.trackers import MOST_RANKS, Guarded, TrackedJob, numbers
 
-RECORD = {"step": 3, "loss": 2.5, "lr": 0.25, "tokens": 96, "skipped": 0, "memory_bytes": [1024.0, 2048.0]}
-TAGGED = {"loss": 2.5, "lr": 0.25, "memory_bytes/largest": 2048.0}
-TAGGED |= {"memory_bytes/rank_00": 1024.0, "memory_bytes/rank_01": 2048.0}
+RECORD = {"step": 3, "loss": 2.5, "lr": 0.25, "tokens": 96, "rewards/margins": 0.5}
+RECORD |= {"memory_bytes": [1024.0, 2048.0], "val_losses": {"my text": 1.5}}
+TAGGED = {"loss": 2.5, "lr": 0.25, "tokens": 96, "rewards/margins": 0.5, "val_losses/my_text": 1.5}
+TAGGED |= {"memory_bytes/largest": 2048.0, "memory_bytes/rank_00": 1024.0, "memory_bytes/rank_01": 2048.0}
+EXTRAS = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client"}
+EXTRAS |= {"wandb": "wandb", "mlflow": "mlflow"}
+NONE = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None}
 
 
 @pytest.fixture
 def warnings(monkeypatch):
     said = []
-    monkeypatch.setattr(tracker.log, "warning", lambda form, *values: said.append(form % values))
+    monkeypatch.setattr(trackers.log, "warning", lambda form, *values: said.append(form % values))
     return said
+
+
+def begun(name, out, wish=True, done=0, settings=()):
+    """The tracker `name` of a job, as a run begins it."""
+    (one,) = trackers.begin(SimpleNamespace(**NONE | {name: wish}), TrackedJob(out, done, dict(settings)))
+    return one
+
+
+def test_the_numbers_of_a_record_are_found_by_what_they_are():
+    odd = {"flag": True, "name": "x", "none": None, "micro_batch_seconds": [None, 2.0], "nothing": [None]}
+    found = {"micro_batch_seconds/largest": 2.0, "micro_batch_seconds/rank_01": 2.0}
+    assert dict(numbers(RECORD | odd)) == TAGGED | found
+    many = [2.0**20 * rank for rank in range(MOST_RANKS + 1)]
+    assert list(numbers({"memory_bytes": many})) == [("memory_bytes/largest", many[-1])]
+
+
+# ------------------------------------------------------------------------------------------ TensorBoard
+
+
+def masked(data):
+    """The checksum of the format: a CRC-32C, turned and moved by a constant."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def events(path):
+    data, found = path.read_bytes(), []
+    while data:
+        (length,), (of_length,) = struct.unpack("<Q", data[:8]), struct.unpack("<I", data[8:12])
+        body, (of_body,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
+        assert (of_length, of_body) == (masked(data[:8]), masked(body))
+        found.append(Event.FromString(body))
+        data = data[16 + length :]
+    return found
+
+
+def curves(folder):
+    """tag -> {step: value} as TensorBoard reads a folder: files by name, marks make it forget later steps."""
+    found = {}
+    for path in sorted((folder / "tensorboard").iterdir()):
+        for event in events(path):
+            if event.session_log.status == SessionLog.START:
+                found = {
+                    tag: {step: value for step, value in curve.items() if step < event.step}
+                    for tag, curve in found.items()
+                }
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found
+
+
+def test_a_record_is_one_event_of_its_tags(tmp_path):
+    board = begun("tensorboard", tmp_path)
+    board.step(RECORD | {"grad_norm": float("inf")})
+    assert curves(tmp_path)["loss"] == {3: 2.5}, "it is there at once"
+    board.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert path.name.startswith("events.out.tfevents.")
+    version, mark, event = events(path)
+    assert version.file_version == "brain.Event:2"
+    assert (mark.step, mark.session_log.status, event.step) == (1, SessionLog.START, 3)
+    shown = {value.tag: value.simple_value for value in event.summary.value}
+    assert shown == TAGGED | {"grad_norm": float("inf")}
+
+
+@needs_mpiexec
+def test_a_run_and_its_resume_have_all_tags_at_all_steps(tmp_path):
+    flags = [*SIZES, "--sample", "0", "--batch-size", "4", "--warmup", "2", "--tensorboard"]
+    flags += ["--data", *write_text(tmp_path), "--eval-every", "2", "--log-every", "3"]
+    out = tmp_path / "out"
+    train(2, out, *flags, "--steps", "3", "--save-every", "2")
+    train(2, out, *flags, "--steps", "4", "--resume", str(out / "step-00000002"))
+    assert len(list((out / "tensorboard").iterdir())) == 2
+    found, last = curves(out), records(out)
+    expected = {tag: {} for line in last.values() for tag, _ in numbers(line)}
+    for step, line in last.items():
+        for tag, value in numbers(line):
+            expected[tag][step] = pytest.approx(value, rel=1e-6)
+    assert found == expected, "step 3 of the first job was not the last one of the run"
+    assert set(found["val_loss"]) == {2, 4}
+
+
+# ------------------------------------------------------------------------------------------- Prometheus
 
 
 def parsed(path):
@@ -42,25 +131,31 @@ def parsed(path):
     }
 
 
+def text_file(folder, out):
+    return trackers.Prometheus(TrackedJob(out, 0, {}), str(folder))
+
+
 def test_a_record_is_read_back_from_the_text_file(tmp_path):
-    file = prometheus.TextFile(tmp_path, tmp_path / "runs" / "my run")
+    run = tmp_path / "runs" / "my run"
+    file = text_file(tmp_path, run)
     file.step(RECORD)
-    run = str(tmp_path / "runs" / "my run")
     found = {
-        (name.removeprefix("zero_mpi_"), of, rank): value
-        for (name, of, rank), value in parsed(file.path).items()
+        (name.removeprefix("zero_mpi_"), rank): value for (name, _, rank), value in parsed(file.path).items()
     }
-    numbers = {"step": 3, "tokens": 96, "skipped": 0, "loss": 2.5, "lr": 0.25, "memory_bytes_largest": 2048}
-    expected = {(name, run, None): value for name, value in (numbers | {"running": 1}).items()}
-    assert found == expected | {("memory_bytes", run, "0"): 1024, ("memory_bytes", run, "1"): 2048}
+    numbers = {"step": 3, "tokens": 96, "loss": 2.5, "lr": 0.25, "memory_bytes_largest": 2048, "running": 1}
+    numbers |= {"rewards_margins": 0.5, "val_losses_my_text": 1.5}
+    ranks = {("memory_bytes", "0"): 1024, ("memory_bytes", "1"): 2048}
+    assert found == {(name, None): value for name, value in numbers.items()} | ranks
+    assert {of for _, of, _ in parsed(file.path)} == {str(run)}
     assert os.listdir(tmp_path) == [file.path.name], "what is written beside it is gone"
     assert file.path.name.startswith("zero_mpi_my_run_")
+    assert text_file(tmp_path, tmp_path / "elsewhere" / "my run").path != file.path
 
 
 def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(prometheus.time, "monotonic", lambda: clock.now)
-    file = prometheus.TextFile(tmp_path, tmp_path / "out")
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: clock.now)
+    file = text_file(tmp_path, tmp_path / "out")
     run, seen = str(tmp_path / "out"), []
     for step, moment in ((1, 100.0), (2, 100.5), (3, 101.0), (4, 101.9)):
         clock.now = moment
@@ -73,18 +168,15 @@ def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch)
     assert (at_end["zero_mpi_step", run, None], at_end["zero_mpi_running", run, None]) == (4, 0)
 
 
-def test_two_runs_of_one_name_have_two_files(tmp_path):
-    files = {prometheus.TextFile(tmp_path, tmp_path / at / "out").path for at in ("a", "b")}
-    assert len(files) == 2
-
-
 def test_a_missing_folder_of_the_collector_is_said(tmp_path):
     with pytest.raises(UsageError, match="folder"):
         trackers.check(SimpleNamespace(**NONE | {"prometheus": str(tmp_path / "no")}))
 
 
-@pytest.fixture
-def fake_wandb(monkeypatch):
+# ------------------------------------------------------------------------------ Weights & Biases, MLflow
+
+
+def test_weights_and_biases_is_told_each_step_by_its_number(monkeypatch, tmp_path):
     noted = SimpleNamespace(init=None, logged=[], finished=False)
 
     def init(**given):
@@ -96,16 +188,11 @@ def fake_wandb(monkeypatch):
 
     fake = SimpleNamespace(init=init, Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    return noted
-
-
-def test_weights_and_biases_is_told_each_step_by_its_number(fake_wandb, tmp_path):
-    tracker = wandb.begin(TrackedJob(tmp_path / "out", 2, {"lr": 0.5}), "project")
-    tracker.step(RECORD)
-    tracker.close()
-    assert fake_wandb.logged == [(3, TAGGED)]
-    assert fake_wandb.finished
-    given = fake_wandb.init
+    one = begun("wandb", tmp_path / "out", "project", 2, {"lr": 0.5})
+    one.step(RECORD)
+    one.close()
+    assert (noted.logged, noted.finished) == ([(3, TAGGED)], True)
+    given = noted.init
     assert (given["project"], given["group"], given["dir"]) == ("project", "out", str(tmp_path / "out"))
     assert given["config"] == {"lr": 0.5}
     assert given["settings"]["console"] == "off"
@@ -146,39 +233,32 @@ def fake_mlflow(monkeypatch):
     return noted
 
 
-def test_mlflow_is_told_each_step_and_all_settings(fake_mlflow, tmp_path):
+def test_mlflow_is_told_each_step_and_all_settings_in_few_requests(fake_mlflow, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "EVERY_SECONDS", 1e9)  # never, before the end
     settings = {f"setting_{number}": "x" * 600 for number in range(130)}
-    tracker = mlflow.begin(TrackedJob(tmp_path / "out", 2, settings), "experiment")
-    tracker.step(RECORD)
-    tracker.close()
+    one = begun("mlflow", tmp_path / "out", "experiment", 2, settings)
+    for step in range(3, 503):
+        one.step(RECORD | {"step": step})
+    one.close()
     assert {(tag, value, step) for tag, value, _, step in fake_mlflow.metrics} == {
-        (tag, value, 3) for tag, value in TAGGED.items()
+        (tag, value, step) for tag, value in TAGGED.items() for step in range(3, 503)
     }
+    assert fake_mlflow.requests <= 2 + 1 + 500 * len(TAGGED) // 1000 + 1
     assert [name for name, _ in fake_mlflow.params] == list(settings)
     assert all(len(value) == 500 for _, value in fake_mlflow.params)
     assert (fake_mlflow.experiments, fake_mlflow.ended) == (["experiment"], ["run of 7"])
     assert fake_mlflow.tags == {"zero_mpi.run": str(tmp_path / "out"), "zero_mpi.from_step": "2"}
 
 
-def test_many_fast_steps_are_few_requests(fake_mlflow, tmp_path):
-    tracker = mlflow.begin(TrackedJob(tmp_path / "out", 0, {}), "experiment")
-    begun = time.monotonic()
-    for step in range(1, 2001):
-        tracker.step({"step": step, "loss": 1.0})
-    tracker.close()
-    assert [step for *_, step in fake_mlflow.metrics] == list(range(1, 2001))
-    assert fake_mlflow.requests <= 2 * (time.monotonic() - begun) + 4
-
-
 def test_a_server_that_fails_is_said_once_and_ends_nothing(fake_mlflow, warnings, tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(trackers, "EVERY_SECONDS", 0.0)
     fake_mlflow.fails = ConnectionError("no\nroute")
-    tracker = mlflow.begin(TrackedJob(tmp_path / "out", 0, {}), "experiment")
-    tracker.step({"step": 1, "loss": 1.0})
-    tracker._tracker._sender.join(30)
+    one = begun("mlflow", tmp_path / "out", "experiment")
+    one.step({"step": 1, "loss": 1.0})
+    one._tracker._sender.join(30)
     for step in (2, 3):
-        tracker.step({"step": step, "loss": 1.0})
-    tracker.close()
+        one.step({"step": step, "loss": 1.0})
+    one.close()
     (said,) = warnings
     assert said.startswith("--mlflow: ConnectionError: no")
     assert "\n" not in said
@@ -194,21 +274,14 @@ def test_a_tracker_that_cannot_begin_is_one_line():
 
 
 def test_the_end_waits_no_longer_than_its_limit(warnings, monkeypatch):
-    monkeypatch.setattr(tracker, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     hanging = SimpleNamespace(step=None, close=lambda: time.sleep(5))
     Guarded("--wandb", lambda: hanging).close()
     (said,) = warnings
     assert said.startswith("--wandb: ")
-    assert "within 0 s" in said
 
 
-EXTRAS = {
-    "tensorboard": "tensorboardX",
-    "prometheus": "prometheus_client",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-}
-NONE = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None}
+# ------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.mark.parametrize(("name", "extra"), EXTRAS.items())
@@ -216,6 +289,20 @@ def test_a_missing_library_is_said_with_what_to_install(name, extra, monkeypatch
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(UsageError, match=rf"^--{name} .*{extra} .*'zero-mpi\[{name}\]'"):
         trackers.check(SimpleNamespace(**NONE | {name: "."}))
+
+
+@needs_mpiexec
+def test_a_missing_library_is_one_line_before_anything_is_done(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.modules['tensorboardX'] = None\nfrom zero_mpi.train import command\ncommand.main()\n"
+    )
+    flags = [*SIZES, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--tensorboard"]
+    status, printed, errors = run_job(2, [str(script), *flags], cwd=tmp_path)
+    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
+    assert "--tensorboard" in errors
+    assert "zero-mpi[tensorboard]" in errors
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def records(out):

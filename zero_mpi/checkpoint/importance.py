@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.tensor_file import Floats
 from zero_mpi.errors import FileError, writing
+from zero_mpi.files.atomic import replacing
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-Floats = NDArray[np.float32]
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
@@ -60,18 +60,17 @@ def one_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Floats:
 
 
 def write_importance(
-    path: Path, sums: Mapping[str, Floats], tokens: int, texts: list[str], chunks: int, context: int
+    path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
-    """Write the sums (1, in) of each matrix over `tokens` tokens, of `chunks` windows of `context` tokens."""
-    tensors: dict[str, Floats] = {}
-    for name, values in sums.items():
-        tensors |= {name + SUMS: values, name + COUNTS: np.full((1, 1), tokens, np.float32)}
+    """Write the sums (M, in) and counts (M, 1) of each matrix, of `chunks` windows of `context` tokens."""
+    tensors = {
+        name + end: np.ascontiguousarray(values)
+        for name, both in totals.items()
+        for end, values in zip((SUMS, COUNTS), both, strict=True)
+    }
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)
-    place = path.with_name(f".{path.name}.partial")
     table = [(name, array.shape) for name, array in tensors.items()]
-    with writing():
-        with GGUFStream(place, "imatrix", keys, table) as stream:
-            for name, array in tensors.items():
-                stream.write(name, array)
-        place.replace(path)
+    with writing(), replacing(path) as place, GGUFStream(place, "imatrix", keys, table) as stream:
+        for name, array in tensors.items():
+            stream.write(name, array)

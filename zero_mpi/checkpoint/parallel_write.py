@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
 from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.comm import Comm, Partition, Piece, SerialComm
-from zero_mpi.comm.members import members_of
+from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, explain, naming

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, TensorStream, checked_range, output
+from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec, TensorStream
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file, read_file
@@ -52,7 +51,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class SafetensorsModel:
+class SafetensorsModel(Readable):
     """The index of one file or of several; data is read on demand. Holds no open file."""
 
     parts: tuple[StoredFile, ...]
@@ -94,21 +93,11 @@ class SafetensorsModel:
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
         return cls(tuple(model.parts[0] for model in models), entries)
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
-    ) -> npt.NDArray[np.float32]:
-        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
-
-        F32, F16 and BF16 are supported. Others are refused, F64 too: float32 cannot hold the same numbers.
-        """
-        spec = self.spec(name)
-        start, stop = checked_range(spec, start, stop)
-        out = output(stop - start, out)
-        entry = self.tensors[name]
+    def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
+        entry = self.tensors[spec.name]
         self.parts[entry.part].values(entry.offset, spec, start, out)
-        return out
 
-    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> npt.NDArray[np.float32]:
+    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> Floats:
         """Return rows [top, bottom) and columns [left, right) of a matrix, float32."""
         entry, spec = self.tensors[name], self.spec(name)
         width = spec.shape[1]
@@ -122,7 +111,10 @@ class SafetensorsModel:
         return out
 
     def spec(self, name: str) -> TensorSpec:
-        """Return a tensor's shape and type of weights; raise FileError for an unsupported dtype."""
+        """Return a tensor's shape and type of weights; FileError for another dtype than F32, F16 and BF16.
+
+        F64 too is refused: float32 cannot hold the same numbers.
+        """
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
             found = f"expected F32, F16 or BF16, found {entry.dtype}"

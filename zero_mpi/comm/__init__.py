@@ -11,9 +11,9 @@ in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` shares all cod
 Reduce_scatter and Allreduce of the library in pieces of 4 MiB.
 
 Neither MPICH nor Open MPI moves a nonblocking collective while nobody calls into the library. Where cores are
-free, or with ranks on several hosts, a thread does so (`progress_thread`). Where the ranks fill all cores of
+free, or with ranks on several hosts, a thread does so (`transfer`). Where the ranks fill all cores of
 one node, the runtime tests between layers instead. A transfer of several steps is a generator that yields the
-requests it needs next (`transfer`), so it goes on by whoever tests it.
+requests it needs next, so it goes on by whoever tests it.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle

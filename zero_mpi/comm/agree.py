@@ -9,19 +9,20 @@ names the first difference. A group of one rank agrees with itself in the same w
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
+from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.base import Comm
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 
 T = TypeVar("T")
 Facts = Mapping[str, object]
-Spelled = Mapping[str, str]
 NOTHING = "nothing"
+LONGEST = 80  # characters of a value that are shown
 REFUSALS = (UsageError, JobError)  # what a command says in one line; all else is an error of the program
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
@@ -32,7 +33,7 @@ def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
     `what` names the thing to be made, for messages. Raises on all ranks the ValueError that `look` raises
     on any of them, and UsageError where the facts differ. `look` must not communicate.
     """
-    return alike(comm, look, (ValueError,), partial(first_difference, what))
+    return alike(comm, look, (ValueError,), f" in {what}")
 
 
 def together(comm: Comm, action: Callable[[], T]) -> T:
@@ -52,23 +53,32 @@ def alike(
     comm: Comm,
     look: Callable[[], tuple[T, Facts]],
     caught: tuple[type[Exception], ...],
-    difference: Callable[[Comm, Spelled], str],
+    what: str = "",
+    remedy: str = "",
 ) -> T:
     """Return the first item of look(), once no rank has a `caught` problem and all have the same facts.
 
-    `difference` makes the text of the UsageError on all ranks where facts differ. Collective.
+    Raises UsageError on all ranks where they differ, which names the first fact and the first rank that does,
+    and its host; `what` and `remedy` go into the text. Collective.
     """
-    looked, digests = exchange(
-        comm, look, caught, lambda looked: hashlib.sha256(repr(spelled(looked)).encode()).hexdigest()
-    )
+
+    def spelled(looked: tuple[T, Facts] | None) -> dict[str, str]:
+        return {name: str(value) for name, value in looked[1].items()} if looked else {}
+
+    def digest(looked: tuple[T, Facts] | None) -> str:
+        return hashlib.sha256(repr(spelled(looked)).encode()).hexdigest()
+
+    looked, digests = exchange(comm, look, caught, digest)
     if len(set(digests)) > 1:
-        raise UsageError(difference(comm, spelled(looked)))
+        hosts, told = zip(*comm.allgather_object((platform.node(), spelled(looked))), strict=True)
+        name, values, rank, usual = odd_fact(told)
+        others = [number for number, value in enumerate(values) if value == usual]
+        raise UsageError(
+            f"the ranks differ{what}: rank {rank} on {hosts[rank]} has {name} "
+            f"{shown(values[rank], LONGEST)}, {named(others)} (on {hosts[others[0]]}) "
+            f"{shown(usual, LONGEST)}{remedy}"
+        )
     return looked[0]
-
-
-def spelled(looked: tuple[T, Facts] | None) -> Spelled:
-    """Return the facts of a look as texts; a look that failed has none."""
-    return {name: str(value) for name, value in looked[1].items()} if looked else {}
 
 
 def exchange(
@@ -97,18 +107,7 @@ def exchange(
     return result, [theirs for _, _, theirs in told]
 
 
-def first_difference(what: str, comm: Comm, facts: Spelled) -> str:
-    """Return the message that ranks differ in `what`: the first fact that differs, and the odd rank."""
-    told = comm.allgather_object(facts)
-    name, values, rank, usual = odd_fact(told)
-    others = "rank 0 has" if len(values) == 2 else f"{values.count(usual)} of {len(values)} ranks have"
-    return (
-        f"the ranks differ in {what}: {name} is {shown(values[rank], 80)} on rank {rank}, where {others} "
-        f"{shown(usual, 80)}"
-    )
-
-
-def odd_fact(told: Sequence[Spelled]) -> tuple[str, list[str], int, str]:
+def odd_fact(told: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
     """Return the first fact that differs: its name, the values of all ranks, the odd rank, the usual one."""
     for name in dict.fromkeys(name for facts in told for name in facts):
         values = [facts.get(name, NOTHING) for facts in told]

@@ -7,8 +7,10 @@ travels, for records and error messages.
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +22,9 @@ from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
+
+SPINS = 200  # hand-overs of the core before the first sleep; about a tenth of a millisecond
+SHORTEST, LONGEST = 2e-5, 2e-4  # seconds of sleep: the first one, and what they grow to
 
 
 class Handle:
@@ -209,3 +214,28 @@ class Comm(Collectives, Topology, SharedMemory):
 
     def shard_group(self) -> Comm:
         return self
+
+
+def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:
+    """Return each node's ranks, ascending, from the node of each rank; nodes in order of appearance."""
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    return members
+
+
+def wait_until(ready: Callable[[], bool], crowded: bool) -> None:
+    """Return when `ready()` is true, which another rank will soon bring about.
+
+    A waiting rank is in the way of the other one if they share a core (`crowded`): then it sleeps at once.
+    Yielding the core without sleep is not enough, the scheduler may hand it back. Otherwise answers come
+    within microseconds, and only a long wait turns to sleep, for the other threads' sake.
+    """
+    spins, pause = 0 if crowded else SPINS, SHORTEST
+    while not ready():
+        if spins:
+            spins -= 1
+            os.sched_yield()
+        else:
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST)

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero_mpi.comm.agree import odd_one
-from zero_mpi.comm.base import Comm
+from zero_mpi.comm.base import Comm, wait_until
 from zero_mpi.comm.meter import collective
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.spin_wait import wait_until
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError
@@ -96,24 +95,20 @@ class GuardedComm(NumberedComm):
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Record a collective; raise ThreadError if this thread may not start it."""
-        if threading.get_ident() != self._thread:
-            self._take_over(collective((kind, label)))
-        super().on_collective(kind, label, *about)
-
-    def _take_over(self, what: str) -> None:
-        """Give the collectives to this thread from now on, if no other running thread has them."""
         me = threading.current_thread()
         assert me.ident is not None
-        records.threads.add(me.ident)
-        owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
-        if owner is not None:
-            raise ThreadError(
-                f"rank {self.rank}: thread {me.name!r} starts {what}, but this communicator belongs to "
-                f"thread {owner.name!r}: collectives of two threads have no common order on all ranks; use "
-                "each communicator and its modules in one thread, and create another one for a second "
-                "thread with connect(), on all ranks in the same order"
-            )
-        self._thread = me.ident
+        if me.ident != self._thread:
+            records.threads.add(me.ident)
+            owner = next((each for each in threading.enumerate() if each.ident == self._thread), None)
+            if owner is not None:
+                raise ThreadError(
+                    f"rank {self.rank}: thread {me.name!r} starts {collective((kind, label))}, but this "
+                    f"communicator belongs to thread {owner.name!r}: collectives of two threads have no "
+                    "common order on all ranks; use each communicator and its modules in one thread, and "
+                    "create another one for a second thread with connect(), on all ranks in the same order"
+                )
+            self._thread = me.ident
+        super().on_collective(kind, label, *about)
 
 
 class CheckedComm(CommWrapper):
@@ -132,8 +127,8 @@ class CheckedComm(CommWrapper):
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Raise JobError on all ranks unless all of them start this collective."""
-        details = ", ".join(map(spelled, about))
-        mine = f"{collective((kind, label))} ({details})" if about else collective((kind, label))
+        details = f" ({', '.join(map(spelled, about))})" if about else ""
+        mine = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
         with self.meter.waiting(f"the check before {kind}", label):
             if self._all_equal(mine):

@@ -1,19 +1,149 @@
-"""The transports, as data: their names, and the facts that a plan or a summary asks for.
+"""The transports, as data: their names, the sizes of their pieces, and the memory that they take.
 
 Every `Comm` has its kind (`comm.kind`). This is the only list: the values of `--transport`, the choices of a
-run and the numbers of a plan all come from here. Nothing here needs MPI or a GPU.
+run and the numbers of a plan all come from here. The transports cut their buffers by the sizes below and a
+plan asks for their sum, so neither can be wrong about the other. Nothing here needs MPI or a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
-from zero_mpi.comm import scratch
-from zero_mpi.comm.scratch import Reductions
+from zero_mpi.device.types import ALIGNMENT
 from zero_mpi.errors import UsageError
 
 AUTO = "auto"  # value of --transport: the best transport that is there
+PAGE = 4096  # bytes that the system gives at once
+SUM = 4  # bytes of an element of a sum, which is a float32 whatever type gradients travel in
+
+# Exact sums of messages (`comm.mpi`).
+EXACT_PIECE = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ranks
+EXACT_DEPTH = 2  # pieces in flight
+
+# Counters of a rank in shared memory (`comm.shared`): each begins a cache line, words have 8 bytes.
+POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
+ENTRIES = 64  # entries of the table
+WORDS = TABLE + ENTRIES
+RANK_BYTES = 8 * WORDS
+
+# Sums that travel from node to node (`comm.nodes`).
+CHAIN_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
+WHOLE_PIECES = 8  # nodes up to which pieces are as long; of more, those of a node take no longer to pass all
+LEAST_CHAIN_PIECE = 1 << 13  # elements: shorter ones are polled for longer than they travel
+CHAIN_DEPTH = 4  # pieces on their way at once
+
+# Arrays of a GPU (`comm.gpu`).
+TRANSFERS = 4  # in progress at once: gathers of prefetched stages, and reductions behind backward
+AWARE_PIECE = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the rooms
+AWARE_DEPTH = 2  # rounds in progress
+NCCL_PIECE = 1 << 20  # elements of a slice per round of an exact reduction
+NCCL_DEPTH = 1  # everything is in the order of one stream, so that rooms are used again at once
+STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' pieces
+LEAST_STAGE = 64 << 10  # bytes of a piece, where ranks are many
+STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
+STAGED_ALIGNED = 1024  # elements, at whose multiples longer pieces end
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """The reductions of a job, as far as a transport's scratch depends on them, from the view of rank 0.
+
+    slices          elements of its slice of each unit that is trained
+    itemsize        bytes of an element of a gradient on its way
+    in_flight       reductions in progress at once, at most
+    contributors    the different numbers of ranks that give something to a round
+    exact           sums are in rank order
+    accumulates     sums are added to those of earlier rounds
+    replicated      every node has all slices
+    """
+
+    ranks: int
+    nodes: int
+    per_node: int
+    slices: tuple[int, ...]
+    itemsize: int
+    in_flight: int
+    contributors: tuple[int, ...]
+    exact: bool
+    accumulates: bool
+    replicated: bool
+
+    @property
+    def longest(self) -> int:
+        """Elements of the largest slice."""
+        return max(self.slices, default=0)
+
+
+def of_messages(asked: Reductions) -> int:
+    """Return the bytes for what arrives at a rank of the host before it is added.
+
+    An exact reduction in progress has up to two pieces of every contributor; rounds with fewer contributors
+    have rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
+    The library's sums arrive in place, unless they are added to those of earlier rounds.
+    """
+    if asked.replicated:
+        return by_chain(asked, posted=asked.per_node - 1)
+    if not asked.exact:
+        return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
+    place = -(-min(asked.longest, EXACT_PIECE) * asked.itemsize // PAGE) * PAGE
+    rooms = min(EXACT_DEPTH, -(-asked.longest // EXACT_PIECE)) * asked.in_flight
+    return rooms * place * sum(count - 1 for count in asked.contributors)
+
+
+def chain_piece(nodes: int) -> int:
+    """Return the elements of a piece of a sum that passes `nodes` nodes; the last waits for the first."""
+    return max(LEAST_CHAIN_PIECE, CHAIN_PIECE * WHOLE_PIECES // max(WHOLE_PIECES, nodes))
+
+
+def by_chain(asked: Reductions, posted: int = 0) -> int:
+    """Return the bytes of pieces from the node before, and of `posted` gradients from ranks of the node.
+
+    A lane carries a slice of each node's owner, or only the rank's own slice where every node has all slices.
+    """
+    carried = asked.longest * (1 if asked.replicated else asked.nodes)
+    piece = chain_piece(asked.nodes)
+    pieces = min(CHAIN_DEPTH, -(-carried // piece))
+    sizes = SUM + posted * asked.itemsize
+    return asked.in_flight * pieces * min(piece, asked.longest) * sizes
+
+
+def on_gpus(depth: int, place: int, asked: Reductions) -> int:
+    """Return the bytes on a GPU for `depth` pieces of `place` elements of each other rank, if sums are exact.
+
+    The library's sums need a buffer of each size where they are added to earlier ones.
+    """
+    if asked.exact:
+        return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
+    return SUM * sum(set(asked.slices)) if asked.accumulates else 0
+
+
+def staged_piece(others: int) -> int:
+    """Return the bytes of pinned memory for a piece of one of the other ranks."""
+    return max(LEAST_STAGE, STAGE_BYTES // others)
+
+
+def through_host(asked: Reductions) -> int:
+    """Return the bytes on the GPU, beside the memory of the host that everything passes through."""
+    place = staged_piece(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
+    return asked.in_flight * STAGED_DEPTH * (asked.ranks - 1) * place * asked.itemsize
+
+
+def padded(length: int) -> int:
+    """Return the bytes of `length` float32 elements, up to the next cache line."""
+    return -(-length * SUM // ALIGNMENT) * ALIGNMENT
+
+
+def window_bytes(wholes: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
+    """Return the bytes of a node's window, from elements: the wholes once, the buffers of each rank."""
+    return max(1, sum(map(padded, wholes)) + ranks * sum(map(padded, buffers)))
+
+
+# ------------------------------------------------------------------------------------------- transports
 
 
 @dataclass(frozen=True)
@@ -39,7 +169,7 @@ class Transport:
     stages: bool = False
     shares_memory: bool = False
     spans_nodes: bool = True
-    takes: Callable[[Reductions], int] = scratch.nothing
+    takes: Callable[[Reductions], int] = lambda asked: 0
 
     def scratch(self, asked: Reductions) -> int:
         """Return the bytes that a rank needs, where its arrays lie, for what arrives before it is added."""
@@ -47,28 +177,28 @@ class Transport:
 
     def pinned(self, ranks: int) -> int:
         """Return bytes of pinned memory of the host that a rank's transfers go through."""
-        return scratch.pinned(ranks) if self.stages and ranks > 1 else 0
+        if not self.stages or ranks == 1:
+            return 0
+        return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(ranks - 1) * (ranks - 1)
 
 
 SERIAL = Transport("serial", "", "one process, no communication", spans_nodes=False)
-MPI = Transport("mpi", "mpi", "messages", adds=True, takes=scratch.of_messages)
-SHARED = Transport(
-    "shared",
-    "shared",
-    "shared memory of the node",
-    shares_memory=True,
-    spans_nodes=False,
-)
+MPI = Transport("mpi", "mpi", "messages", adds=True, takes=of_messages)
+SHARED = Transport("shared", "shared", "shared memory of the node", shares_memory=True, spans_nodes=False)
 NODES = Transport(
     "nodes",
     "shared",
     "shared memory inside nodes, messages between nodes",
     shares_memory=True,
-    takes=scratch.of_nodes,
+    takes=by_chain,
 )
-GPU_MPI = Transport("mpi", "mpi", "mpi", on_gpu=True, adds=True, takes=scratch.from_gpu_to_gpu)
-STAGED = Transport("staged", "staged", "staged", on_gpu=True, stages=True, takes=scratch.through_host)
-NCCL = Transport("nccl", "nccl", "nccl", on_gpu=True, adds=True, takes=scratch.by_nccl)
+GPU_MPI = Transport(
+    "mpi", "mpi", "mpi", on_gpu=True, adds=True, takes=partial(on_gpus, AWARE_DEPTH, AWARE_PIECE)
+)
+STAGED = Transport("staged", "staged", "staged", on_gpu=True, stages=True, takes=through_host)
+NCCL = Transport(
+    "nccl", "nccl", "nccl", on_gpu=True, adds=True, takes=partial(on_gpus, NCCL_DEPTH, NCCL_PIECE)
+)
 
 TRANSPORTS = (SERIAL, MPI, SHARED, NODES, GPU_MPI, STAGED, NCCL)
 CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
@@ -84,8 +214,7 @@ def check_flag(flag: str, on_gpu: bool) -> None:
     if flag != AUTO and not asked_for(flag, on_gpu):
         why = "it needs GPU arrays; use --device cuda or --transport mpi"
         if on_gpu:
-            why = "it cannot share GPU memory; with --device cuda use "
-            why += "auto, mpi, staged or nccl"
+            why = "it cannot share GPU memory; with --device cuda use auto, mpi, staged or nccl"
         raise UsageError(f"--transport {flag}: {why}")
 
 
@@ -93,8 +222,7 @@ def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:
     """Return the transport that a --transport value becomes where everything is in order.
 
     On the host this is shared memory wherever several ranks are on a node. `auto` on GPUs is taken to send
-    through the host, which works everywhere. `asked_for` tells whether a value
-    is one of the device.
+    through the host, which works everywhere. `asked_for` tells whether a value is one of the device.
     """
     if ranks == 1 and (on_gpu or flag == AUTO):
         return SERIAL

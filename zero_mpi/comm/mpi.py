@@ -18,13 +18,11 @@ import numpy as np
 from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
 from zero_mpi.comm.base import DONE, Comm, Handle
-from zero_mpi.comm.message_type import mpi_type
-from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.progress_thread import POLL_SECONDS, ProgressEngine
-from zero_mpi.comm.scratch import EXACT_DEPTH, EXACT_PIECE
-from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.comm.kinds import EXACT_DEPTH, EXACT_PIECE
+from zero_mpi.comm.partition import Partition, Piece, others
+from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import nodes_of
-from zero_mpi.comm.transfer import MessageComm, Running, Transfer
+from zero_mpi.comm.transfer import POLL_SECONDS, MessageComm, ProgressEngine, Running, Transfer
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
@@ -67,7 +65,7 @@ class MPIComm(MessageComm):
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
         self._patient = patient  # sleeps where others would spin
         self._tags = count()
-        self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)
+        self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)  # by contributors and type
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
@@ -95,17 +93,20 @@ class MPIComm(MessageComm):
     def poke_progress(self) -> None:
         self._control.Iprobe()
 
+    # -------------------------------------------------------------------------------------- on arrays
+
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         self.meter.sent_bytes += partition.counts[self.rank] * full.itemsize * (self.size - 1)
-        return self.start(self._allgather(shard, full, partition), "allgather", label)
 
-    def _allgather(self, shard: Array | None, full: Array, partition: Partition) -> Running:
-        kind, requests = mpi_type(full), []
-        for piece in partition.cut(self._most):
-            send = MPI.IN_PLACE if shard is None else [shard[piece.of_slice(partition, self.rank)], kind]
-            receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
-            requests.append(self._parameters.Iallgatherv(send, receive))
-        yield requests
+        def running() -> Running:
+            kind, requests = mpi_type(full), []
+            for piece in partition.cut(self._most):
+                send = MPI.IN_PLACE if shard is None else [shard[piece.of_slice(partition, self.rank)], kind]
+                receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
+                requests.append(self._parameters.Iallgatherv(send, receive))
+            yield requests
+
+        return self.start(running(), "allgather", label)
 
     def reduce_scatter(
         self,
@@ -130,69 +131,45 @@ class MPIComm(MessageComm):
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
     ) -> Running:
         """Reduce in rounds: post the next piece, wait for the oldest, add its slices in rank order."""
-        tag = next(self._tags) % TAGS
-        starts = range(0, max(partition.counts), self._exact_piece)
-        scratch = [self._take(contributors, full.dtype) for _ in starts[:EXACT_DEPTH]]
+        tag, size = next(self._tags) % TAGS, self._exact_piece
+        starts = range(0, max(partition.counts), size)
+        free = self._scratch[contributors, full.dtype]  # rooms for a piece from each contributor
+        rooms = [
+            free.pop() if free else empty(contributors * size, full.dtype).reshape(contributors, size)
+            for _ in starts[:EXACT_DEPTH]
+        ]
         posted: list[list[Any]] = []
         for number in range(len(starts) + EXACT_DEPTH - 1):
             if number < len(starts):
-                room = scratch[number % EXACT_DEPTH]
-                posted.append(self._post(full, room, partition, contributors, starts[number], tag))
+                posted.append(self._post(full, rooms[number % EXACT_DEPTH], partition, starts[number], tag))
             done = number - (EXACT_DEPTH - 1)
             if 0 <= done < len(starts):
                 yield posted.pop(0)
-                room = scratch[done % EXACT_DEPTH]
-                self._add(full, out, room, partition, contributors, starts[done], accumulate)
-        self._scratch[contributors, full.dtype].extend(scratch)
+                room, start = rooms[done % EXACT_DEPTH], starts[done]
+                mine = partition.span(self.rank, start, size)
+                length = mine.stop - mine.start
+                parts = [
+                    full[mine] if rank == self.rank else room[rank, :length] for rank in range(contributors)
+                ]
+                ordered_sum(out[start : start + length], parts, accumulate)
+        free.extend(rooms)
 
-    def _take(self, contributors: int, dtype: Any) -> Array:
-        """Return room for one piece from each contributor; kept for the next reduction."""
-        free = self._scratch[contributors, dtype]
-        return free.pop() if free else empty(contributors * self._exact_piece, dtype)
-
-    def _span(self, partition: Partition, rank: int, start: int) -> slice:
-        """Return the part of `rank`'s slice in the piece that begins at `start` of every slice."""
-        first, last = partition.bounds[rank], partition.bounds[rank + 1]
-        return slice(min(first + start, last), min(first + start + self._exact_piece, last))
-
-    def _room(self, room: Array, rank: int, length: int) -> Array:
-        return room[rank * self._exact_piece :][:length]
-
-    def _post(
-        self, full: Array, room: Array, partition: Partition, contributors: int, start: int, tag: int
-    ) -> list[Any]:
-        """Post receives, then sends; the nearest neighbour first, so that ranks do not all hit one."""
-        mine = self._span(partition, self.rank, start)
-        length, kind, requests = mine.stop - mine.start, mpi_type(full), []
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            if length and source < contributors:
-                target = [self._room(room, source, length), kind]
-                requests.append(self._gradients.Irecv(target, source, tag))
-        for step in range(1, self.size):
-            owner = (self.rank + step) % self.size
-            span = self._span(partition, owner, start)
-            if span.stop > span.start and self.rank < contributors:
+    def _post(self, full: Array, room: Array, partition: Partition, start: int, tag: int) -> list[Any]:
+        """Post receives into `room` (contributors, piece), then sends."""
+        contributors, size = room.shape
+        mine = partition.span(self.rank, start, size)
+        length, kind = mine.stop - mine.start, mpi_type(full)
+        neighbours = others(self.rank, self.size)
+        requests = [
+            self._gradients.Irecv([room[source, :length], kind], source, tag)
+            for source in reversed(neighbours)
+            if length and source < contributors
+        ]
+        for owner in neighbours if self.rank < contributors else []:
+            span = partition.span(owner, start, size)
+            if span.stop > span.start:
                 requests.append(self._gradients.Isend([full[span], kind], owner, tag))
         return requests
-
-    def _add(
-        self,
-        full: Array,
-        out: Array,
-        room: Array,
-        partition: Partition,
-        contributors: int,
-        start: int,
-        accumulate: bool,
-    ) -> None:
-        mine = self._span(partition, self.rank, start)
-        length = mine.stop - mine.start
-        parts = [
-            full[mine] if rank == self.rank else self._room(room, rank, length)
-            for rank in range(contributors)
-        ]
-        ordered_sum(out[start : start + length], parts, accumulate)
 
     def _fast_reduce(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
         kind, requests, received = mpi_type(full), [], []
@@ -209,25 +186,26 @@ class MPIComm(MessageComm):
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
-        return self.start(self._allreduce(array), "allreduce", label)
 
-    def _allreduce(self, array: Array) -> Running:
-        kind = mpi_type(array)
-        yield [
-            self._gradients.Iallreduce(MPI.IN_PLACE, [array[start : start + self._fast_piece], kind], MPI.SUM)
-            for start in range(0, array.size, self._fast_piece)
-        ]
+        def running() -> Running:
+            kind, step = mpi_type(array), self._fast_piece
+            yield [
+                self._gradients.Iallreduce(MPI.IN_PLACE, [array[start : start + step], kind], MPI.SUM)
+                for start in range(0, array.size, step)
+            ]
+
+        return self.start(running(), "allreduce", label)
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
-        assert array.flags.c_contiguous, "a collective needs a contiguous array"
-        return self.start(self._broadcast(array.reshape(-1), root), "broadcast", label)
+        kind, flat = mpi_type(array), array.reshape(-1)
 
-    def _broadcast(self, array: Array, root: int) -> Running:
-        kind = mpi_type(array)
-        yield [
-            self._parameters.Ibcast([array[start : start + self._most], kind], root)
-            for start in range(0, array.size, self._most)
-        ]
+        def running() -> Running:
+            yield [
+                self._parameters.Ibcast([flat[start : start + self._most], kind], root)
+                for start in range(0, flat.size, self._most)
+            ]
+
+        return self.start(running(), "broadcast", label)
 
     def gather(
         self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
@@ -236,6 +214,8 @@ class MPIComm(MessageComm):
         send = None if part is None else [part, mpi_type(part)]
         receive = None if room is None else [room, piece.counts, piece.offsets, mpi_type(room)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
+
+    # ------------------------------------------------------------------------------------- on objects
 
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
         """Wait for one request: blocking, or asleep so that other threads and ranks keep the cores."""
@@ -266,6 +246,8 @@ class MPIComm(MessageComm):
 
     def barrier(self) -> None:
         self._finish(self._control.Ibarrier(), "barrier")
+
+    # ------------------------------------------------------------------------------- other transports
 
     def over(self, comm: Any) -> MPIComm:
         return MPIComm(comm, threaded=False)

@@ -47,6 +47,11 @@ class Partition:
         """Return the slice of the flat buffer that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
+    def span(self, rank: int, start: int, length: int) -> slice:
+        """Return the segment [start, start + length) of `rank`'s slice, as far as the slice has it."""
+        first, last = self.bounds[rank], self.bounds[rank + 1]
+        return slice(min(first + start, last), min(first + start + length, last))
+
     def outside(self, rank: int) -> int:
         """Return the number of elements that other ranks own."""
         return self.length - self.counts[rank]
@@ -62,10 +67,7 @@ class Partition:
 
 @lru_cache(maxsize=4096)
 def dealt_out(length: int, parts: int, quantum: int) -> Partition:
-    """Return a partition, one object for all callers with these arguments: its bounds take 72 bytes per rank.
-
-    A model has many units and few lengths.
-    """
+    """Return a partition, one object for all equal ones: bounds take 72 bytes per rank, lengths are few."""
     return Partition(length, parts, quantum)
 
 
@@ -82,3 +84,8 @@ class Piece:
         """Return the part of `rank`'s slice that is in the piece, counted from the slice's own beginning."""
         first = self.start + self.offsets[rank] - partition.bounds[rank]
         return slice(first, first + self.counts[rank])
+
+
+def others(rank: int, size: int) -> list[int]:
+    """Return the other ranks, the next one first, so that not all begin with the same one."""
+    return [(rank + step) % size for step in range(1, size)]

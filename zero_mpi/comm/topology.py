@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from zero_mpi.comm.members import members_of
+from zero_mpi.comm.base import members_of
 from zero_mpi.comm.start_mpi import MPI
 
 PRETEND = "ZERO_MPI_RANKS_PER_NODE"
@@ -71,16 +71,16 @@ def node_communicator(world: Any) -> Any:
     return world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
 
 
+def find_topology(world: Any, node: Any) -> Topology:
+    """Return the nodes of `world`, of which `node` is this rank's communicator. Collective."""
+    leader = node.bcast(world.Get_rank())
+    members = members_of(world.allgather(leader)).values()
+    return Topology(tuple(map(tuple, members)), world.Get_rank())
+
+
 def nodes_of(world: Any) -> list[int]:
     """Return the node of each rank of `world`, by number. Collective."""
     node = node_communicator(world)
     members = find_topology(world, node).members
     node.Free()
     return [number for _, number in sorted((rank, n) for n, ranks in enumerate(members) for rank in ranks)]
-
-
-def find_topology(world: Any, node: Any) -> Topology:
-    """Return the nodes of `world`, of which `node` is this rank's communicator. Collective."""
-    leader = node.bcast(world.Get_rank())
-    members = members_of(world.allgather(leader)).values()
-    return Topology(tuple(map(tuple, members)), world.Get_rank())

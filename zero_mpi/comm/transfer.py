@@ -1,8 +1,13 @@
-"""A transfer of several steps, as a generator that any idle thread pushes on.
+"""Transfers of several steps, as generators that any idle thread pushes on.
 
-It yields what it needs next: a list of MPI requests that must be complete, or a function that says whether
-something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that goes on
-from node to node, moves by the `progress_thread`, by a test between layers, or in the wait of its owner.
+A generator yields what it needs next: a list of MPI requests that must be complete, or a function that says
+whether something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that
+goes on from node to node, moves by a thread, by a test between layers, or in the wait of its owner.
+
+Neither MPICH nor Open MPI moves a nonblocking collective unless somebody calls into the library. Where a core
+is free one thread tests what is in progress and sleeps between rounds (`ProgressEngine`); where ranks fill
+the cores such a thread would only take time from the computation, and the runtime tests between layers
+instead.
 """
 
 from __future__ import annotations
@@ -11,16 +16,38 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle
+from zero_mpi import environment
+from zero_mpi.comm.base import DONE, Comm, Handle, wait_until
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.telemetry import spans
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
 Running = Iterator[Needed]
-POLL_SECONDS = 2e-5  # seconds between looks at something that is no request
+LOOK_SECONDS = 2e-5  # seconds between looks at something that is no request
+POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a busier or an adaptive poll hid no more
+
+
+def has_come(needed: Needed) -> bool:
+    """Return whether what a transfer needs next has come about."""
+    return needed() if callable(needed) else bool(MPI.Request.Testall(needed))
+
+
+@contextmanager
+def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
+    """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
+    try:  # another thread may be here as well
+        room = free.pop()
+    except IndexError:
+        room = new()
+    try:
+        yield room
+    finally:
+        free.append(room)
 
 
 class Transfer(Handle):
@@ -43,15 +70,15 @@ class Transfer(Handle):
         self._running, self._lock, self._done, self._meter = running, threading.Lock(), False, meter
         self._error: BaseException | None = None
         self._needed: Needed = []
-        self._advance(lambda: True)  # the first requests start now, in program order
+        self._advance(lambda needed: True)  # the first requests start now, in program order
 
-    def _advance(self, has_come: Callable[[], bool]) -> bool:
+    def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
         """Go on if what is needed has come about; return whether there is more to do then.
 
         Any error, of MPI or of a device, is raised where the owner waits, whichever thread pushed.
         """
         try:
-            if not has_come():
+            if not may_go_on(self._needed):
                 return False
             self._needed = next(self._running)
         except StopIteration:
@@ -62,35 +89,80 @@ class Transfer(Handle):
             self._running = iter(())  # and what it held is free for others
         return not self._done
 
-    def _may_advance(self) -> bool:
-        if callable(self._needed):
-            return self._needed()
-        return bool(MPI.Request.Testall(self._needed))
-
     def test(self) -> bool:
         if not self._lock.acquire(blocking=False):
             return False  # another thread pushes it
         try:
-            while not self._done and self._advance(self._may_advance):
+            while not self._done and self._advance(has_come):
                 pass
             return self._done
         finally:
             self._lock.release()
 
     def wait(self) -> None:
+        def come(needed: Needed) -> bool:
+            if not callable(needed):
+                MPI.Request.Waitall(needed)
+                return True
+            while not needed():
+                time.sleep(LOOK_SECONDS)
+            return True
+
         with self._meter.waiting(self.kind, self.label), self._lock:
             while not self._done:
-                self._advance(self._wait_for_needed)
+                self._advance(come)
         if self._error is not None:
             raise self._error
 
-    def _wait_for_needed(self) -> bool:
-        if not callable(self._needed):
-            MPI.Request.Waitall(self._needed)
-            return True
-        while not self._needed():
-            time.sleep(POLL_SECONDS)
-        return True
+
+class ProgressEngine:
+    """The transfers in progress, pushed by a thread of its own or by calls of `push`."""
+
+    def __init__(self, threaded: bool, poll: float = POLL_SECONDS) -> None:
+        self._active: list[Handle] = []
+        self._changed = threading.Condition()
+        self._closed, self._poll = False, poll
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="zero_mpi progress", daemon=True)
+            self._thread.start()
+
+    def add(self, handle: Handle) -> None:
+        """Look after `handle` until it is complete."""
+        with self._changed:
+            self._active.append(handle)
+            self._changed.notify()
+
+    def push(self) -> None:
+        """Test everything in progress once, unless the thread does that."""
+        if self._thread is None:
+            self._test_all()
+
+    def _test_all(self) -> None:
+        with self._changed:
+            active = list(self._active)
+        finished = [handle for handle in active if handle.test()]
+        if finished:
+            with self._changed:
+                self._active = [handle for handle in self._active if handle not in finished]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._active or self._closed)
+                if self._closed:
+                    return
+            self._test_all()
+            time.sleep(self._poll)
+
+    def close(self) -> None:
+        """End the thread; what is in progress must have been waited for."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
 class MessageComm(Comm):
@@ -113,3 +185,44 @@ class MessageComm(Comm):
     @abstractmethod
     def poke_progress(self) -> None:
         """Let the library move what it still owes to others, though the request for it was complete."""
+
+
+class ProgressingWrapper(CommWrapper):
+    """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
+
+    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
+        super().__init__(inner)
+        self._library = inner
+        self._crowded = ranks_here > environment.node_cores()
+
+    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
+        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
+
+        def pushed() -> bool:
+            self.progress()
+            if ready():
+                return True
+            self._library.poke_progress()
+            return False
+
+        with self.meter.waiting(kind, label):
+            wait_until(pushed, self._crowded)
+
+    def wrapped(self, inner: Handle) -> Handle:
+        return DONE if inner is DONE else ProgressingHandle(self, inner)
+
+
+class ProgressingHandle(Handle):
+    """A transfer whose wait pushes all other transfers too."""
+
+    def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
+        self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
+
+    def test(self) -> bool:
+        self._comm.progress()
+        return self._inner.test()
+
+    def wait(self) -> None:
+        if not self._inner.test():
+            self._comm.wait_until(self._inner.test, self.kind, self.label)
+        self._inner.wait()  # complete: an error comes out

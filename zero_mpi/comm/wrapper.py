@@ -66,9 +66,20 @@ class CommWrapper(Comm):
         accumulate: bool = False,
         label: str = "",
     ) -> Handle:
-        given = f"{self.size if contributors is None else contributors} contributors"
+        contributors = self.all_contributors if contributors is None else contributors
         how = "added to what is there" if accumulate else "from zero"
-        self.on_collective("reduce_scatter", label, full, partition, given, how)
+        self.on_collective("reduce_scatter", label, full, partition, f"{contributors} contributors", how)
+        return self._reduce(full, out, partition, contributors, accumulate, label)
+
+    @property
+    def all_contributors(self) -> int:
+        """The number of ranks that a reduction sums over where a call does not say it."""
+        return self.size
+
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
+    ) -> Handle:
+        """Start a reduction: `reduce_scatter` with all arguments given."""
         handle = self._inner.reduce_scatter(
             full, out, partition, contributors=contributors, accumulate=accumulate, label=label
         )

@@ -19,15 +19,22 @@ from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import percent, plural, write
 from zero_mpi.config.bounds import within
-from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
+from zero_mpi.config.settings import OF_TEMPLATES
 from zero_mpi.data import Tokenizer, collect_files, named
-from zero_mpi.data.control_tokens import AUTO, bos_of
-from zero_mpi.data.conversations.formats import are_conversations, holds_pairs
-from zero_mpi.data.conversations.row_facts import BadRows, Facts, Totals, described
+from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_sources import HEAD, beginning
-from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, TokenizedConversation
-from zero_mpi.data.file_kinds import kind_of
+from zero_mpi.data.conversations.tokenized import (
+    ANSWERS,
+    ConversationReader,
+    Facts,
+    TokenizedConversation,
+    Totals,
+    described,
+)
+from zero_mpi.data.text_files import kind_of
+from zero_mpi.data.tokenizers.byte import AUTO, bos_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import readable, shown
 from zero_mpi.files.open import is_folder

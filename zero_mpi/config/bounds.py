@@ -1,18 +1,30 @@
-"""Limits of each setting by itself: types, least and largest values, durations."""
+"""Checks of settings: bounds of each by itself, contradictions between them, and flags without effect.
+
+A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
+noted in one line at the start: files of settings hold more than a run needs. A flag counts as given if its
+value is not the default, because OUT/config.toml of a run gives all of them.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
+from zero_mpi import environment
 from zero_mpi.cli.parser import nearest, refuse_empty
-from zero_mpi.config import conflicts
-from zero_mpi.config.settings import FIELDS, Config, spelled, step_range
+from zero_mpi.cli.text import plural
+from zero_mpi.config.settings import ANY, CROSS_ENTROPY, FIELDS, FURTHER, STEPS, Config, spelled, step_range
+from zero_mpi.data import named
+from zero_mpi.data.tokenizers.byte import ALWAYS
+from zero_mpi.environment import portable
+from zero_mpi.environment.portable import NATIVE, PORTABLE
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.precision import precision_named
+from zero_mpi.telemetry.log import Caution
 
 LEAST = {
     "steps": 0, "epochs": 1, "batch_size": 1, "micro_batch": 1, "context": 1, "layers": 1, "dim": 1,
@@ -26,8 +38,11 @@ LEAST = {
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
 LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
-Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
+MANY_EPOCHS = 10
+DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
+DURATION_PARTS = r"([0-9.]+)([hms])"
+Number = TypeVar("Number", int, float)
 
 
 def check(config: Config) -> None:
@@ -47,16 +62,17 @@ def check(config: Config) -> None:
             raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
     if config.ema is not None and not 0 < config.ema < 1:
         raise UsageError(f"--ema {config.ema}: expected more than 0 and less than 1, such as 0.999")
-    if not 0 < config.preference_beta < math.inf:
-        raise UsageError(f"--preference-beta {config.preference_beta}: expected more than 0, such as 0.1")
-    if not 0 < config.bucket_mb < math.inf:
-        raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
+    for name, example in (("preference_beta", "0.1"), ("bucket_mb", "25")):
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise UsageError(f"{spelled(name)} {value}: expected more than 0, such as {example}")
     thread_count(config.threads)
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
     rate_scales(config.lr_scale)
     step_range(config.trace_steps, config.steps)
-    conflicts.refuse(config)
+    for name, when, why in CONTRADICTIONS:
+        if is_given(config, name) and when(config):
+            raise UsageError(f"{written(config, name)}: {why.format_map(vars(config))}")
     for name in FIELDS.keys() - {"prompt"}:
         refuse_empty(spelled(name), getattr(config, name))
 
@@ -67,10 +83,6 @@ def within(name: str, value: Number, least: float, below: float = LARGEST) -> Nu
         less = "" if value < below else f" and less than {below}"
         raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
     return value
-
-
-DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
-DURATION_PARTS = r"([0-9.]+)([hms])"
 
 
 def thread_count(text: str | None) -> int | None:
@@ -108,3 +120,200 @@ def seconds(text: str | None) -> float | None:
     if not re.fullmatch(f"({DURATION})+", whole):
         raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
     return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))
+
+
+# --------------------------------------------------------------------------- flags that other flags decide
+
+
+class Contradiction(NamedTuple):
+    """`name` is invalid if `when(config)` holds. `why` and the remedy, with settings in braces."""
+
+    name: str
+    when: Callable[[Config], bool]
+    why: str
+
+
+class Idle(NamedTuple):
+    """`name` does nothing if `when(config, kind of data)` holds. `why`, with settings in braces."""
+
+    name: str
+    when: Callable[[Config, DataKind], bool]
+    why: str
+
+
+class DataKind(NamedTuple):
+    """Kind of data: text, or token files with their tokenizer beside them; whether they are token files."""
+
+    is_text: bool
+    are_ids: bool = False
+
+
+def apart(name: str, when: Callable[[Config], bool], other: str) -> Contradiction:
+    """Return the contradiction of two flags, one of which must go."""
+    return Contradiction(name, when, f"cannot be combined with {other}: remove one of them")
+
+
+NO_ADAPTER = "needs an adapter: add --lora RANK"
+NOT_FULL = "updates full matrices, not the adapters of --lora: use adamw"
+FOR_FP64 = "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer"
+DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32"
+CONTRADICTIONS = (
+    Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_init", lambda c: c.lora is None, NO_ADAPTER),
+    apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
+    Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
+    apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),
+    Contradiction("precision", lambda c: c.precision == "fp64" and not is_plain(c), FOR_FP64),
+    apart(
+        "qat", lambda c: c.lora is not None and c.precision != "fp32", "--lora and --precision {precision}"
+    ),
+    apart("qat", lambda c: bool(c.freeze), "--freeze"),
+    apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
+    apart("qat", lambda c: c.ema is not None, "--ema"),
+    apart("qat", lambda c: c.device == "cuda", "--device cuda"),
+    Contradiction("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
+    Contradiction("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
+    Contradiction("min_lr", lambda c: c.min_lr is not None and c.min_lr > c.lr, "expected at most --lr {lr}"),
+    Contradiction("decay_steps", lambda c: c.schedule != "wsd", "needs a decay: add --schedule wsd"),
+    Contradiction(
+        "decay_steps",
+        lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
+        "expected at most --steps {steps} minus --warmup {warmup}",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == NATIVE and portable.active,
+        "ZERO_MPI_BITS=portable is set: remove it from the environment",
+    ),
+    Contradiction("bits", lambda c: c.bits == PORTABLE and c.precision != "fp32", DIFFERS),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == PORTABLE and c.reduction != "exact",
+        "--reduction {reduction} is not reproducible: use --reduction exact",
+    ),
+    Contradiction(
+        "bits",
+        lambda c: c.bits == PORTABLE and c.device == "cuda",
+        "not available on a GPU: use --device cpu",
+    ),
+    Contradiction(
+        "loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"
+    ),
+    apart("teacher", lambda c: c.loss != CROSS_ENTROPY, "--loss {loss}"),
+    apart("teacher", lambda c: c.bits == PORTABLE, "--bits {bits}"),
+    Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
+    Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
+)
+NOT_OF_LOSS = "--loss {loss} has no such constant"
+NO_TEXT = "the token files of --data have no tokenizer"
+IDS = "the token files of --data are used unchanged"
+NOTHING_HELD = "--val-fraction 0 leaves no validation data"
+IDLE = (
+    Idle("preference_beta", lambda c, _: c.preference is None, NOT_OF_LOSS),
+    Idle("label_smoothing", lambda c, _: c.loss != "dpo", NOT_OF_LOSS),
+    Idle("simpo_gamma", lambda c, _: c.loss != "simpo", NOT_OF_LOSS),
+    Idle("desirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Idle("undesirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Idle("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
+    Idle("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
+    Idle("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
+    Idle("bucket_mb", lambda c, _: c.strategy != "no-shard", "only --strategy no-shard has buckets"),
+    Idle(
+        "prefetch",
+        lambda c, _: c.strategy in ("no-shard", "shard-grad-op"),
+        "--strategy {strategy} keeps parameters gathered",
+    ),
+    Idle("val_fraction", lambda c, _: bool(c.val_data), "--val-data is the validation data"),
+    Idle("eval_every", lambda c, _: not c.holds_out, NOTHING_HELD),
+    Idle("eval_windows", lambda c, _: not c.holds_out, NOTHING_HELD),
+    Idle(
+        "writers_per_node", lambda c, _: c.checkpoint_io == "gather", "--checkpoint-io gather: rank 0 writes"
+    ),
+    Idle("prompt", lambda c, data: not data.is_text, NO_TEXT),
+    Idle("prompt", lambda c, data: data.is_text and c.sample == 0, "--sample 0 prints no text"),
+    Idle("sample", lambda c, data: not data.is_text and c.sample > 0, NO_TEXT),
+    Idle("tokenizer", lambda c, data: not data.is_text, IDS),
+    Idle("bos", lambda c, data: c.bos == ALWAYS and (not data.is_text or data.are_ids), IDS),
+    Idle("control_tokens", lambda c, data: not data.is_text or data.are_ids, IDS),
+    Idle("micro_batch", lambda c, _: c.micro_batch > c.batch_size, "--batch-size {batch_size} is smaller"),
+)
+
+
+def is_plain(c: Config) -> bool:
+    """Return whether float64 can be trained with these settings."""
+    others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
+    return c.device != "cuda" and others == ["none", None, None, "adamw", None]
+
+
+def without_effect(config: Config, data: DataKind) -> Iterator[str]:
+    """Yield a line for each flag that does nothing here, or not what it says."""
+    for name, when, why in IDLE:
+        if is_given(config, name) and when(config, data):
+            yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Return whether a setting differs from its default."""
+    return getattr(config, name) not in (FIELDS[name].default, [])
+
+
+def written(config: Config, name: str) -> str:
+    """Return a flag with its value."""
+    return f"{spelled(name)} {shown(getattr(config, name))}"
+
+
+# ------------------------------------------------------------------------------- once the data are known
+
+
+def in_steps(config: Config, windows: int) -> Config:
+    """Return the configuration with its epochs, if any, converted to steps; `windows`: windows in the data.
+
+    From then on the run has that number of `--steps`: records, checkpoints and OUT/config.toml use it. Each
+    window is seen at least so many times: the last step may begin the next epoch. Raises UsageError for flags
+    that do not fit the number of steps.
+    """
+    if config.epochs is None:
+        return replace(config, **STEPS) if config.steps is None else config
+    counted = replace(config, steps=-(-config.epochs * windows // config.batch_size), epochs=None)
+    try:
+        check(counted)
+    except UsageError as error:
+        raise UsageError(f"{error} (--epochs {config.epochs} are {counted.steps} steps)") from None
+    return counted
+
+
+def cautions(config: Config, epochs: float) -> Iterator[str]:
+    """Yield warnings on the length of a run whose steps read the data so many times."""
+    if config.steps <= 2 * config.warmup > 2:
+        yield (
+            f"--warmup {config.warmup} takes half of --steps {config.steps} or more, at rates below --lr "
+            f"{config.lr:g}; try --warmup {ANY['warmup']}"
+        )
+    if epochs > MANY_EPOCHS:
+        yield f"--steps {config.steps} reads the data {epochs:.1f} times; try --epochs 3, or add data"
+
+
+def remarks(config: Config, data: DataKind) -> Iterator[str]:
+    """Yield notes on a configuration."""
+    if config.removed:
+        yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
+    if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
+        yield f"--lr {config.lr:g}: the default for pretrained weights (--init)"
+    if config.init is not None and not config.data:
+        yield Caution(f"--init without --data: training on {named(config.data)}; use --data for other text")
+    yield from map(Caution, without_effect(config, data))
+    for variable in environment.crowded():
+        has = plural(environment.cores(), "core")
+        yield Caution(f"{variable}: this rank has {has}; more threads only compete for them")
+
+
+def threads_within(wanted: int | None) -> int | None:
+    """Return `wanted` if this rank has that many cores; else raise UsageError."""
+    cores = environment.cores()
+    if wanted is not None and wanted > cores:
+        raise UsageError(
+            f"--threads {wanted}: this rank has {plural(cores, 'core')}: use fewer threads or auto, or bind "
+            f"each rank to more cores: {environment.binding(wanted)}"
+        )
+    return wanted

@@ -42,7 +42,6 @@ METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choi
     "trace_steps": "A:B",
     "reduce_dtype": "TYPE",
 }
-OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
 FIRST = {  # flags that --help shows; --help-all shows all
     "out", "steps", "epochs", "resume", "dry_run", "init", "arch", "layers", "dim", "heads", "context",
     "lora", "data", "tokenizer", "batch_size", "micro_batch", "lr", "warmup", "strategy", "device",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from zero_mpi.checkpoint.mixes import is_matrix, known_type, types_of
+from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import projections
 from zero_mpi.nn.balance import BALANCE, Z
+from zero_mpi.ops.elementary import cosine
 from zero_mpi.optim.muon import Muon
 from zero_mpi.optim.rounded import Rounded
 from zero_mpi.optim.rule import AdamW, Rule
@@ -72,3 +76,48 @@ def state_count(unit: Unit, qat: str | None = None) -> int:
     """Return the number of float32 arrays that are kept for a unit's elements."""
     masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
     return len((Muon if unit.whole else AdamW).states) + masters
+
+
+Schedule = Callable[[int], float]
+
+
+def schedule_of(config: Config) -> Schedule:
+    """Return the schedule of the flags; their number of steps must be known."""
+    return make_schedule(
+        config.schedule,
+        lr=config.lr,
+        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
+        warmup=config.warmup,
+        steps=config.steps,
+        decay_steps=config.steps // 10 if config.decay_steps is None else config.decay_steps,
+    )
+
+
+def make_schedule(
+    name: str, *, lr: float, min_lr: float, warmup: int, steps: int, decay_steps: int = 0
+) -> Schedule:
+    """Return a map step (from 0) -> learning rate: linear warm-up to `lr`, then `name` down to `min_lr`.
+
+    Names: "cosine" (Loshchilov and Hutter, "SGDR", 2017), "linear", "constant", and "wsd" (warm-up, stable,
+    decay: Hu et al., "MiniCPM", 2024), which stays at `lr` until the last `decay_steps` and falls linearly
+    in these. Raises UsageError for another name.
+    """
+    shapes: dict[str, Callable[[float], float]] = {
+        "cosine": lambda done: 0.5 * (1.0 + cosine(math.pi * done)),
+        "linear": lambda done: 1.0 - done,
+        "constant": lambda done: 1.0,
+        "wsd": lambda done: 1.0 - done,
+    }
+    if name not in shapes:
+        raise UsageError(f"schedule {name!r} is not known; expected one of {', '.join(shapes)}")
+    begin = max(warmup, steps - decay_steps) if name == "wsd" else warmup
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        if step < begin:
+            return lr
+        done = min(1.0, (step - begin) / max(1, steps - begin))
+        return min_lr + (lr - min_lr) * shapes[name](done)
+
+    return rate

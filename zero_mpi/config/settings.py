@@ -14,9 +14,9 @@ from typing import Any
 
 from zero_mpi.checkpoint.mixes import TRAINED_FOR
 from zero_mpi.comm.kinds import CHOICES
-from zero_mpi.data.control_tokens import AUTO, BOS, READINGS
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
+from zero_mpi.data.tokenizers.byte import AUTO, BOS, READINGS
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -29,6 +29,8 @@ FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a la
 ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
 LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
 CROSS_ENTROPY = "cross-entropy"
+BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer beside paths
+OF_TEMPLATES = ("chat_template", "template_var", "enable_thinking", "template_date")
 LENGTH = {"steps", "epochs"}  # alternative settings of a run's length
 STEPS: dict[str, Any] = {"steps": 440}  # for a model from scratch without --epochs
 ANY: dict[str, Any] = {"context": 128, "batch_size": 16, "warmup": "9%"}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.cli.parser import REMOVED, nearest
 from zero_mpi.config.bounds import LARGEST
-from zero_mpi.config.settings import ALIASES, FIELDS, Config, spelled
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.config.settings import ALIASES, BYTE, FIELDS, FROM_INIT, Config, spelled
+from zero_mpi.errors import FileError, UsageError, writing
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import LONGEST, quoted, show, shown
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_toml
@@ -74,3 +77,48 @@ def write_toml(config: Config) -> str:
 
     settings: Mapping[str, Any] = dataclasses.asdict(config)
     return tomli_w.dumps({name: value for name, value in settings.items() if value is not None})
+
+
+CONFIG_FILE = "config.toml"
+OF_ONE_START = ("resume", "dry_run")
+PATHS = (
+    "out",
+    "init",
+    "lora_init",
+    "teacher",
+    "data",
+    "val_data",
+    "tokenizer",
+    "chat_template",
+    "trace",
+    "prometheus",
+)
+WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
+
+
+def recorded(config: Config) -> Config:
+    """Return the settings in a form that can be read again from any folder."""
+    settings: dict[str, Any] = {name: in_full(getattr(config, name)) for name in PATHS}
+    if not os.path.isfile(config.chat_template or ""):
+        settings["chat_template"] = config.chat_template  # the name of one of the tokenizer's templates
+    settings |= {name: FIELDS[name].default for name in OF_ONE_START}
+    return replace(config, **settings)
+
+
+def in_full(value: Any) -> Any:
+    """Return an absolute path, or a list of them; a keyword stays unchanged."""
+    if isinstance(value, list):
+        return [in_full(item) for item in value]
+    return value if value in WORDS else os.path.abspath(value)
+
+
+def write_config(out: Path, config: Config) -> None:
+    """Write the file. A path that is not UTF-8 keeps its bytes; reading the file then reports it.
+
+    Raises UsageError if a folder stands in its place, JobError if it cannot be written.
+    """
+    place = out / CONFIG_FILE
+    if place.is_dir() and not place.is_symlink():
+        raise UsageError(f"--out: {shown(place)} is a folder: move it away")
+    with writing():
+        write_whole(place, write_toml(recorded(config)).encode(errors="surrogateescape"))

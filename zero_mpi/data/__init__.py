@@ -6,18 +6,25 @@ so every rank computes its own share and no two ranks can disagree.
 
 from collections.abc import Mapping
 
-from zero_mpi.data.corpus import Corpus, load_corpus, unigram_entropy
-from zero_mpi.data.loader import Batch, EvalLoader, HeldOut, StepLoader, Windows, WindowSource
+from zero_mpi.data.corpus import Corpus, files_of, holds_token_files, load_corpus, sources_of, unigram_entropy
+from zero_mpi.data.loader import (
+    Batch,
+    EvalLoader,
+    HeldOut,
+    MixedWindows,
+    SampleOrder,
+    StepLoader,
+    Windows,
+    WindowSource,
+    window_of,
+)
 from zero_mpi.data.packing import PackedWindows, windows_over
-from zero_mpi.data.sample_order import SampleOrder, window_of
-from zero_mpi.data.sources import MixedWindows, files_of, holds_token_files, sources_of
 from zero_mpi.data.text_files import collect_files, named, stdlib_files
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.gguf_tokenizer import GGUFTokenizer
-from zero_mpi.data.tokenizers.merge_tokenizer import MergeTokenizer
+from zero_mpi.data.tokenizers.sentencepiece import MergeTokenizer, UnigramTokenizer
 from zero_mpi.data.tokenizers.tokenizer_json import tokenizer_config, tokenizer_from_json, tokenizer_json
-from zero_mpi.data.tokenizers.unigram_tokenizer import UnigramTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys

@@ -6,27 +6,101 @@ are split: a checkpoint records it, so a resume on other data is noticed. Withou
 Python's own standard library: real text that is on every machine.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.control_tokens import TextReader
 from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Document, Stream, stream_of
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.sample_order import permutation
-from zero_mpi.data.sources import DataSource, sources_of
-from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.data.loader import permutation
+from zero_mpi.data.text_files import MANIFEST, TOKENIZER, collect_files
+from zero_mpi.data.token_formats import are_tokens
+from zero_mpi.data.tokenizers.byte import TextReader, Tokenizer
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import is_file, is_folder
+
+LEAST_SHARE = 1e-3  # smallest share of all samples: a block of `sample_order` has some of each source
+_SHARE = re.compile(r"(?P<path>.+)=(?P<share>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)", re.DOTALL)
+
+
+class DataSource(NamedTuple):
+    """Source in `--data`: paths that are read as one, and their share of all samples."""
+
+    name: str
+    paths: list[str]
+    share: float = 1.0
+
+
+def sources_of(given: Sequence[str]) -> list[DataSource]:
+    """Return the sources of `--data`: one for each `PATH=SHARE`, or one for all paths.
+
+    A name that exists as a path is taken as the path. Shares are relative to their sum. Raises UsageError for
+    some paths with a share and some without, for a repeated path, and for a share below `LEAST_SHARE`.
+    """
+    found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
+    shares = {match["path"]: float(match["share"]) for match in found if match is not None}
+    if not shares:
+        return [DataSource("", list(given))]
+    if len(shares) != len(given):
+        missing = next((path for path, match in zip(given, found, strict=True) if match is None), "")
+        what = f"{shown(missing)} has none" if missing else "a path comes twice"
+        raise UsageError(f"--data: expected PATH=SHARE for each path or for none; {what}")
+    total = sum(shares.values())
+    for path, share in shares.items():
+        if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
+            raise UsageError(
+                f"--data {shown(path)}={share:g}: expected a share of at least {LEAST_SHARE:g} of all, "
+                f"{total:g}"
+            )
+    names = [Path(path).name or path for path in shares]
+    before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME is NAME-2
+    names = [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
+    return [
+        DataSource(name, [path], share / total)
+        for name, (path, share) in zip(names, shares.items(), strict=True)
+    ]
+
+
+def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return (name, path) of every file of all sources, as `collect_files` does."""
+    return [file for source in sources_of(data) for file in collect_files(source.paths)]
+
+
+def holds_token_files(data: Sequence[str]) -> bool:
+    """Return whether all sources are token files, which need no tokenizer; UsageError if only some are."""
+    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # all are checked
+    return all(kinds)
+
+
+UNFINISHED = ".tokenize"  # folder of a job's files until all parts are complete
+
+
+def tokenizers_of(data: Sequence[str]) -> list[Path]:
+    """Return the tokenizers in the folders of `--data`; raises UsageError for an unfinished folder."""
+    folders = [Path(path) for source in sources_of(data) for path in source.paths]
+    for folder in folders:
+        if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
+            raise UsageError(
+                f"--data {shown(folder)}: its token files are incomplete: run zero-mpi tokenize again, with "
+                "the same flags"
+            )
+    return [folder / TOKENIZER for folder in folders if is_file(folder / TOKENIZER)]
+
 
 Ids = NDArray[np.integer[Any]]
 _HELD_OUT_STREAM = 0x68656C64  # keeps this draw apart from every other use of the user's seed
@@ -84,7 +158,7 @@ class _Split(NamedTuple):
     notes: list[str]
     digest: str
     bos: int | None
-    alone: bool = False  # whether it is one document, whose tail is held out
+    counts: tuple[int, int]  # of documents: all, and those held out in full
 
 
 def load_corpus(
@@ -108,7 +182,7 @@ def load_corpus(
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: `PATH=SHARE` for each makes each a source (`sources.sources_of`). `val_paths`: data to hold out
+    `paths`: `PATH=SHARE` for each makes each a source (`sources_of`). `val_paths`: data to hold out
     instead. `any_bytes`: named files are read unchanged, text or not. `skip_bad`: bad rows of
     conversations are left out, with a note. `control_tokens`: how to read the spelling of one in text,
     "parse" or "plain"; None: plain, with a note. Token files need no tokenizer. `bos`: the id that begins
@@ -123,13 +197,9 @@ def load_corpus(
     flags = text, vocab_size, any_bytes, loss_on, packs, batches, bos, inputs, skip_bad, preferences
     reader = DocumentReader(*flags)
     fraction = 0.0 if val_paths else val_fraction
-    splits = [_split(reader, source, fraction, context, seed) for source in sources_of(paths)]
+    splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
-        splits.append(_held_out(reader, val_paths, context))
-    return _joined(splits, vocab_size)
-
-
-def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
+        splits.append(_split(reader, DataSource("", list(val_paths)), context, flag="--val-data"))
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
@@ -142,50 +212,47 @@ def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
             Part(each.source.name, stream_of(each.val), bos=each.bos) for each in splits if each.val
         ),
         sha256=digests[0] if len(digests) == 1 else of_all,
-        documents=sum(_count(each.train) + _count(each.val) - each.alone for each in splits),
-        val_documents=sum(_count(each.val) - each.alone for each in splits),
+        documents=sum(each.counts[0] for each in splits),
+        val_documents=sum(each.counts[1] for each in splits),
         notes=tuple(note for each in splits for note in each.notes),
         vocab_size=vocab_size,
     )
 
 
-def _count(documents: _Documents) -> int:
-    """Return the number of documents, counting those inside token files that tell where documents end."""
-    return sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in documents)
+def _split(
+    reader: DocumentReader,
+    source: DataSource,
+    context: int,
+    fraction: float = 0.0,
+    seed: int = 0,
+    flag: str = "--data",
+) -> _Split:
+    """Return a source with `fraction` of its tokens held out, all of them for --val-data.
 
-
-def _split(reader: DocumentReader, source: DataSource, fraction: float, context: int, seed: int) -> _Split:
-    """Return a source with `fraction` of its tokens held out; raises UsageError if it has no window."""
-    documents, notes = reader.documents("--data", source.paths)
-    least, of = _least(reader, documents, context), f" of {source.name}" if source.name else ""
-    places = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
-    documents, total = [each._replace(at=at) for each, at in zip(documents, places, strict=False)], places[-1]
+    Raises UsageError if it has no window.
+    """
+    documents, notes = reader.documents(flag, source.paths)
+    *places, total = np.cumsum([0, *(document.tokens.size for document in documents)]).tolist()
+    documents = [each._replace(at=at) for each, at in zip(documents, places, strict=True)]
+    least = 2 if reader.packs or documents[0].counted is not None else context + 1  # windows of documents
     if total < least:
-        need = f"context {context} needs at least {least} tokens, the data{of} has {total}"
-        raise UsageError(f"{need}: use a smaller --context or more --data")
-    train, val = _hold_out(documents, fraction, seed)
+        of = f" of {source.name}" if source.name else ""
+        need = f"context {context} needs at least {least} tokens, {flag}{of} has {total}"
+        raise UsageError(f"{need}: use a smaller --context or more data")
+    train, val = _hold_out(documents, fraction, seed) if flag == "--data" else ([], documents)
     if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    said = [type(note)(f"{source.name}: {note}") if source.name else note for note in notes]
+    where = source.name or ("" if flag == "--data" else flag)
+    said = [type(note)(f"{where}: {note}") if where else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    alone = bool(val) and _count(documents) == 1
-    return _Split(source, train, val, said, digest, reader.bos_of(source.paths), alone)
-
-
-def _held_out(reader: DocumentReader, paths: Sequence[str], context: int) -> _Split:
-    """Return other data to hold out; raises UsageError if they have no window."""
-    documents, notes = reader.documents("--val-data", paths)
-    held, least = sum(document.tokens.size for document in documents), _least(reader, documents, context)
-    if held < least:
-        raise UsageError(f"--val-data has {held} tokens, but a window needs {least}: add more")
-    said = [type(note)(f"--val-data: {note}") for note in notes]
-    source = DataSource("", list(paths))
-    return _Split(source, [], documents, said, _digest(documents), reader.bos_of(paths))
-
-
-def _least(reader: DocumentReader, documents: _Documents, context: int) -> int:
-    """Return the number of tokens that a window needs; 2 if windows hold whole documents."""
-    return 2 if reader.packs or documents[0].counted is not None else context + 1
+    # Documents inside token files that tell where they end count one by one.
+    in_train, in_val = (
+        sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in side)
+        for side in (train, val)
+    )
+    is_cut = len(documents) == 1 and len(train) == len(val) == 1 and not documents[0].is_divisible
+    counts = in_train + in_val - is_cut, in_val - is_cut
+    return _Split(source, train, val, said, digest, reader.bos_of(source.paths), counts)
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
@@ -249,14 +316,9 @@ def unigram_entropy(tokens: Ids) -> float:
     of this very text, hence the loss that a trained model has to beat. NaN for no tokens.
     """
     counts = np.zeros(0, np.int64)
-    for _, block in _blocks(tokens):
-        fresh = np.bincount(block, minlength=counts.size)
+    for start in range(0, len(tokens), _BLOCK):
+        fresh = np.bincount(tokens[start : start + _BLOCK], minlength=counts.size)
         fresh[: counts.size] += counts
         counts = fresh
     shares = counts[counts > 0] / len(tokens) if len(tokens) else np.array([np.nan])
     return float(-(shares * np.log(shares)).sum())
-
-
-def _blocks(ids: Ids) -> Iterator[tuple[int, Ids]]:
-    for start in range(0, len(ids), _BLOCK):
-        yield start, ids[start : start + _BLOCK]

@@ -14,17 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero_mpi.data.control_tokens import PARSE, TextReader
 from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
-from zero_mpi.data.conversations.formats import are_conversations, holds_conversations, holds_pairs
-from zero_mpi.data.conversations.row_facts import BadRows, Totals
-from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader
-from zero_mpi.data.documents import Document, Remark
+from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_conversations, holds_pairs
+from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, Totals
+from zero_mpi.data.documents import Document, Remark, in_groups
 from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
-from zero_mpi.data.file_kinds import HEAD, TextFilter
-from zero_mpi.data.text_files import collect_files, library_files, named, unreadable
+from zero_mpi.data.text_files import HEAD, TextFilter, collect_files, library_files, named, unreadable
 from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
-from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.data.tokenizers.byte import PARSE, TextReader, Tokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import is_folder
@@ -33,12 +30,6 @@ Text = tuple[str, bytes]
 """Name and bytes of a text."""
 
 _ENCODED = 1 << 23  # bytes of documents encoded together: enough for all threads, few compared with the ids
-
-
-def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
-    """Yield each text encoded and closed, in order; a few MiB of them are held at a time."""
-    for group in _groups(texts):
-        yield from _encoded(group, reader)
 
 
 def separator(tokenizer: Tokenizer) -> int | None:
@@ -52,27 +43,16 @@ def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
         yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 
 
-def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Yield texts in order, in groups of about `_ENCODED` bytes."""
-    group, size = list[Text](), 0
-    for name, data in texts:
-        group.append((name, data))
-        size += len(data)
-        if size >= _ENCODED:
-            yield group
-            group, size = [], 0
-    yield group
+def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Document]:
+    """Yield each text encoded and closed, in order; a few MiB of them are held at a time.
 
-
-def _encoded(texts: Sequence[Text], reader: TextReader) -> Iterator[Document]:
-    """Yield encoded texts: empty ones stay empty (eos alone teaches nothing); the eos before replaces bos."""
+    Empty ones stay empty: a separator alone teaches nothing.
+    """
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
-    for (name, data), ids in zip(texts, reader.encode([data for _, data in texts]), strict=True):
-        if ids.size and last is not None:
-            closed = np.empty(ids.size + 1, ids.dtype)
-            closed[:-1], closed[-1] = ids, last
-            ids = closed
-        yield Document(name, ids, hashlib.sha256(data).digest() + mark)
+    for group in in_groups(texts, lambda text: len(text[1]), _ENCODED):
+        for (name, data), ids in zip(group, reader.encode([data for _, data in group]), strict=True):
+            closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
+            yield Document(name, closed, hashlib.sha256(data).digest() + mark)
 
 
 class DocumentReader(NamedTuple):
@@ -144,11 +124,9 @@ class DocumentReader(NamedTuple):
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
         """Return the function that encodes files: conversations or text."""
-        if self.preferences:
-            pairs = ConversationReader(text.tokenizer, ANSWERS, self.bos, self.inputs)
-            return lambda notes: _pairs(files, pairs, self, notes)
-        if are_conversations(files):
-            reader = ConversationReader(text.tokenizer, self.loss_on, self.bos, self.inputs)
+        if self.preferences or are_conversations(files):
+            loss_on = ANSWERS if self.preferences else self.loss_on
+            reader = ConversationReader(text.tokenizer, loss_on, self.bos, self.inputs)
             return lambda notes: _conversations(files, reader, self, notes)
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
@@ -170,30 +148,28 @@ class DocumentReader(NamedTuple):
 def _conversations(
     files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
 ) -> Iterator[Document]:
-    """Yield each conversation as a document, as its template ends it; skip those in which nothing counts."""
-    totals, bad = Totals(), BadRows() if flags.skips_bad else None
-    for found in reader.read(files, bad):
-        totals.add(found.name, found.facts)
-        if found.counted.any():
-            yield Document(found.name, found.ids, found.digest, found.counted)
-    notes += map(Remark, totals.remarks())
-    notes += [*totals.cautions(), *(bad.notes() if bad else ())]
+    """Yield each conversation, or each pair with its better side first, as its template ends it.
 
-
-def _pairs(
-    files: Files, reader: ConversationReader, flags: DocumentReader, notes: list[str]
-) -> Iterator[Document]:
-    """Yield each pair as a document, the better side first; skip those of which a side has no answer."""
+    Conversations in which nothing counts, and pairs of which a side has no answer, are skipped.
+    """
     totals, bad = Totals(), BadRows() if flags.skips_bad else None
-    for pair in reader.read_pairs(files, bad, flags.preferences == "kto"):
-        sides = [side for side in pair if side is not None]
+    if flags.preferences:
+        rows = reader.read_pairs(files, bad, flags.preferences == "kto")
+    else:
+        rows = ([each] for each in reader.read(files, bad))
+    for row in rows:
+        sides = [side for side in row if side is not None]
         for side in sides:
             totals.add(side.name, side.facts)
-        if all(side.counted.any() for side in sides):
-            ids, counted = (np.concatenate([side[place] for side in sides]) for place in (2, 3))
-            ends = np.cumsum([0 if side is None else len(side.ids) for side in pair], dtype=np.int64)
-            digest = hashlib.sha256(b"".join(side.digest for side in sides) + ends.tobytes()).digest()
-            yield Document(sides[0].name, ids, digest, counted, ends)
+        if not all(side.counted.any() for side in sides):
+            continue
+        if not flags.preferences:
+            yield Document(sides[0].name, sides[0].ids, sides[0].digest, sides[0].counted)
+            continue
+        ids, counted = (np.concatenate([side[place] for side in sides]) for place in (2, 3))
+        ends = np.cumsum([0 if side is None else len(side.ids) for side in row], dtype=np.int64)
+        digest = hashlib.sha256(b"".join(side.digest for side in sides) + ends.tobytes()).digest()
+        yield Document(sides[0].name, ids, digest, counted, ends)
     notes += map(Remark, totals.remarks())
     notes += [*totals.cautions(), *(bad.notes() if bad else ())]
 
@@ -202,20 +178,19 @@ def _text_documents(
     files: Files, text_filter: TextFilter, reader: TextReader, notes: list[str]
 ) -> Iterator[Document]:
     """Yield text files as encoded documents, each with eos at its end."""
-    yield from text_documents(_texts(files, text_filter), reader)
+
+    def texts() -> Iterator[Text]:
+        for name, path in files:
+            try:
+                with path.open("rb") as file:
+                    head = file.read(HEAD)
+                    if not text_filter.takes(name, path, head):
+                        continue
+                    data = head + file.read()
+            except OSError as error:
+                unreadable(error)
+            text_filter.read(name, data)
+            yield name, data
+
+    yield from text_documents(texts(), reader)
     notes += [*text_filter.notes(), *reader.notes(), *separator_notes(reader.tokenizer)]
-
-
-def _texts(files: Files, text_filter: TextFilter) -> Iterator[Text]:
-    """Yield names and bytes of the text files."""
-    for name, path in files:
-        try:
-            with path.open("rb") as file:
-                head = file.read(HEAD)
-                if not text_filter.takes(name, path, head):
-                    continue
-                data = head + file.read()
-        except OSError as error:
-            unreadable(error)
-        text_filter.read(name, data)
-        yield name, data

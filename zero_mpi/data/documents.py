@@ -1,21 +1,220 @@
-"""Parts of a corpus: encoded documents, with the tokens that a loss counts, and their stream.
+"""Parts of a corpus: ids in files, encoded documents with the tokens that a loss counts, and their stream.
 
 A document is the unit within which attention may look. One without `counted` is text: every token but the
 first is a target, and if it is longer than a window it continues in the next. One with `counted` is a
 conversation: tokens that are not counted are read but not learned, and tokens beyond a window's end are left
 out, because a reply without its question teaches something else.
+
+Files of ids are read by position and not memory-mapped. A corpus may be larger than all memory; the system
+keeps the pages that ranks of a host read, once for all of them. A map would do that too, but if a file
+shrinks or its disk fails, a map ends the process by a signal without any message; a failed read is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import FileIO
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.token_spans import TokenSpans
+from zero_mpi.errors import FileError, JobError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import fill, open_file
+
+Ids = NDArray[np.unsignedinteger[Any]]
+Places = NDArray[np.int64]
+T = TypeVar("T")
+
+MOST_HELD = 1 << 24  # bytes of ids that each rank holds in memory, to be independent of a file
+OPEN_FILES = 128  # open files of one process; a corpus may have thousands
+SAMPLES, SAMPLE_BYTES = 1024, 1 << 14  # places and bytes of a sampled digest: 16 MiB of a corpus of any size
+CHANGED = "files of --data must not change during a run"
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Consecutive ids of one file."""
+
+    path: str
+    start: int  # byte of the file where they begin
+    size: int  # number of ids
+    dtype: np.dtype[Any]
+    length: int  # bytes of the full file, when it was first checked
+
+    def read(self, first: int, room: NDArray[Any]) -> None:
+        """Fill `room` with ids from `first` on; raises JobError if the file has changed."""
+        view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
+        try:
+            file = opened(self.path, self.length).file
+            if fill(file.fileno(), view, at) < len(view):
+                raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise JobError(
+                f"cannot read {len(view):,} bytes at byte {at:,} of {shown(self.path)}: {reason}; {CHANGED}"
+            ) from error
+
+
+class OpenFile:
+    """File that is closed when its last user is gone."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.file = file
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def opened(path: str, length: int) -> OpenFile:
+    """Return a file of `length` bytes, open until many others are; raises JobError if its length differs."""
+    try:
+        file = open_file(path, "a token file")
+    except FileError as error:
+        raise JobError(f"{error}; {CHANGED}") from None
+    found = os.fstat(file.fileno()).st_size
+    if found != length:
+        file.close()
+        raise JobError(
+            f"{shown(path)} has {found:,} bytes, but {length:,} at the start of the run; {CHANGED}"
+        )
+    return OpenFile(file)
+
+
+class TokenSpans:
+    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice is another one.
+
+    Ids are checked when they are read: one outside the vocabulary of `vocab` is a JobError.
+    """
+
+    ndim = 1
+
+    def __init__(self, spans: Sequence[FileSpan], vocab: int) -> None:
+        self.spans, self.vocab = _joined(spans), vocab
+        widest = max((span.dtype.itemsize for span in self.spans), default=2)
+        self.dtype = np.dtype(np.uint16 if widest == 2 else np.uint32)
+        self._ends: Places = np.cumsum([span.size for span in self.spans], dtype=np.int64)
+        self.size = int(self._ends[-1]) if self.spans else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the ids take during a run."""
+        return self.size * self.dtype.itemsize * (not self.stays)
+
+    @property
+    def stays(self) -> bool:
+        """Tell whether the ids are so many that they stay in the files."""
+        return self.size * self.dtype.itemsize > MOST_HELD
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> TokenSpans:
+        first, stop, step = part.indices(self.size)
+        assert step == 1, "ids are one behind the other"
+        spans = [
+            replace(span, start=span.start + at * span.dtype.itemsize, size=count)
+            for span, at, count in self._pieces(first, max(stop - first, 0))
+        ]
+        return TokenSpans(spans, self.vocab)
+
+    def read(self, starts: Places, sizes: Places) -> Ids:
+        """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
+        room, done = np.empty(int(sizes.sum()), self.dtype), 0
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            for span, at, count in self._pieces(start, size):
+                here = room[done : done + count]
+                done += count
+                given = here if span.dtype == self.dtype else np.empty(count, span.dtype)
+                span.read(at, given)
+                self._check(given, span, at)
+                if given is not here:
+                    here[...] = given
+        return room
+
+    def held(self) -> Ids:
+        """Return all ids, read into memory."""
+        return self.read(np.array([0]), np.array([self.size]))
+
+    def _check(self, ids: NDArray[np.integer[Any]], span: FileSpan, first: int) -> None:
+        if ids.size and (ids.max() >= self.vocab or ids.min() < 0):
+            place = int(np.argmax((ids < 0) | (ids >= self.vocab)))
+            byte = span.start + (first + place) * span.dtype.itemsize
+            raise JobError(
+                f"{shown(span.path)}: id {ids[place]} at byte {byte:,} is outside the vocabulary of "
+                f"{self.vocab}: use a larger --vocab-size or other token files"
+            )
+
+    def _pieces(self, start: int, size: int) -> Iterator[tuple[FileSpan, int, int]]:
+        """Yield (span, first id in it, number of ids) of the spans that hold `size` ids from `start` on."""
+        number = int(np.searchsorted(self._ends, start, "right"))
+        while size:
+            span = self.spans[number]
+            at = start - (int(self._ends[number]) - span.size)
+            count = min(size, span.size - at)
+            yield span, at, count
+            start, size, number = start + count, size - count, number + 1
+
+    def sampled_digest(self) -> bytes:
+        """Return the sha256 of sizes, and of ids at places spread evenly over all spans.
+
+        It tells one corpus from another in little time.
+        """
+        total, count = hashlib.sha256(), max(2, SAMPLES // max(1, len(self.spans)))
+        for span in self.spans:
+            width = SAMPLE_BYTES // span.dtype.itemsize
+            last, ids = max(span.size - width, 0), np.empty(min(width, span.size), span.dtype)
+            for first in sorted({last * number // (count - 1) for number in range(count)}):
+                span.read(first, ids)
+                total.update(f"{span.size} {span.dtype.str} {first} ".encode())
+                total.update(ids.data)
+                self._check(ids, span, first)
+        return total.digest()
+
+
+def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
+    """Return the spans that hold ids; spans that lie next to each other in a file are merged."""
+    found = list[FileSpan]()
+    for span in filter(lambda each: each.size, spans):
+        last = found[-1] if found else None
+        if last and replace(last, start=last.start + last.size * last.dtype.itemsize, size=span.size) == span:
+            found[-1] = replace(last, size=last.size + span.size)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def up_to(counts: Places) -> Places:
+    """Return 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
+
+
+def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield items in order, in groups that end once their sizes add up to `most`; the last may be empty."""
+    group, total = list[T](), 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= most:
+            yield group
+            group, total = [], 0
+    yield group
+
+
+def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:
+    """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
+    if isinstance(ids, TokenSpans):
+        return ids.read(starts, sizes)
+    found: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
+    return found
+
 
 Tokens = NDArray[np.integer[Any]] | TokenSpans
 Counted = NDArray[np.bool_]
@@ -86,12 +285,21 @@ class Stream:
 
 def stream_of(documents: Sequence[Document]) -> Stream:
     """Return the stream of documents, all with `counted` or none, and all held or all in files."""
-    ends = ends_of(documents)
-    masks = [document.counted for document in documents if document.counted is not None]
-    assert len(masks) in (0, len(documents)), "text and conversations do not mix"
-    runs = runs_of(documents)
+    sizes = np.array([document.tokens.size for document in documents], np.int64)
+    stops = np.cumsum(sizes)
+    own = [
+        [stop] if each.ends is None else stop - each.tokens.size + each.ends
+        for stop, each in zip(stops.tolist(), documents, strict=True)
+    ]
+    ends = np.concatenate([np.zeros(0, np.int64), *own])
+    # Documents that follow each other in the data are a run, here in the stream and there in the data.
+    here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
+    first = np.flatnonzero(np.diff(there - here, prepend=-1))
+    runs = np.stack([here[first], there[first]], axis=1).ravel()
     if len(documents) == 1:
         return Stream(documents[0].tokens, ends, documents[0].counted, runs)
+    masks = [document.counted for document in documents if document.counted is not None]
+    assert len(masks) in (0, len(documents)), "text and conversations do not mix"
     counted = np.concatenate(masks) if masks else None
     in_files = [each.tokens for each in documents if isinstance(each.tokens, TokenSpans)]
     if in_files:
@@ -100,23 +308,3 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted, runs)
     held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
     return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted, runs)
-
-
-def runs_of(documents: Sequence[Document]) -> NDArray[np.int64]:
-    """Return where runs of documents that follow each other in the data begin in their stream, and there."""
-    there = np.array([document.at for document in documents], np.int64)
-    here = np.cumsum([0, *(document.tokens.size for document in documents)])[:-1]
-    first = np.flatnonzero(np.diff(there - here, prepend=-1))
-    return np.stack([here[first], there[first]], axis=1).ravel()
-
-
-def ends_of(documents: Sequence[Document]) -> NDArray[np.int64]:
-    """Return where each document ends (D,) in the stream of all."""
-    ends = np.cumsum([document.tokens.size for document in documents], dtype=np.int64)
-    if all(document.ends is None for document in documents):
-        return ends
-    own = [
-        end - each.tokens.size + each.ends if each.ends is not None else [end]
-        for end, each in zip(ends.tolist(), documents, strict=True)
-    ]
-    return np.concatenate(own)

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.documents import Document, Remark
+from zero_mpi.data.documents import Document, FileSpan, Remark, TokenSpans
 from zero_mpi.data.text_files import unreadable
-from zero_mpi.data.token_spans import FileSpan, TokenSpans
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
@@ -38,6 +37,7 @@ MOST_ABOUT, MOST_VALUES = 1 << 32, 1 << 30  # limits on bytes and values of the 
 IDS, COUNTED, ABOUT = "ids.bin", "counted.bin", "about.json"
 DIGEST = "digest"  # key in a sealed table: digest of the rest
 NEW = "new-"  # prefix of an entry being written; a killed job's remains are removed after a day
+PLACES = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes for the user."""
@@ -92,43 +92,36 @@ def through(
 
     Raises UsageError for files that cannot be read, or that change while they are read.
     """
-    entry = entry_of(files, settings, batches.beat) if batches.cached and is_large(files) else None
-    kept = None if entry is None else found(entry, vocab, batches.beat)
-    if entry is not None and kept is None:
-        shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
-        with suppress(OSError):  # no room, or not ours
-            make(entry, encode, batches)
-            if entry_of(files, settings, batches.beat) != entry:
-                shutil.rmtree(entry, ignore_errors=True)
-                raise UsageError("--data changed while it was read: start again")
-            kept = found(entry, vocab, batches.beat)
+    base, kept = folder(), None
+    try:
+        is_large = sum(path.stat().st_size for _, path in files) >= LEAST
+    except OSError as error:
+        unreadable(error)
+    if base is not None and batches.cached and is_large:
+        entry = base / name_of(files, settings, batches.beat)
+        kept = found(entry, vocab, batches.beat)
+        if kept is None:
+            shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
+            with suppress(OSError):  # no room, or not ours
+                make(entry, encode, batches)
+                if entry.name != name_of(files, settings, batches.beat):
+                    shutil.rmtree(entry, ignore_errors=True)
+                    raise UsageError("--data changed while it was read: start again")
+                kept = found(entry, vocab, batches.beat)
     if kept is not None:
         return kept
     notes = list[str]()
     return list(encode(notes)), notes
 
 
-def is_large(files: Files) -> bool:
-    """Return whether files hold so much text that encoding it again would take long."""
-    try:
-        return sum(path.stat().st_size for _, path in files) >= LEAST
-    except OSError as error:
-        unreadable(error)
-
-
 def folder() -> Path | None:
     """Return the folder of all entries; None if there is none."""
-    places = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".cache/zero_mpi/encoded"}
-    return next(
-        (Path(os.environ[name], below) for name, below in places.items() if os.environ.get(name)), None
-    )
+    found = (Path(os.environ[name], below) for name, below in PLACES.items() if os.environ.get(name))
+    return next(found, None)
 
 
-def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path | None:
-    """Return the folder of an entry, existing or not; reads all texts, which takes one second per GB."""
-    base = folder()
-    if base is None:
-        return None
+def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
+    """Return the name of an entry; reads all texts, which takes one second per GB."""
     total = hashlib.sha256(code().encode())
     for name, value in sorted(settings.items()):
         total.update(f"{name} = ".encode())
@@ -138,7 +131,7 @@ def entry_of(files: Files, settings: Mapping[str, object], beat: Beat) -> Path |
             total.update(f"{name!r} {digest_of(path, beat)}".encode())
         except OSError as error:
             unreadable(error)
-    return base / total.hexdigest()[:32]
+    return total.hexdigest()[:32]
 
 
 def digest_of(path: Path, beat: Beat) -> str:
@@ -166,7 +159,11 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
     If the job is ended meanwhile, batches that were encoded stay for the next one.
     """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    drop_unused(entry.parent)
+    for each in entry.parent.iterdir():  # removes what was not used for long
+        used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
+        with suppress(OSError):
+            if used.stat().st_mtime < time.time() - days * 86400:
+                shutil.rmtree(each, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
     batches.folder = kept = entry.with_suffix(".batches")
     try:
@@ -241,12 +238,3 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         documents.append(Document(name, ids[part], bytes.fromhex(digest), counts, borders))
     pairs = zip(about["notes"], about["remarks"], strict=True)
     return documents, [Remark(note) if is_remark else note for note, is_remark in pairs]
-
-
-def drop_unused(base: Path) -> None:
-    """Remove entries, and remains of unfinished ones, that were not used for long."""
-    for each in base.iterdir():
-        used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
-        with suppress(OSError):
-            if used.stat().st_mtime < time.time() - days * 86400:
-                shutil.rmtree(each, ignore_errors=True)

@@ -1,32 +1,175 @@
 """Decides which tokens go where: token stream -> windows -> samples -> micro-batches.
 
-A corpus is cut into non-overlapping windows of `context` tokens. Sample k of the run (counted from 0 over all
-steps) is one window, a function of (seed, epoch) alone; step s holds samples s*B .. s*B + B - 1; its
-micro-batch i is a fixed run of those, and rank i mod P computes it in round i div P. So the samples and the
-shape of a micro-batch never depend on the number of ranks, and a resume needs only the step.
+A corpus is cut into windows of `context` tokens. Sample k of the run (counted from 0 over all steps) is one
+window, set by the seed and k alone; step s holds samples s*B .. s*B + B - 1; its micro-batch i is a fixed run
+of those, and rank i mod P computes it in round i div P. So the samples and the shape of a micro-batch never
+depend on the number of ranks, and a resume needs only the step.
+
+An epoch has each window once. Up to `MOST_SORTED` windows its order is made at once, by sorting random
+numbers. Beyond that this would take gigabytes on each rank, and seconds at the start, so the place of each
+sample is computed separately, by a cipher on the numbers 0..windows-1: the swap-or-not shuffle (Hoang,
+Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
 """
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from zero_mpi.data.sample_order import SampleOrder
-from zero_mpi.data.token_spans import TokenSpans, read_ids
+from zero_mpi.data.documents import Places, TokenSpans, read_ids
 from zero_mpi.errors import UsageError
 
-Ids = NDArray[np.int64]
+MOST_SORTED = 1 << 20  # windows; sorting them takes 16 MiB and a tenth of a second
+ROUNDS = 64  # rounds of the shuffle: each halves the remaining order
+DEALT = 1 << 12  # samples that are dealt out to sources together
+BLOCK = 1 << 12  # samples whose windows are computed together: many cost little more than one
+_EPOCH_STREAM, _SOURCE_STREAM = 0x65706F63, 0x736F7572  # keep draws apart from other uses of the user's seed
+
+
+def draws(count: int, *key: int) -> NDArray[np.uint64]:
+    """Return random numbers (count,) of 64 bits drawn from `key` (integers >= 0), the same with every NumPy.
+
+    NumPy keeps the raw stream of a bit generator unchanged for good, but may change `Generator.permutation`
+    from release to release (NEP 19).
+    """
+    return np.asarray(np.random.PCG64(np.random.SeedSequence(key)).random_raw(count), np.uint64)
+
+
+def permutation(count: int, *key: int) -> Places:
+    """Return a permutation of 0..count-1 drawn from `key`, made by sorting draws."""
+    return np.argsort(draws(count, *key), kind="stable").astype(np.int64, copy=False)
+
+
+def shuffled(places: Places, count: int, *key: int) -> Places:
+    """Return where each of `places` (n,) goes in a permutation of 0..count-1 drawn from `key`, never built.
+
+    In each round every number has a partner, and one bit that both share says whether they swap.
+    """
+    found = places.astype(np.uint64)
+    total = np.uint64(count)
+    partners, bits = draws(2 * ROUNDS, *key).reshape(2, ROUNDS)
+    for partner, bit in zip(partners % total, bits, strict=True):
+        other = (partner + total - found) % total
+        found = np.where(_mixed(np.maximum(found, other) ^ bit) >> np.uint64(63), other, found)
+    return found.astype(np.int64)
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix numbers: every result bit depends on all bits of its input (Steele et al., SplitMix, 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+@lru_cache(maxsize=16)  # entries for several sources; a step may end one epoch and begin the next
+def _block(windows: int, block: int, *key: int) -> Places:
+    """Return the windows of a block of an epoch's samples; an epoch that can be sorted is one block."""
+    if windows <= MOST_SORTED:
+        order = permutation(windows, *key)
+    else:
+        order = shuffled(np.arange(block * BLOCK, min((block + 1) * BLOCK, windows)), windows, *key)
+    order.flags.writeable = False
+    return order
+
+
+def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
+    """Return the window (0..windows-1) of each sample number; every epoch has each window once.
+
+    key   the seed, and whatever else the order is drawn from
+    """
+    epochs, places = np.divmod(np.asarray(samples, np.int64), windows)
+    blocks, within = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
+    found = np.empty_like(places)
+    # np.unique would import numpy.ma, 30 ms of a start.
+    for epoch, block in sorted(set(zip(epochs.ravel().tolist(), blocks.ravel().tolist(), strict=True))):
+        here = (epochs == epoch) & (blocks == block)
+        found[here] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[within[here]]
+    return found
+
+
+class SampleOrder:
+    """Order in which the windows of one or several sources are dealt out.
+
+    Each source has a share of the samples and epochs of its own: samples are dealt out in blocks of `DEALT`,
+    and no source ever deviates by more than one sample from its share of all blocks.
+
+    counts   number of windows of each source; window numbers continue from one source to the next
+    shares   each source's share of all samples; their sum is 1
+    """
+
+    def __init__(self, counts: Sequence[int], shares: Sequence[float], seed: int) -> None:
+        self._counts, self._seed = tuple(counts), seed
+        self._bounds = np.append(0.0, np.cumsum(shares)[:-1] / sum(shares))
+        self._first = np.append(0, np.cumsum(counts)[:-1])
+
+    @property
+    def epoch(self) -> int:
+        """Number of samples that go through the windows of each source at least once."""
+        shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
+        return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
+
+    def windows(self, samples: Places) -> Places:
+        """Return the windows (n,) of samples (n,), numbered among those of all sources."""
+        sources, numbers = self.places(samples)
+        found = np.empty_like(samples)
+        for source, count in enumerate(self._counts):
+            here = sources == source
+            if here.any():
+                key = (self._seed, _SOURCE_STREAM, source) if source else (self._seed,)
+                found[here] = self._first[source] + window_of(numbers[here], count, *key)
+        return found
+
+    def places(self, samples: Places) -> tuple[Places, Places]:
+        """Return (source, number among the samples of that source) of each sample (n,), from 0."""
+        if len(self._counts) == 1:
+            return np.zeros_like(samples), samples
+        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        blocks, within = np.divmod(samples, DEALT)
+        for block in sorted(set(blocks.tolist())):
+            here = blocks == block
+            dealt = _dealt(block, tuple(self._bounds.tolist()), self._seed)
+            sources[here], numbers[here] = dealt[0][within[here]], dealt[1][within[here]]
+        return sources, numbers
+
+    def epochs(self, samples: int) -> list[float]:
+        """Return how many times the first `samples` go through the windows of each source."""
+        whole = samples // DEALT
+        rest = self.places(np.arange(whole * DEALT, samples))[0]
+        begun = _begun(whole, self._bounds) + np.bincount(rest, minlength=len(self._counts))
+        return [int(number) / count for number, count in zip(begun, self._counts, strict=True)]
+
+
+def _begun(block: int, bounds: Places) -> Places:
+    """Return each source's number of samples in the blocks before `block`; rounded bounds make all add up."""
+    total = block * DEALT
+    return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
+    """Return the source of each sample of a block, and its number among all samples of that source."""
+    begun = _begun(block, np.array(bounds))
+    quotas = _begun(block + 1, np.array(bounds)) - begun
+    sources, numbers = np.empty(DEALT, np.int64), np.empty(DEALT, np.int64)
+    sources[permutation(DEALT, seed, _SOURCE_STREAM, 0, block)] = np.repeat(np.arange(len(quotas)), quotas)
+    for source, (first, count) in enumerate(zip(begun.tolist(), quotas.tolist(), strict=True)):
+        numbers[sources == source] = first + np.arange(count)
+    return sources, numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Micro-batch that is computed at once: fresh C-contiguous int64 arrays (b, T)."""
 
-    inputs: Ids
-    targets: Ids  # id that each position is to predict; -1: none
-    begins: Ids | None = None  # where in its row each position's document begins; None: a row is one
+    inputs: Places
+    targets: Places  # id that each position is to predict; -1: none
+    begins: Places | None = None  # where in its row each position's document begins; None: a row is one
 
 
 class WindowSource(Protocol):
@@ -46,12 +189,14 @@ class WindowSource(Protocol):
 
     def about(self) -> str:
         """Return how the data fill the windows, if that needs to be said."""
+        return ""
 
     def notes(self) -> list[str]:
         """Return notes on what is left out, for the user."""
+        return []
 
 
-def inside(indices: ArrayLike, count: int) -> Ids:
+def inside(indices: ArrayLike, count: int) -> Places:
     """Return numbers of windows as an array; raises IndexError for one outside 0..count-1."""
     wanted = np.asarray(indices, dtype=np.int64)
     if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
@@ -59,7 +204,7 @@ def inside(indices: ArrayLike, count: int) -> Ids:
     return wanted
 
 
-class Windows:
+class Windows(WindowSource):
     """Windows of T = `context` tokens over ids, 1-D or in files; window i starts at i * `stride`.
 
     By default the stride is T, and windows do not overlap: the last target of a window is the first input of
@@ -91,33 +236,66 @@ class Windows:
         return max(len(self._tokens) + len(self._bos) - self.context - 1 + self.stride, 0) // self.stride
 
     def counted(self, indices: ArrayLike) -> int:
-        """Return the number of targets of these windows: all count."""
         return self.context * np.size(indices)
 
-    def places(self, indices: ArrayLike) -> Ids:
+    def places(self, indices: ArrayLike) -> Places:
         """Return the place in the text of each target of the windows `indices`, (b, T)."""
         starts = inside(indices, len(self)) * self.stride
         return starts[:, None] + np.arange(1, self.context + 1) - len(self._bos)
 
-    def about(self) -> str:
-        """Return "": nothing needs to be said."""
-        return ""
-
-    def notes(self) -> list[str]:
-        """Return []: there is nothing to report."""
-        return []
-
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return inputs and targets of the windows `indices` (b,).
-
-        Raises IndexError for an index outside 0..len-1.
-        """
         starts = inside(indices, len(self)) * self.stride
         width = self.context + 1 - len(self._bos)  # the inputs of a window and, one place on, its targets
         rows = read_ids(self._tokens, starts, np.full_like(starts, width)).reshape(-1, width)
         if self._bos:
             rows = np.insert(rows, 0, self._bos, axis=1)
         return Batch(rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C"))
+
+
+class MixedWindows(WindowSource):
+    """Windows of several sources with one context, in one numbering: those of the first source come first."""
+
+    kind = "window"
+
+    def __init__(self, parts: Sequence[WindowSource]) -> None:
+        self.parts, self.context = parts, parts[0].context
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
+        """Yield (part, rows of these indices in it, its own numbers of them) for parts that have any."""
+        wanted = inside(indices, len(self))
+        of = np.searchsorted(self._ends, wanted, "right")
+        for number, part in enumerate(self.parts):
+            rows = np.flatnonzero(of == number)
+            if rows.size:
+                yield part, rows, wanted[rows] - (self._ends[number] - len(part))
+
+    def counted(self, indices: ArrayLike) -> int:
+        return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
+
+    def batch(self, indices: ArrayLike) -> Batch:
+        """Return the windows `indices` (b,); a row of running text is one document if others hold several."""
+        cut = [(rows, part.batch(numbers)) for part, rows, numbers in self._by_part(indices)]
+        if len(cut) == 1:
+            return cut[0][1]
+        shape = (np.size(indices), self.context)
+        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        packed = any(batch.begins is not None for _, batch in cut)
+        begins = np.zeros(shape, np.int64) if packed else None
+        for rows, batch in cut:
+            inputs[rows], targets[rows] = batch.inputs, batch.targets
+            if begins is not None and batch.begins is not None:
+                begins[rows] = batch.begins
+        return Batch(inputs, targets, begins)
+
+    def about(self) -> str:
+        return "; ".join(filter(None, (part.about() for part in self.parts)))
+
+    def notes(self) -> list[str]:
+        return [note for part in self.parts for note in part.notes()]
 
 
 def _at_least_one(flag: str, value: int) -> int:
@@ -153,12 +331,11 @@ class StepLoader:
 
     def counted(self, step: int) -> int:
         """Return the number of targets of a step (from 0) that count: the divisor of a mean loss."""
-        return self.windows.counted(self.order.windows(step * self.batch_size + np.arange(self.batch_size)))
+        return self.windows.counted(np.concatenate(self.batches(step)))
 
-    def batches(self, step: int) -> list[Ids]:
+    def batches(self, step: int) -> list[Places]:
         """Return the windows of each micro-batch of a step (from 0)."""
-        first = step * self.batch_size
-        windows = self.order.windows(np.arange(first, first + self.batch_size))
+        windows = self.order.windows(step * self.batch_size + np.arange(self.batch_size))
         return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
@@ -180,7 +357,6 @@ class EvalLoader:
     """
 
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
-        assert limit is None or limit >= 0, limit
         self.micro_batch = _at_least_one("--micro-batch", micro_batch)
         total = len(windows)
         taken = total if limit is None else min(limit, total)
@@ -194,7 +370,7 @@ class EvalLoader:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         return self.windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
 
-    def batches(self) -> list[Ids]:
+    def batches(self) -> list[Places]:
         """Return the windows of each micro-batch."""
         return np.split(self.chosen, np.arange(self.micro_batch, self.chosen.size, self.micro_batch))
 

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.data.documents import Counted, Stream
-from zero_mpi.data.loader import Batch, Ids, Windows, WindowSource, inside
-from zero_mpi.data.token_spans import Places, read_ids, up_to
+from zero_mpi.data.documents import Counted, Places, Stream, read_ids, up_to
+from zero_mpi.data.loader import Batch, Windows, WindowSource, inside
 
 NONE, DOCUMENTS = PACKINGS = ("none", "documents")
 
@@ -99,7 +98,7 @@ def best_fit(sizes: Places, room: int) -> Places:
     return placed
 
 
-class PackedWindows:
+class PackedWindows(WindowSource):
     """Windows of T = `context` positions that hold whole documents of a stream; without `packs` one in each.
 
     After the last document of a window ids are 0, and no target counts. `bos`: the first input of each text
@@ -132,7 +131,6 @@ class PackedWindows:
         return float(self._sizes.sum() / max(1, len(self) * self.context))
 
     def about(self) -> str:
-        """Return how many documents are in how many windows, how full these are, and how many are cut."""
         kind = "documents and parts of long ones"
         if self._stream.counted is not None:
             kind = f"{self.unit} ({self.pieces.cut:,} cut)"
@@ -143,17 +141,12 @@ class PackedWindows:
         return 0
 
     def counted(self, indices: ArrayLike) -> int:
-        """Return the number of targets of the windows `indices` that count."""
         return int(self._targets[np.asarray(indices, np.int64)].sum())
 
     def batch(self, indices: ArrayLike) -> Batch:
-        """Return inputs and targets of the windows `indices` (b,), and where their documents begin.
-
-        Raises IndexError for an index outside 0..len-1.
-        """
         return self._batch(*self._layout(indices))
 
-    def places(self, indices: ArrayLike) -> Ids:
+    def places(self, indices: ArrayLike) -> Places:
         """Return the place in the stream of each target of the windows `indices`, (b, T); -1 for none."""
         pieces, rows, columns = self._layout(indices)
         sizes, found = self._sizes[pieces], np.full((np.size(indices), self.context), -1, np.int64)
@@ -191,7 +184,6 @@ class PackedWindows:
         return Batch(inputs, targets, begins)
 
     def notes(self) -> list[str]:
-        """Return notes on what is left out, for the user."""
         found, kind = [], "documents" if self._stream.counted is None else self.unit
         if self.pieces.cut:
             found.append(
@@ -214,7 +206,7 @@ class PairBatch(NamedTuple):
     batch: Batch
     numbers: Places
     spans: list[tuple[int, slice]]
-    rest: Ids
+    rest: Places
 
 
 class PairWindows(PackedWindows):
@@ -275,7 +267,9 @@ def mismatched(pairs: PairBatch) -> PairBatch:
         order, column = sorted(here, key=lambda n: int(pairs.numbers[n]) % 2), 0
         for n in here:
             prompt, answer = (pairs.spans[each][1] for each in (n, order[order.index(n) - 1]))
-            first, from_ = (first_counted(pairs.batch.targets[row, span]) for span in (prompt, answer))
+            first, from_ = (
+                int(np.argmax(pairs.batch.targets[row, span] != UNCOUNTED)) for span in (prompt, answer)
+            )
             size = first + answer.stop - answer.start - from_
             span, behind = slice(column, column + size), slice(answer.start + from_, answer.stop)
             targets[row, span][first:] = pairs.batch.targets[row, behind]
@@ -284,8 +278,3 @@ def mismatched(pairs: PairBatch) -> PairBatch:
             begins[row, span], column = column, column + size
             spans.append((row, span))
     return PairBatch(Batch(inputs, targets, begins), pairs.numbers, spans, pairs.rest)
-
-
-def first_counted(targets: Ids) -> int:
-    """Return the first position whose target counts."""
-    return int(np.argmax(targets != UNCOUNTED))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.token_spans import FileSpan
+from zero_mpi.data.documents import FileSpan
 from zero_mpi.errors import FileError, JobError, prefixed
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import open_file

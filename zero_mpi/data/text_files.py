@@ -1,18 +1,25 @@
-"""Files that a corpus is read from: those of --data, or those of Python's own library."""
+"""Files of a corpus, those of --data or of Python's own library, and their kinds by the first bytes.
+
+A file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") count only together
+with bytes that no text has. Text that is not in UTF-8 is text, in Latin-1 or Shift JIS, say, read byte by
+byte; UTF-16 and UTF-32 are not, because they have bytes of zero.
+"""
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
+import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
-_NAME = 40  # letters shown of a path in short messages
 NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files of a folder that `zero-mpi tokenize` made
 NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
@@ -25,10 +32,8 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def named(paths: Sequence[str], most: int = _NAME) -> str:
-    """Return what `--data` names, for messages: the first path, cut to `most` letters, and how many
-    more.
-    """
+def named(paths: Sequence[str], most: int = 40) -> str:
+    """Return what `--data` names: the first path, cut to `most` letters, and how many more."""
     if not paths:
         return f"Python's standard library in {stdlib_root()}"
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
@@ -50,36 +55,32 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     """Return (name, path) of every file under `paths`: files as given, folders recursively in order of name.
 
     The name is relative to the given folder, with forward slashes; for a file given by itself, its last part,
-    with `NANOGPT` before it if the path has that.
-    Hidden files and folders inside a folder are skipped; links are followed. A repeated file is taken
-    once, or its text could be trained on and held out too. Files that the package datasets adds beside its
-    data are left out. Raises UsageError, which names the `flag` that the
-    paths are from, for a missing path.
+    with `NANOGPT` before it if the path has that. Hidden files and folders inside a folder are skipped; links
+    are followed. A repeated file is taken once, or its text could be trained on and held out too. Files that
+    the package datasets adds beside its data are left out. Raises UsageError, which names the `flag`, for a
+    missing path.
     """
     found: dict[str, tuple[str, Path]] = {}
-    for given in paths:
-        mark = NANOGPT if given.startswith(NANOGPT) else ""
+    for each in paths:
+        mark = NANOGPT if each.startswith(NANOGPT) else ""
+        given = Path(each.removeprefix(mark))
         with prefixed(flag):
-            files = _files_of(Path(given.removeprefix(mark)), flag)
+            if is_folder(given):
+                files = [(name, given / name) for name in _walk(given)]
+            elif is_file(given):
+                files = [(given.name, given)]
+            else:
+                problem = "is neither a file nor a folder" if exists(given) else "does not exist"
+                raise UsageError(f"{flag} {shown(given)} {problem}")
         for name, path in files:
             found.setdefault(os.path.realpath(path), (mark + name, path))
     is_dataset = any(path.suffix == ".arrow" for _, path in found.values())
     return [file for file in found.values() if not (is_dataset and file[1].name in NOTES)]
 
 
-def _files_of(given: Path, flag: str) -> list[tuple[str, Path]]:
-    if is_folder(given):
-        return [(name, given / name) for name in _walk(given)]
-    if is_file(given):
-        return [(given.name, given)]
-    problem = "is neither a file nor a folder" if exists(given) else "does not exist"
-    raise UsageError(f"{flag} {shown(given)} {problem}")
-
-
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
     """Return names of regular files under `root`, sorted; each folder once, because links may form a loop."""
-    names: list[str] = []
-    seen: set[str] = set()
+    names, seen = list[str](), set[str]()
     for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
@@ -95,3 +96,163 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 def unreadable(error: OSError) -> NoReturn:
     """Raise the UsageError for a file of --data that the system does not let us read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
+
+
+BLOCK = 1 << 20
+HEAD = 8192  # bytes that tell text from binary, as in git and grep
+LINES = (".jsonl", ".ndjson")
+
+
+class Kind(NamedTuple):
+    """Kind of a file, and advice on what to do about it."""
+
+    name: str
+    remedy: str
+
+
+class Beginning(NamedTuple):
+    """Bytes at a place of the head, and others anywhere in it, that identify a kind."""
+
+    data: bytes
+    name: str
+    remedy: str
+    at: int = 0
+    inside: bytes = b""
+
+
+TOKENIZE = "convert it to token files with zero-mpi tokenize"
+TABLES = "conversations need a column such as messages, and pip install 'zero-mpi[arrow]'"
+MODEL = "use --init for a model"
+ICONV = "convert it first: iconv -f {} -t UTF-8 FILE > NEW.txt"
+ZIP = b"PK\x03\x04"
+BEGINNINGS = (
+    Beginning(b"PAR1", "a Parquet file", f"{TOKENIZE} (as .parquet); {TABLES}"),
+    Beginning(b"ARROW1\0", "an Arrow file", f"extract its texts first, say with pyarrow; {TABLES}"),
+    Beginning(b"\xff\xff\xff\xff\x10", "an Arrow stream", f"extract its texts first; {TABLES}"),
+    Beginning(b"\x1f\x8b", "gzip", f"unpack it first: gunzip -k FILE; or {TOKENIZE} (as .gz)"),
+    Beginning(b"\x28\xb5\x2f\xfd", "zstd", f"unpack it first: zstd -d FILE; or {TOKENIZE} (as .zst)"),
+    Beginning(b"\xfd7zXZ\0", "xz", "unpack it first: unxz -k FILE"),
+    Beginning(b"BZh", "bzip2", "unpack it first: bunzip2 -k FILE"),
+    Beginning(b"\x04\x22\x4d\x18", "lz4", "unpack it first: lz4 -d FILE"),
+    Beginning(b"ustar", "a tar archive", "unpack it first: tar -xf FILE", 257),
+    Beginning(ZIP, "NumPy arrays (.npz)", "save the ids as a 1-D .npy of uint16 or uint32", inside=b".npy"),
+    Beginning(ZIP, "a PyTorch file", "use --init for a model (GGUF or safetensors)", inside=b"data.pkl"),
+    Beginning(ZIP, "a zip archive", "unpack it first: unzip FILE"),
+    Beginning(b"GGUF", "a GGUF model", MODEL),
+    Beginning(b"\x93NUMPY", "a NumPy array", "rename a token file to .npy"),
+    Beginning(b"%PDF-", "a PDF document", "convert it to text first: pdftotext FILE"),
+    Beginning(b"version https://git-lfs.github.com/", "a pointer of Git LFS", "fetch it first: git lfs pull"),
+    # Longer marks first: UTF-32 begins like UTF-16.
+    Beginning(codecs.BOM_UTF32_LE, "text in UTF-32", ICONV.format("UTF-32")),
+    Beginning(codecs.BOM_UTF32_BE, "text in UTF-32", ICONV.format("UTF-32")),
+    Beginning(codecs.BOM_UTF16_LE, "text in UTF-16", ICONV.format("UTF-16")),
+    Beginning(codecs.BOM_UTF16_BE, "text in UTF-16", ICONV.format("UTF-16")),
+)
+LINES_REMEDY = (
+    f"{TOKENIZE} (as .jsonl), or extract the text field, e.g. jq -r .text FILE > NEW.txt; a .jsonl of "
+    "conversations has messages, prompt and completion, instruction and output, or conversations in each "
+    "line"
+)
+# The beginning of an array of objects, or of an object that holds conversations.
+ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*"(?:data|messages|conversations)"\s*:\s*)?\[\s*\{')
+ROWS_REMEDY = "write it as JSON Lines, one object per line: jq -c '.[]' FILE > NEW.jsonl, or '.NAME[]'"
+BINARY = Kind(
+    "binary data",
+    "expected text in UTF-8, or token ids as a 1-D .npy of uint16 or uint32, or as nanogpt:FILE if they are "
+    "uint16 without a header",
+)
+CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
+
+
+def kind_of(head: bytes, name: str) -> Kind | None:
+    """Return the kind of a file, by its first `HEAD` bytes and its name; None for text."""
+    is_wrong = not _is_utf8(head, whole=False)
+    for begin in BEGINNINGS:
+        surely = len(begin.data) > 4 and not begin.at
+        is_so = head[begin.at :].startswith(begin.data) and begin.inside in head
+        if is_so and (surely or is_wrong or b"\0" in head):
+            return Kind(begin.name, begin.remedy)
+    if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # the length of a JSON object
+        return Kind("a safetensors model", MODEL)
+    if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
+        return BINARY
+    if _has_objects(head, name):
+        return Kind("JSON Lines", LINES_REMEDY)
+    if name.lower().endswith(".json") and ARRAY.match(head):
+        return Kind("an array of JSON objects", ROWS_REMEDY)
+    return None
+
+
+def _has_objects(head: bytes, name: str) -> bool:
+    """Return whether each line holds a JSON object: its markup would be learned beside the text."""
+    if not head.startswith(b"{"):
+        return False
+    by_name = name.lower().endswith(LINES)
+    whole = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
+    if len(whole) < 2 - by_name:
+        return by_name
+    try:
+        return all(isinstance(json.loads(line), dict) for line in whole)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_utf8(data: bytes, whole: bool = True) -> bool:
+    """Return whether bytes are text in UTF-8, read in blocks; if not `whole`, the last letter may be cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, 0 if data.isascii() else len(data), BLOCK):
+            decoder.decode(data[start : start + BLOCK], whole and start + BLOCK >= len(data))
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class TextFilter:
+    """Looks at one file after the other; `notes` say what was found: `out`, `taken` and `odd`.
+
+    paths       files and folders that were named
+    any_bytes   whether named files are read unchanged, whatever they look like
+    flag        flag that named the paths
+    """
+
+    def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
+        self._flag = flag
+        self._named, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
+        self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
+
+    def takes(self, name: str, path: Path, head: bytes) -> bool:
+        """Return whether a file is read, by its first bytes; UsageError for a named file that is not text."""
+        kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
+        if kind is None:
+            return True
+        about = f"{shown(name, 60)}: {kind.name}"
+        if os.path.realpath(path) not in self._named:
+            self.out.append(about)
+            return False
+        if not self._any_bytes:
+            raise UsageError(
+                f"{self._flag} {shown(path)} looks like {kind.name}, not text: {kind.remedy} (or train on "
+                "its raw bytes with --tokenizer byte)"
+            )
+        self.taken.append(about)
+        return True
+
+    def read(self, name: str, data: bytes) -> None:
+        """Note the encoding of a file that was read to its end."""
+        if self._named and not self._any_bytes and not _is_utf8(data):
+            self.odd.append(shown(name, 60))
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line for each sort of thing that was found: how many there are, and the first of them."""
+        for found, text in (
+            (self.out, "skipped files that are not text: {}"),
+            (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),
+            (
+                self.odd,
+                "text that is not UTF-8, read as raw bytes: {}; convert it with iconv -f ENCODING -t UTF-8",
+            ),
+        ):
+            if found:
+                more = ", ..." if len(found) > 3 else ""
+                yield text.format(f"{len(found):,} ({', '.join(found[:3])}{more})")

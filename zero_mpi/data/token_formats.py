@@ -1,4 +1,9 @@
-"""Formats of token files, and how to recognise each. A new format is a new row of `FORMATS`."""
+"""Token files: the formats and how to recognise each. A new format is a new row of `FORMATS`.
+
+A format reads the header and says where ids and documents are. The ids are scanned once for a digest and stay
+in the file; a file larger than `WHOLE` is only sampled, so that a run on terabytes begins as soon as any
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,16 @@ import numpy as np
 import numpy.lib.format as npy
 from numpy.typing import NDArray
 
-from zero_mpi.data.arrow_tokens import arrow_layout
 from zero_mpi.data.conversations.formats import holds_conversations
-from zero_mpi.data.documents import Document
+from zero_mpi.data.conversations.row_sources import COLUMN, batches_of, pyarrow
+from zero_mpi.data.documents import Document, FileSpan, TokenSpans
 from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
-from zero_mpi.data.token_file import BLOCK, TokenLayout, blocks, check_length, exactly, look_at
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_file
 
-_BESIDE = frozenset({MANIFEST, TOKENIZER})  # the files of `zero-mpi tokenize`
+WHOLE = 1 << 30  # largest file that is read to its end for its digest, which takes half a second
+BLOCK = 1 << 20  # ids processed together
 LLM_C_HEADER = 1024  # bytes: 256 numbers, of which three are used
 LLM_C: dict[tuple[int, int], np.dtype[Any]] = {  # by magic number and version
     (20240520, 1): np.dtype("<u2"),
@@ -34,6 +39,35 @@ MEGATRON_HEAD = len(MEGATRON) + 8 + 1 + 8 + 8
 MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
 MEGATRON_MOST = (1 << 31) - 1  # ids of a document: its size is an int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
+ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
+NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with other letters in the names of fields
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+    (3, 0): npy.read_array_header_2_0,
+}
+
+
+class TokenLayout(NamedTuple):
+    """Places of the ids in a file."""
+
+    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of them, in their order
+    dtype: np.dtype[Any]  # of an id, little-endian
+    ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
+
+
+def exactly(file: FileIO, count: int) -> bytes:
+    """Return the next `count` bytes; ValueError if there are fewer."""
+    data = file.read(count)
+    if len(data or b"") != count:
+        raise ValueError(f"expected {count} bytes more, found the end of the file")
+    return data
+
+
+def check_length(file: FileIO, expected: int) -> None:
+    """Raise ValueError for a file whose length differs from its header's."""
+    found = os.fstat(file.fileno()).st_size
+    if found != expected:
+        raise ValueError(f"expected {expected} bytes, as its header says, found {found}")
 
 
 def is_llm_c(path: Path) -> bool:
@@ -77,9 +111,12 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
             found = MEGATRON_NAMES.get(code, f"type {code}")
             raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {found} in its index")
         check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
-        count = sum(int(sizes.sum(dtype=np.int64)) for sizes in blocks(index, sequences, np.dtype("<i4")))
+        count = 0
+        for first in range(0, sequences, BLOCK):  # a sparse file may claim any number
+            block = exactly(index, 4 * min(BLOCK, sequences - first))
+            count += int(np.frombuffer(block, "<i4").sum(dtype=np.int64))
         check_length(file, count * dtype.itemsize)
-        if max(sequences, documents) > count + BLOCK:  # a sparse file may claim any number
+        if max(sequences, documents) > count + BLOCK:
             raise ValueError(
                 f"expected about as many sequences as ids in its index, {count}, found {sequences}"
             )
@@ -103,20 +140,12 @@ def megatron_dtype(vocab: int) -> np.dtype[Any]:
 def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
     """Return the index of a file of documents of these sizes (D,), one after the other, each a sequence."""
     code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
-    count = len(sizes)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    places = (ends - sizes) * dtype.itemsize
-    counts = np.array([count, count + 1], "<u8")
-    head = MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + counts.tobytes()
+    count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+    head = (
+        MEGATRON + (1).to_bytes(8, "little") + bytes([code]) + np.array([count, count + 1], "<u8").tobytes()
+    )
     borders = np.arange(count + 1, dtype="<i8")
     return head + sizes.astype("<i4").tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
-
-
-NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with other letters in the names of fields
-    (1, 0): npy.read_array_header_1_0,
-    (2, 0): npy.read_array_header_2_0,
-    (3, 0): npy.read_array_header_2_0,
-}
 
 
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
@@ -134,7 +163,51 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
     return TokenLayout([(file.tell(), shape[0])], dtype)
 
 
-# Files that the package datasets and `zero-mpi tokenize` write beside their data.
+def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
+    """Return where an Arrow file of the package datasets has its ids: a list in each row, uncompressed.
+
+    Raises ValueError if it has no column of ids that can be read by position.
+    """
+    library = pyarrow()
+    runs, ends, kinds, total = list[tuple[int, int]](), [np.zeros(0, np.int64)], set[str](), 0
+    try:
+        with library.memory_map(str(path)) as mapped:
+            batches = list(batches_of(library, mapped)[1])
+            mapped.seek(0)
+            base = mapped.read_buffer(mapped.size()).address
+            for batch in batches:
+                column = _ids_column(library, batch)
+                kinds.add(str(column.type.value_type))
+                offsets, values = column.offsets.to_numpy().astype(np.int64), column.values
+                width = values.type.bit_width // 8
+                start = values.buffers()[1].address - base + (values.offset + int(offsets[0])) * width
+                count = int(offsets[-1] - offsets[0])
+                if not 0 <= start <= mapped.size() - count * width:
+                    raise ValueError("expected uncompressed buffers, found compressed ones")
+                runs.append((start, count))
+                ends.append(offsets[1:] - offsets[0] + total)
+                total += count
+    except library.lib.ArrowException as error:
+        raise ValueError(shown(str(error), 200)) from None
+    if len(kinds) != 1 or not kinds <= {*ARROW_KINDS}:
+        found = ", ".join(sorted(kinds)) or "no rows"
+        raise ValueError(f"expected ids of one type, {', '.join(ARROW_KINDS)}, found {found}")
+    return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
+
+
+def _ids_column(library: Any, batch: Any) -> Any:
+    """Return the column of ids of a batch; ValueError for anything but a list of ids in each row."""
+    names = batch.schema.names
+    if COLUMN not in names:
+        raise ValueError(f"expected a column {COLUMN}, found {shown(', '.join(names), 100)}")
+    column = batch.column(names.index(COLUMN))
+    column.validate(full=True)  # the file's content was not checked before
+    kind = column.type
+    if not (library.types.is_list(kind) or library.types.is_large_list(kind)) or column.null_count:
+        raise ValueError(f"expected a list of ids in each row of {COLUMN}, found {shown(str(kind), 60)}")
+    if column.values.null_count:
+        raise ValueError(f"expected an id at each position of {COLUMN}, found missing ones")
+    return column
 
 
 class TokenFormat(NamedTuple):
@@ -172,10 +245,13 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     """
     tokens = [file for file in files if format_of(*file) is not None]
     chosen = {path for _, path in tokens}
-    texts = [file for file in files if file[1] not in chosen and not (tokens and _is_beside(file[1], chosen))]
+    beside = {path.with_suffix(".idx") for path in chosen if path.suffix == ".bin"}
+    texts = [
+        path for _, path in files if path not in chosen | beside and path.name not in (MANIFEST, TOKENIZER)
+    ]
     if tokens and texts:
         raise UsageError(
-            f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0][1]} is not"
+            f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"
         )
     return tokens
 
@@ -186,13 +262,26 @@ def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
-    """Return a token file as one document; its ids stay in the file. Raises UsageError."""
+    """Return a token file as one document; its ids stay in the file. Raises UsageError.
+
+    The digest is the sha256 of a file of at most `WHOLE` bytes; of a larger one it is
+    `TokenSpans.sampled_digest`, and its other ids are checked when they are read.
+    """
     found = format_of(name, path)
     assert found is not None, "the caller asked whether it is one"
     try:
         with open_file(path, "a token file") as file:
             layout = found.layout(path, file)
-            spans, digest = look_at(path, file, layout, vocab)
+            real, length = os.path.abspath(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size
+            runs = [FileSpan(real, start, count, layout.dtype, length) for start, count in layout.runs]
+            spans = TokenSpans(runs, vocab)
+            if length > WHOLE:
+                digest = spans.sampled_digest()
+            else:
+                for first in range(0, spans.size, BLOCK):
+                    spans[first : first + BLOCK].held()  # checks the ids
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
         raise
     except JobError as error:  # found before the job has started
@@ -204,10 +293,3 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
         return Document(name, spans, digest)
     ends = layout.ends[np.diff(layout.ends, prepend=0) > 0]
     return Document(name, spans, hashlib.sha256(digest + ends.tobytes()).digest(), ends=ends)
-
-
-def _is_beside(path: Path, tokens: set[Path]) -> bool:
-    """Return whether a file only describes token files."""
-    if path.suffix == ".idx":
-        return path.with_suffix(".bin") in tokens
-    return path.name in _BESIDE

@@ -220,7 +220,7 @@ recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever 
 
 def pool_of(where: Device) -> Recycler:
     """Return the recycled memory of a device, one pool for the process."""
-    pool = _pools.get(id(where))
+    pool: Recycler | None = where.activations or _pools.get(id(where))
     if pool is None:
         pool = _pools.setdefault(id(where), Recycler(where))
     return pool

@@ -42,6 +42,7 @@ class Cuda:
 
     name = "cuda"
     chunk = 0  # CuPy cuts blocks from chunks of its own
+    activations: Any = None  # as `Host.activations`
 
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()

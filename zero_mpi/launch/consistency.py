@@ -11,7 +11,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,18 +19,15 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from zero_mpi import __version__, device, environment, ops
-from zero_mpi.cli.text import ranks as named
-from zero_mpi.comm.agree import REFUSALS, Facts, alike, odd_fact
+from zero_mpi.comm.agree import REFUSALS, Facts, alike
 from zero_mpi.comm.base import Comm
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import shown
 from zero_mpi.launch.ending import BAD_USAGE
 from zero_mpi.launch.world import World
 
 T = TypeVar("T")
 SAME_FILES = "copy the same files to all hosts, or use a shared file system"
-LONGEST = 80  # characters of a value that are shown
 # Variables with the number of ranks that a launcher has started, and with the number of this rank.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
@@ -43,18 +40,7 @@ def check(comm: Comm, facts: Facts, remedy: str) -> None:
 
 def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
     """Return the first item of look()'s pair; raise if look() fails on a rank or facts differ. Collective."""
-    return alike(comm, look, REFUSALS, partial(odd_host, remedy))
-
-
-def odd_host(remedy: str, comm: Comm, facts: Mapping[str, str]) -> str:
-    """Return a message that names the first rank with another fact than most, and its host. Collective."""
-    hosts, told = zip(*comm.allgather_object((platform.node(), facts)), strict=True)
-    name, values, rank, usual = odd_fact(told)
-    others = [number for number, value in enumerate(values) if value == usual]
-    return (
-        f"the ranks differ: rank {rank} on {hosts[rank]} has {name} {shown(values[rank], LONGEST)}, "
-        f"{named(others)} (on {hosts[others[0]]}) {shown(usual, LONGEST)}; {remedy}"
-    )
+    return alike(comm, look, REFUSALS, remedy=f"; {remedy}")
 
 
 def check_installation(world: World) -> None:

@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import ops
-from zero_mpi.comm.scratch import Reductions
-from zero_mpi.comm.shared.gradient_pool import padded, window_bytes
-from zero_mpi.comm.shared.words import RANK_BYTES
+from zero_mpi.comm.kinds import RANK_BYTES, Reductions, padded, window_bytes
 from zero_mpi.config.optimizer import state_count
 from zero_mpi.config.settings import Config
 from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
+from zero_mpi.data.documents import MOST_HELD
 from zero_mpi.data.encoded_cache import LEAST, folder
 from zero_mpi.data.text_files import library_files
 from zero_mpi.data.token_formats import token_files
-from zero_mpi.data.token_spans import MOST_HELD
 from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements

@@ -22,7 +22,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.telemetry import events
 from zero_mpi.telemetry.progress_bar import Display
 from zero_mpi.telemetry.proof import MOST_STEPS, PROOF, JobStart, Proof
-from zero_mpi.telemetry.trackers.tracker import Tracker
+from zero_mpi.telemetry.trackers import Tracker
 
 METRICS = "metrics.jsonl"
 TAIL = 1 << 18  # bytes that hold the last records, even of thousands of ranks

@@ -9,8 +9,8 @@ from pathlib import Path
 from zero_mpi import environment
 from zero_mpi.cli.text import plural
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.replay import write_config
 from zero_mpi.config.settings import Config
+from zero_mpi.config.toml import write_config
 from zero_mpi.launch import dev_shm
 from zero_mpi.launch.consistency import check_installation, check_not_alone
 from zero_mpi.launch.folder_lock import take_folder
@@ -18,13 +18,12 @@ from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
-from zero_mpi.train import dry_run, early_stop
+from zero_mpi.train import dry_run, saving
+from zero_mpi.train.description import obey_early
 from zero_mpi.train.resolve import resolve
-from zero_mpi.train.same_bits import obey_early
-from zero_mpi.train.sample import is_over, say_over
 from zero_mpi.train.setup import build
 from zero_mpi.train.summary import Outcome
-from zero_mpi.train.trainer import Trainer
+from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
 @signals.heard()
@@ -49,7 +48,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         world.on_root(lambda: say_over(session))
         return 0
     session.notes += world.on_root(lambda: dry_run.check_disk(session.config, session.model)) or ()
-    world.on_root(lambda: early_stop.begin(session))
+    world.on_root(lambda: saving.point_best(session))
     world.on_root(lambda: write_config(session.out, session.config))
     sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
     if sizes:

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import io
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint import folders, merged
-from zero_mpi.checkpoint.merged import weights_digest
+import numpy as np
+
+from zero_mpi import __version__, device, environment, ops
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.mixes import QAT, known_type
-from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_metadata, weights_digest
+from zero_mpi.cli.text import ranks as named
+from zero_mpi.comm.agree import NOTHING, odd_one
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.inputs import fingerprint, has_tokenizer
-from zero_mpi.config.replay import PATHS
-from zero_mpi.config.settings import FIELDS, Config
+from zero_mpi.config.settings import FIELDS, Config, spelled
+from zero_mpi.config.toml import PATHS
 from zero_mpi.data import Tokenizer
-from zero_mpi.data.control_tokens import PLAIN
 from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.data.teacher_file import open_teacher
+from zero_mpi.data.tokenizers.byte import PLAIN
+from zero_mpi.environment import portable
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.launch import consistency
+from zero_mpi.launch.consistency import blas, check
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.train.resume import ResumePoint
+from zero_mpi.ops import trial
+from zero_mpi.telemetry import log
 
 # 0 is left out: checkpoints are as they were before there were such sizes
 LATER = ("rope_dimension_count", "expert_count", "expert_used_count")
@@ -56,8 +71,10 @@ def describe(
     if config.teacher is not None:
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
-        metadata = merged.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
-        settings["base"] = merged.weights_digest(init)
+        kept = {key: metadata[key] for key in (QAT,) if key in metadata}
+        name = {"general.name": metadata.get("general.name", model.arch)}
+        metadata = adapter_metadata(model.lora) | name | kept
+        settings["base"] = weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
     about = (model.arch, metadata, settings, machine, config.plan())
@@ -81,14 +98,17 @@ def of_text(
 
 def what_was_read(
     config: Config,
-    start: ResumePoint | None,
+    checkpoint: str | None,
     init: WeightSource | None,
     model: ModelConfig,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return what this rank read from files that every rank opens itself; all ranks must agree on it."""
+    """Return what this rank read from files that every rank opens itself; all ranks must agree on it.
+
+    checkpoint: identity of the one that is resumed.
+    """
     return {
-        f"the checkpoint of --resume {config.resume}": start and start.files.state.metadata.get(ID),
+        f"the checkpoint of --resume {config.resume}": checkpoint,
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
         "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
@@ -142,3 +162,113 @@ def identity(
         MACHINE: dict(description.machine),
         CODE: consistency.own_source(),
     }
+
+
+Machine = Mapping[str, Any]
+TRIAL, THREADS = "trial", "threads"
+EXPLAINING = ("BLAS", "code for", "processor")  # names that are compared only where the trial differs
+REMEDY = "use the same --threads N and CPU type (or --bits portable) on all ranks, or --reduction fast"
+
+
+def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
+    """Return what this rank computes with: names, and the digest of a trial with the threads that are set.
+
+    kind: the dtype that the run computes in.
+    """
+    facts = {
+        THREADS: threads,
+        "operations": ", ".join(filter(None, (ops.backend(), ops.products(kind)[0]))),
+        "numpy": np.__version__,
+        "zero_mpi": __version__,
+        "cpu": platform.machine(),
+        "BLAS": blas(),
+        "code for": ops.compiled_for() or "none",
+        "processor": processor(),
+    }
+    if device.in_use().name != "cpu":
+        facts["device"] = device.in_use().about
+    return facts | {TRIAL: trial.digest(kind)}
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name as far as the system reports it."""
+    return environment.of_processor("model name", cpuinfo) or platform.processor() or platform.machine()
+
+
+# ------------------------------------------------------------------------------------------- between ranks
+
+
+def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
+    """Raise UsageError for a rank that computes other bits, naming what it has that most ranks do not have.
+
+    If not `exact`, add a note instead. `found`: host and machine of each rank.
+    """
+    # A GPU's bits do not depend on the threads of its host.
+    values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
+    odd = odd_one(values)
+    if odd is None:
+        return
+    rank, usual = odd
+    alike = [number for number, value in enumerate(values) if value == usual]
+    hosts, machines = zip(*found, strict=True)
+    here, there = names(machines[rank], machines[alike[0]])
+    text = (
+        f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {here}, "
+        f"{named(alike)} (on {hosts[alike[0]]}) {there}"
+    )
+    if exact:
+        raise UsageError(f"{text}; {REMEDY}")
+    notes.append(log.Caution(text))
+
+
+def names(mine: Machine, usual: Machine) -> tuple[str, str]:
+    """Return texts for two machines: the names that differ, or else the trial itself."""
+    keys = [key for key in mine if key != TRIAL and mine[key] != usual.get(key)] or [TRIAL]
+    here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (mine, usual))
+    return here, there
+
+
+# ------------------------------------------------------------------------------------------- at a resume
+
+
+def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
+    """Yield at most one line on differences from a checkpoint's machine that may change the last bits."""
+    other = before.get(TRIAL) != now.get(TRIAL)
+    keys = [
+        key
+        for key in dict.fromkeys((*now, *before))
+        if key != TRIAL and before.get(key) != now.get(key) and (other or key not in EXPLAINING)
+    ]
+    made = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
+    if other and TRIAL not in before:
+        made = "; ".join(filter(None, (made, "no record of a kernel test, so its bits are unknown")))
+    elif other and not keys:
+        made = "kernels that gave other bits in a test, although CPU and libraries have the same names"
+    if made:
+        yield f"{what} was made with {made}: the last bits of results may change"
+
+
+VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects
+
+
+def check_settings(world: World, config: Config) -> None:
+    """Check the flags, and the variables that stand for flags. Collective; raises UsageError."""
+    check(world.comm, settings(config), "start all ranks with the same flags and variables")
+
+
+def settings(config: Config) -> dict[str, str]:
+    """Return every setting by its flag, and the variables by their names."""
+    flags = {spelled(name): str(getattr(config, name)) for name in FIELDS}
+    return flags | {name: os.environ.get(name, NOTHING) for name in VARIABLES}
+
+
+def obey_early(arguments: Sequence[str], read: Callable[[Sequence[str]], Config] = parse) -> None:
+    """Pin bits and claim a GPU before MPI starts, as flags ask; one rank reports wrong flags later."""
+    silent = io.StringIO()
+    with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            config = read(arguments)
+        except (UsageError, SystemExit):
+            return
+    portable.claim(config.bits)
+    device.claim(config.device)

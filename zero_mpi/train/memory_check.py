@@ -3,7 +3,7 @@
 The memory planned for the ranks of each node is compared with what the system allows them: by a control
 group, by limits of a process, by free memory. A run that exceeds one of them is killed without a
 message, minutes later. The first two are compared with what is still to be allocated: interpreters and
-libraries are there already. Space in /dev/shm is checked where it is taken (`comm.shared.window`): without it
+libraries are there already. Space in /dev/shm is checked where it is taken (`comm.shared.memory`): without it
 a run uses messages.
 """
 

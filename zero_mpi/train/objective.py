@@ -1,37 +1,49 @@
 """The loss that a run learns from: for each micro-batch a `HeadLoss`, for each step what is recorded of it.
 
-Training, its recomputation and evaluation take whichever objective the flags choose, and know no kinds.
+Training, its recomputation and evaluation take whichever objective the flags choose, and know no kinds:
+cross-entropy, preferences, or a teacher's predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data import Batch, EvalLoader, StepLoader
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.config.inputs import fingerprint
+from zero_mpi.data import Batch, Corpus, EvalLoader, HeldOut, PackedWindows, StepLoader, Tokenizer, Windows
+from zero_mpi.data.documents import Stream
+from zero_mpi.data.packing import PairBatch, PairWindows, mismatched
+from zero_mpi.data.teacher_file import open_teacher
 from zero_mpi.device.types import Array
-from zero_mpi.nn import CrossEntropy, Packed
-from zero_mpi.nn.loss import HeadLoss
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import quoted, shown
+from zero_mpi.models import ModelConfig
+from zero_mpi.nn import Packed
+from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss
+from zero_mpi.nn.preference import Preference, log_odds, log_sigmoid
 from zero_mpi.sharding import ShardedModule
-from zero_mpi.sharding.evaluation import evaluate
+from zero_mpi.sharding.evaluation import dealt_out, evaluate
 
 Figures = dict[str, float]
+Floats = NDArray[np.float64]
 
 
 class StepLoss:
-    """Losses of the micro-batches of a step."""
+    """Losses of the micro-batches of a step. micro: function that returns input and loss of micro-batch i."""
+
+    def __init__(self, micro: Callable[[int], tuple[Any, HeadLoss]]) -> None:
+        self.micro = micro
 
     @property
     def sums(self) -> Sequence[float]:
         """Numbers of this rank that are added over all ranks."""
         return ()
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        """Return input and loss of micro-batch i."""
-        raise NotImplementedError
 
     def figures(self, sums: Sequence[float]) -> Figures:
         """Return what is recorded of the step, from the sums over all ranks."""
@@ -49,31 +61,25 @@ class Objective:
     def __init__(self, module: ShardedModule, loader: StepLoader) -> None:
         self.module, self.loader = module, loader
 
-    def keep(self) -> NDArray[np.float64]:
+    def keep(self) -> Floats:
         """Return what is kept of the model as it is now. Collective."""
         raise NotImplementedError
 
-    def use(self, kept: NDArray[np.float64]) -> None:
+    def use(self, kept: Floats) -> None:
         """Use what `keep` returned."""
 
     def step(self, number: int) -> StepLoss:
         """Return the losses of a step (from 0). Collective."""
-        return CrossEntropyStep(self.loader, number)
+        return StepLoss(partial(self.micro, number, 1.0 / self.loader.counted(number)))
+
+    def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
+        """Return input and loss of micro-batch i of a step."""
+        return with_loss(self.loader.micro(number, i), scale)
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         """Return the mean loss of held-out data, and further figures. Collective."""
         scale = 1.0 / loader.counted
         return evaluate(self.module, loader.micro_batches, lambda i: with_loss(loader.micro(i), scale)), {}
-
-
-class CrossEntropyStep(StepLoss):
-    """Cross-entropy of a step's micro-batches."""
-
-    def __init__(self, loader: StepLoader, number: int) -> None:
-        self._loader, self._number, self._scale = loader, number, 1.0 / loader.counted(number)
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        return with_loss(self._loader.micro(self._number, i), self._scale)
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
@@ -84,3 +90,201 @@ def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]
 def as_input(batch: Batch) -> Array | Packed:
     """Return the input of the model."""
     return batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
+
+
+# ------------------------------------------------------------------------------------------- preferences
+
+
+class PairStep(StepLoss):
+    """Pairs of a step or of an evaluation, whose micro-batches are given as their windows.
+
+    Sums are one table (S, K) in the order of the data: for each sequence the log-probability of its answer,
+    and for ORPO of all its other tokens. A rank fills the rows of its micro-batches, so that the sum over
+    ranks is the same at any number of them, and so are all figures, which are computed from it.
+
+    reference   (S,) sums of the answers under the reference; zeros for none
+    kl          KTO's estimate of the divergence from the reference
+    """
+
+    def __init__(self, preference: Preference, windows: PairWindows, batches: Sequence[Array]) -> None:
+        super().__init__(self._micro)
+        self.preference, self.windows, self.batches = preference, windows, batches
+        found = [windows.sequences(each) for each in batches]
+        ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
+        self.places = list(map(slice, [0, *ends], ends))  # of each micro-batch's sequences
+        self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
+        self.is_better, count = self.numbers % 2 == 0, self.numbers.size
+        self.terms = count if preference.is_unpaired else count // 2
+        self.positions = int(sizes[self.is_better].sum())
+        self.reference, self.kl = np.zeros(count), 0.0
+        self._sums = np.zeros((count, 1 + preference.learns_prompts))
+
+    @property
+    def sums(self) -> Sequence[float]:
+        return self._sums.ravel().tolist()
+
+    def _micro(self, i: int) -> tuple[Any, HeadLoss]:
+        pairs, here = self.windows.pairs(self.batches[i]), self.places[i]
+
+        def learn(sums: Sequence[float]) -> tuple[float, Sequence[float]]:
+            self._sums[here] = np.reshape(sums, (-1, self._sums.shape[1]))
+            return self.loss(here, self._sums[here])
+
+        return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
+
+    def _segments(self, pairs: PairBatch) -> list[Segment]:
+        """Return the segments of a micro-batch's sequences, one sequence after the other."""
+        kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
+        return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
+
+    def measure(
+        self, module: ShardedModule, read: Callable[[PairBatch], PairBatch], adapted: bool = True
+    ) -> Floats:
+        """Return the sums (S, K) under the model as it is, with or without adapters. Collective."""
+        width = self._sums.shape[1]
+
+        def compute(i: int, losses: Array) -> None:
+            module.comm.meter.beat()
+            pairs = read(self.windows.pairs(self.batches[i]))
+            found = module.losses(as_input(pairs.batch), SequenceLoss(self._segments(pairs)), adapted=adapted)
+            for place, value in enumerate(found, self.places[i].start * width):
+                losses[place] = value
+
+        found: Floats = -dealt_out(module, len(self.batches), self._sums.size, compute)
+        return found.reshape(-1, width)
+
+    def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
+        """Return the part of sequences in the loss of the step, and its derivative by each sum."""
+        ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
+        scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
+        loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
+        slopes[:, 0] = np.array(scored.slopes) / self.terms
+        if self.preference.learns_prompts:
+            loss -= sum(sums[better].ravel().tolist()) / self.positions
+            slopes[better] -= 1 / self.positions
+        return loss, slopes.ravel().tolist()
+
+    def figures(self, sums: Sequence[float]) -> Figures:
+        """Return rewards and log-probabilities, by the names that people know from TRL."""
+        table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
+        answers = table[:, 0] / self.counts if by_token else table[:, 0]
+        rewards, found = self.preference.beta * (answers - self.reference), Figures()
+        for kind, values in (("rewards", rewards), ("logps", answers)):
+            for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
+                if side.any():
+                    found[f"{kind}/{name}"] = mean(values[side])
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # no sequence is alone
+            found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
+            found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
+        if self.preference.is_unpaired:
+            found["kl"] = self.kl
+        if self.preference.learns_prompts and np.isfinite(table).all():
+            odds = list(map(log_odds, answers[::2].tolist(), answers[1::2].tolist()))
+            found["nll_loss"] = -float(np.cumsum(table[self.is_better])[-1]) / self.positions
+            found["log_odds_ratio"] = mean(list(map(log_sigmoid, odds)))
+            found["log_odds_chosen"] = mean(odds)
+        return found
+
+
+class PreferenceObjective(Objective):
+    """A preference loss.
+
+    The reference is the model as the run begins: without its adapters if these start at zero (`adapted`),
+    else its sums are computed once, for all data.
+    """
+
+    def __init__(
+        self, module: ShardedModule, loader: StepLoader, data: HeldOut, preference: Preference, adapted: bool
+    ) -> None:
+        super().__init__(module, loader)
+        self.preference, self.keeps = preference, preference.has_reference and not adapted
+        self._windows = cast(PairWindows, loader.windows)
+        self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
+        self._reads = (as_it_is, mismatched) if preference.is_unpaired else (as_it_is,)
+        self._kept: dict[int, Floats] = {}  # by windows: sums (kinds, sides)
+
+    def keep(self) -> Floats:
+        found = list[Floats]()
+        for windows in self._data:
+            cuts = np.arange(self.loader.micro_batch, len(windows), self.loader.micro_batch)
+            step = PairStep(self.preference, windows, np.split(np.arange(len(windows)), cuts))
+            for read in self._reads:
+                found.append(np.zeros(windows.sides))
+                found[-1][step.numbers] = step.measure(self.module, read)[:, 0]
+        return np.concatenate(found)
+
+    def use(self, kept: Floats) -> None:
+        for windows in self._data:
+            size = len(self._reads) * windows.sides
+            self._kept[id(windows)], kept = kept[:size].reshape(-1, windows.sides), kept[size:]
+
+    def step(self, number: int) -> StepLoss:
+        return self._with_reference(self._windows, self.loader.batches(number))
+
+    def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
+        step = self._with_reference(cast(PairWindows, loader.windows), loader.batches())
+        sums = step.measure(self.module, as_it_is)
+        return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
+
+    def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
+        """Return the pairs of micro-batches with all that their losses depend on. Collective."""
+        step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
+        if not self.preference.has_reference:
+            return step
+        before = [
+            step.measure(self.module, read, adapted=False)[:, 0] if kept is None else kept[n, step.numbers]
+            for n, read in enumerate(self._reads)
+        ]
+        step.reference = before[0]
+        if self.preference.is_unpaired:
+            step.kl = max(0.0, mean(step.measure(self.module, mismatched)[:, 0] - before[1]))
+        return step
+
+
+def as_it_is(pairs: PairBatch) -> PairBatch:
+    """Return a micro-batch."""
+    return pairs
+
+
+def mean(values: Any) -> float:
+    """Return the mean of numbers, summed from first to last."""
+    return float(np.cumsum(values, dtype=np.float64)[-1] / len(values))
+
+
+# ------------------------------------------------------------------------------------------- distillation
+
+
+class DistillObjective(Objective):
+    """A teacher's predictions of the tokens of a stream, mixed with the cross-entropy."""
+
+    def __init__(
+        self, module: ShardedModule, loader: StepLoader, stream: Stream, path: str, weight: float
+    ) -> None:
+        super().__init__(module, loader)
+        self._stream, self._path, self._weight, self._teacher = stream, path, weight, open_teacher(path)
+
+    def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
+        batch, windows = self.loader.micro(number, i), cast("Windows | PackedWindows", self.loader.windows)
+        at = windows.places(self.loader.batches(number)[i])
+        places = self._stream.in_data(np.where(batch.targets == UNCOUNTED, -1, at).ravel())
+        records = self._teacher.read(self._path, places)
+        return as_input(batch), Distilled(
+            batch.targets, scale, records, self._weight, self._teacher.temperature, self._teacher.vocab
+        )
+
+
+def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise UsageError unless a teacher has predicted the tokens of this data."""
+    found = open_teacher(path)
+    made = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
+    has = {"data": found.data, "tokenizer": found.tokenizer, "vocabulary": found.vocab}
+    if tokenizer is None:  # the data are ids
+        has["tokenizer"] = made["tokenizer"]
+    for name, value in has.items():
+        if value != made[name]:
+            raise UsageError(
+                f"--teacher {shown(path)}: of another {name}, {quoted(value)}, not {quoted(made[name])}: "
+                "run evaluate --top-k-out with the same --data"
+            )
+    if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):
+        raise UsageError(f"--teacher {shown(path)}: expected --data without shares, and without --val-data")

@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from zero_mpi.checkpoint.state import TrainingProgress
+from zero_mpi.config.optimizer import schedule_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.balance import LOAD
 from zero_mpi.sharding.grad_accum import Accumulator, Rounds
 from zero_mpi.telemetry import spans
-from zero_mpi.train.lr_schedule import schedule_of
 from zero_mpi.train.objective import StepLoss
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.setup import Session
@@ -36,7 +36,8 @@ class Steps:
         comm, micro_batches = session.module.comm, session.loader.micro_batches
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
-        self.losses, self.sums = StepLoss(), list[float]()  # of the current step
+        self.losses: StepLoss
+        self.sums: list[float] = []  # of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 

@@ -7,15 +7,22 @@ left out, since that must not end a run.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zero_mpi import __version__, device, environment
-from zero_mpi.cli.text import gibibytes, size
-from zero_mpi.data import named
+import numpy as np
+
+from zero_mpi import __version__, device, environment, ops
+from zero_mpi.cli.text import gibibytes, plural, size
+from zero_mpi.config.optimizer import schedule_of
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Corpus, StepLoader, named
+from zero_mpi.device.types import Array
 from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
 from zero_mpi.launch.folder_lock import Hold
 from zero_mpi.launch.stopping import was_stopped_early
@@ -23,13 +30,13 @@ from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case, make_case
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Memory, plan_memory, resident, text_of
 from zero_mpi.plan.report import base
+from zero_mpi.plan.simulate import Simulator
+from zero_mpi.plan.workspaces import Compiled
 from zero_mpi.telemetry import events, log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, last_step
 from zero_mpi.telemetry.proof import MOST_STEPS
 from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
-from zero_mpi.train.lr_schedule import described
-from zero_mpi.train.mfu import step_flop
 from zero_mpi.train.setup import Session
 
 TITLE = 11  # width
@@ -126,60 +133,49 @@ def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
 def lines(start: Start) -> Iterator[str]:
     """Yield the lines of the summary."""
     session, config = start.session, start.session.config
-    model, loader, corpus = session.model, session.loader, session.corpus
-    yield f"zero_mpi {__version__}: {computing(start)}"
-    yield row(
-        "model",
-        f"{model.arch}, {start.parameters:,} parameters: {model.block_count} layers, width "
-        f"{model.embedding_length}, {model.head_count} heads, context {config.context}",
-    )
-    if start.base:
-        yield row("base", start.base)
-    yield row("strategy", f"{config.strategy} over {many(start.ranks, 'rank')}, {config.reduction} reduction")
-    if session.transport:
-        yield row("transport", session.transport)
+    model, loader, machine = session.model, session.loader, session.description.machine
+    ranks, place = plural(start.ranks, "rank"), start.hosts[0][0]
+    if len(start.hosts) > 1:
+        place = plural(len(start.hosts), "host")
+    threads = "" if "device" in machine else f" x {plural(start.threads, 'thread')}"
+    parts = machine.get("precision", "fp32"), machine.get("device", ""), machine["operations"]
+    yield f"zero_mpi {__version__}: {ranks}{threads} on {place}, {', '.join(filter(None, parts))}"
+    sizes = f"{model.block_count} layers, width {model.embedding_length}, {model.head_count} heads"
+    rows = [
+        ("model", f"{model.arch}, {start.parameters:,} parameters: {sizes}, context {config.context}"),
+        ("base", start.base),
+        ("strategy", f"{config.strategy} over {ranks}, {config.reduction} reduction"),
+        ("transport", session.transport),
+    ]
     if start.memory is not None:
         asked = f"request {gibibytes(start.ask)} per node"
-        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), including")
-        yield " " * TITLE + kinds(start.memory)
-    yield row(
-        "data",
-        f"{corpus.tokens[0]:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
-        f"{corpus.tokens[1]:,} for validation, from {named(config.data)}",
-    )
+        planned = f"{size(start.memory.total)} planned for the largest rank ({asked}), including"
+        rows.append(("memory", f"{planned}\n{' ' * TITLE}{kinds(start.memory)}"))
+    rows += data_rows(config, session.corpus, loader)
+    count = loader.micro_batches
+    text = f"{loader.positions_per_step:,} tokens in {count:,} micro-batch{'es' * (count != 1)} of "
+    text += f"{config.micro_batch} x {config.context}"
+    if start.flop and start.peak:
+        text += f"; {flops(start.flop)} per step, measured peak {flops(start.peak)}/s"
+    rows.append(("step", text))
+    for title, text in rows:
+        if text:
+            yield from f"{title + ':':{TITLE}}{text}".splitlines()
+
+
+def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts: which data are read, and how often."""
+    documents = plural(corpus.documents - corpus.val_documents, "document")
+    held_out = f"{corpus.tokens[1]:,} for validation"
+    yield "data", f"{corpus.tokens[0]:,} tokens in {documents}, {held_out}, from {named(config.data)}"
     for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
         if part.name:
-            yield row("source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs")
-    if loader.windows.about():
-        yield row("packed", loader.windows.about())
-    yield row("steps", f"{config.steps:,}, {described(config, loader.epochs(config.steps))}")
-    yield row(
-        "step",
-        f"{loader.positions_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "
-        f"{config.micro_batch} x {config.context}{work(start)}",
-    )
-
-
-def row(title: str, text: str) -> str:
-    """Return a line of the summary."""
-    return f"{title + ':':{TITLE}}{text}"
-
-
-def many(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith('h') else 's'}"
-
-
-def computing(start: Start) -> str:
-    """Return ranks, threads and hosts, and the hardware that computes."""
-    machine = start.session.description.machine
-    ranks, precision = many(start.ranks, "rank"), machine.get("precision", "fp32")
-    place = start.hosts[0][0] if len(start.hosts) == 1 else many(len(start.hosts), "host")
-    if "device" in machine:
-        return f"{ranks} on {place}, {precision}, {machine['device']}, {machine['operations']}"
-    return f"{ranks} x {many(start.threads, 'thread')} on {place}, {precision}, {machine['operations']}"
+            yield "source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
+    yield "packed", loader.windows.about()
+    times, last = min(loader.epochs(config.steps)), schedule_of(config)(config.steps)
+    read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
+    warmup = f"rate {config.lr:g} after {plural(config.warmup, 'warmup step')}"
+    yield "steps", f"{config.steps:,}, {read}; {warmup}, then {config.schedule} to {last:g}"
 
 
 def kinds(memory: Memory) -> str:
@@ -191,20 +187,14 @@ def kinds(memory: Memory) -> str:
     return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
 
 
-def work(start: Start) -> str:
-    """Return the work of a step, and the speed that is possible at best."""
-    if not start.flop or not start.peak:
-        return ""
-    return f"; {flops(start.flop)} per step, measured peak {flops(start.peak)}/s"
-
-
 def flops(count: float) -> str:
     """Return a number of operations as text, in FLOP."""
-    for unit in ("M", "G", "T"):
-        count /= 1e3 if unit != "M" else 1e6
+    count /= 1e6
+    for unit in "MGT":
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
-    return f"{count / 1e3:.3g} PFLOP"
+        count /= 1e3
+    return f"{count:.3g} PFLOP"
 
 
 def cautions(start: Start) -> Iterator[str]:
@@ -275,3 +265,83 @@ class Outcome:
         reason = reason or self.events.reason  # the reason why the run was stopped after a step
         self.status.end(state, reason)
         self.events.end(state, reason)
+
+
+# ------------------------------------------------------------------------------------------- utilization
+# Model FLOPs utilization (MFU) is the share of the machine's peak that a run reaches. The peak is measured at
+# the start of a run: the speed of plain matmuls on all ranks at once. The work of a step is the products of
+# forward and backward as the plan counts them; what is computed a second time to save memory does not count
+# (Chowdhery et al., "PaLM", 2022, appendix B).
+
+SECONDS = 0.04  # seconds of timed products, after one that starts threads or compiles
+LONG = 2e-3  # seconds of a large enough product: so short only where many cores or a GPU share it
+EDGES = (512, 1024, 2048, 4096)  # edges of the matrices
+BLOCK = 64  # rows of random numbers, which are repeated: making all of them would take longer than a product
+
+
+def measure(world: World, dtype: Any) -> float:
+    """Return floating-point operations per second of all ranks together, in products of `dtype`. Collective.
+
+    On the host, products of a low type are float32 products where no library multiplies that type.
+    """
+    kind = np.dtype(np.float32) if ops.products(dtype)[1] else dtype
+    world.comm.barrier()  # all ranks begin together: they share cores, caches and power
+    return math.fsum(world.comm.allgather_object(rate(kind)))
+
+
+def rate(dtype: Any) -> float:
+    """Return operations per second of this rank, in matrices large enough to keep it busy."""
+    for edge in EDGES:
+        a, b, out = (matrix(edge, dtype) for _ in range(3))
+        products(1, a, b, out)
+        seconds = products(1, a, b, out)
+        if seconds >= LONG:
+            break
+    count = max(1, int(SECONDS / seconds))
+    return 2.0 * edge**3 * count / (products(count, a, b, out) if count > 1 else seconds)
+
+
+def products(count: int, a: Array, b: Array, out: Array) -> float:
+    """Return the seconds that `count` products take, by the operation that layers use."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        ops.linear_backward_x(a, b, out)
+    device.in_use().synchronize()
+    return time.perf_counter() - begun
+
+
+def matrix(edge: int, dtype: Any) -> Array:
+    """Return random numbers: on equal numbers processors would be faster."""
+    where = device.in_use()
+    array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
+    block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)
+    array[...] = where.from_host(block)
+    return array.reshape(edge, edge)
+
+
+class Once(Compiled):
+    """Operations that keep all they need for backward: nothing is computed a second time."""
+
+    def attention_backward(
+        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
+    ) -> tuple[tuple[Array, Array, Array], bool]:
+        """Compute attention's backward without computing the weights again."""
+        return super().attention_backward(dy, q, k, v, kept)[0], False
+
+
+def step_flop(case: Case) -> float:
+    """Return the matmul FLOP per step, of all ranks."""
+    lone = Case(
+        case.model,
+        batch_size=case.micro_batch,
+        micro_batch=case.micro_batch,
+        context=case.context,
+        frozen=case.frozen,
+        packed=case.packed,
+        preference=case.preference,
+        base_is_reference=case.base_is_reference,
+        teacher=case.teacher,
+    )
+    events = Simulator(lone, Once()).step()
+    sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller
+    return sequences * math.fsum(event.flop for event in events)

@@ -11,33 +11,48 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.weights import keys_of, open_merged
 from zero_mpi.config.bounds import seconds
-from zero_mpi.config.replay import recorded
 from zero_mpi.config.settings import step_range
-from zero_mpi.data import Windows
+from zero_mpi.config.toml import recorded
+from zero_mpi.data import Windows, unigram_entropy
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.telemetry import log, trackers
+from zero_mpi.telemetry import events, log, trackers
+from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
-from zero_mpi.telemetry.trackers.tracker import TrackedJob
-from zero_mpi.train import mfu, observers
+from zero_mpi.telemetry.trackers import TrackedJob
 from zero_mpi.train.description import identity
-from zero_mpi.train.early_stop import EarlyStop
-from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer
-from zero_mpi.train.sample import compare_with_letters, show_sample
-from zero_mpi.train.saving import Saving
+from zero_mpi.train.observers import (
+    Costs,
+    Divergence,
+    Evaluation,
+    HeldOutLoss,
+    Observer,
+    RankFigures,
+    RecordWriter,
+    SignsOfLife,
+    SkippedSteps,
+    SlowRanks,
+    check_recorded,
+)
+from zero_mpi.train.saving import EarlyStop, Saving, reason
 from zero_mpi.train.setup import Session
-from zero_mpi.train.slow_ranks import RankFigures, SlowRanks
 from zero_mpi.train.steps import Steps
-from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, plan
+from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, measure, plan
+from zero_mpi.train.text_model import TextModel
 from zero_mpi.train.timeline import Tracer
 
 
@@ -50,7 +65,7 @@ class Trainer(Steps):
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
         self.records: Records = world.together(partial(begin_records, session, world.rank))
-        self.divergence = Divergence()
+        self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
         self.saving.saver.prepare = outcome.folder.look
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
@@ -58,27 +73,27 @@ class Trainer(Steps):
 
     def observe(self, start: Start) -> list[Observer]:
         """Return the observers of each step, in their order."""
-        session, scale = self.session, self.session.module.loss_scale
+        session, config = self.session, self.session.config
         meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
         self.pace = self.rank_figures.pace
-        self.costs = observers.Costs(meter, session.loader.positions_per_step)
-        config, goes_on = session.config, session.config.init is not None
-        self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
-        self.early_stop = EarlyStop(self.progress.best, session.config.patience)
         # Where windows are packed, the amount of computation depends on the documents.
         is_known = isinstance(session.loader.windows, Windows)
+        share = start.share if is_known else lambda seconds: None
+        self.costs = Costs(meter, session.loader.positions_per_step, share)
+        every, goes_on = config.eval_every, config.init is not None
+        self.evaluation = Evaluation(every, config.steps, self.evaluate, first=goes_on)
+        self.early_stop = EarlyStop(self.progress.best, config.patience)
         return [
-            observers.SignsOfLife(self.watchdog, self.outcome),
+            SignsOfLife(self.watchdog, self.outcome),
             self.costs,
-            observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
+            SkippedSteps(session.module.loss_scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
-            *([observers.Utilization(start.share)] if is_known else []),
             self.rank_figures,
-            observers.RecordWriter(self.records),
+            RecordWriter(self.records),
             self.saving,
-            observers.EndOfDivergence(self.divergence, scale),
+            self.divergence,
         ]
 
     def run(self) -> int:
@@ -163,7 +178,7 @@ class Trainer(Steps):
         """Announce what is about to happen, to the user and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
-        reached = mfu.measure(self.world, session.module.precision.compute)
+        reached = measure(self.world, session.module.precision.compute)
         phase("matrix products")
         start = Start(session, hosts_of(self.hosts), reached)
         if self.world.rank:
@@ -217,3 +232,53 @@ def start_of(session: Session) -> JobStart:
     state = GGUFFile.open(folder / OPTIMIZER)
     own = folder.parent == Path(os.path.realpath(session.out))
     return JobStart(step, run, keys_of(state).text(ID), keys_of(state).text(STATE_DIGEST), own)
+
+
+def is_over(session: Session) -> bool:
+    """Return whether the resumed run has ended before; the same on all ranks."""
+    made_all = session.progress.step >= session.config.steps
+    has_stopped = session.progress.best.is_used_up(session.config.patience)
+    return session.resumed is not None and (made_all or has_stopped)
+
+
+def say_over(session: Session) -> None:
+    """Say that there is nothing left to do; raises JobError if the run did not end well."""
+    step, steps = session.progress.step, session.config.steps
+    check_recorded(session.out, step)
+    state = f"and --steps is {steps}; to train longer, increase --steps (or --epochs)"
+    if step < steps:
+        why = reason(session.progress.best)
+        state = f"where the run stopped early, {why}; to train longer, increase --patience"
+    log.info(
+        "nothing to do: %s is at step %d, %s; for a new run use another --out", session.resumed, step, state
+    )
+
+
+def compare_with_letters(session: Session, val_loss: float | None) -> None:
+    """Print the validation loss beside the entropy of the same text's token frequencies."""
+    held_out = session.held_out
+    if val_loss is None or not held_out:
+        return
+    targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
+    log.info(
+        "validation loss %.4f nats per token; unigram entropy of the same text: %.4f",
+        val_loss,
+        unigram_entropy(targets[targets != UNCOUNTED]),
+    )
+
+
+def show_sample(session: Session, step: int, noted: Events) -> None:
+    """Print text generated from the file that was just written."""
+    config, tokenizer = session.config, session.tokenizer
+    if tokenizer is None or not config.sample:
+        return
+    path = folders.weights_in(folders.step_folder(session.out, step))
+    if not path.exists():
+        return
+    base = config.init if session.model.lora is not None else None
+    model = TextModel(path if base is None else open_merged(base, path))
+    prompt = tokenizer.encode_prompt(config.prompt)
+    ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
+    text = tokenizer.decode(ids).decode("utf-8", "replace")
+    log.info_text(f"sample of {path}:", text)
+    noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)

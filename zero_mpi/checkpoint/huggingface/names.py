@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from zero_mpi.checkpoint.tensor_file import CHUNK
+from zero_mpi.checkpoint.tensor_file import CHUNK, Floats
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
-Floats = npt.NDArray[np.float32]
 Read = Callable[[int, int], Floats]
 """Elements [start, stop) of a stored, flattened tensor."""
 ReadBlock = Callable[[int, int, int, int], Floats]

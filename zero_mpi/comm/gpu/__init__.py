@@ -1,10 +1,10 @@
 """Transports for arrays on a GPU: `comm` works out exchanges and adds, a backend carries the pieces.
 
-The backends are `cuda_aware` (`--transport mpi`: device memory straight into a CUDA-aware MPI), `staged`
-(through pinned memory of the host) and `nccl` (only where the user asks for it). `select` takes one. It takes
-`cuda_aware` by itself only after the library says yes (`detect`), a child process has tried it (`run_probe`,
-`probe`) and the ranks have tried it with each other; otherwise `staged`. In exact mode backends only move
-data. The sums are made by our own kernel in rank order, so every backend gives the bits of the host.
+The `backends` are a CUDA-aware MPI (`--transport mpi`: it takes device memory), `staged` (through pinned
+memory of the host) and `nccl` (only where the user asks for it). `select` takes one. It takes the first one
+by itself only after the library says yes (`detect`), a child process has tried it (`probe`) and the ranks
+have tried it with each other; otherwise `staged`. In exact mode backends only move data. The sums are made by
+our own kernel in rank order, so every backend gives the bits of the host.
 
 A transfer starts when the computing stream has passed the mark made at its start. By then the
 data to send are made, and nothing reads memory to be overwritten. At its end the computing stream waits for

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, Tickets, borrowed, passed
-from zero_mpi.comm.gpu.handles import DeviceAdoptingWrapper, Result, StreamHandle
+from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, Tickets, passed
 from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
-from zero_mpi.comm.partition import Partition, Piece
-from zero_mpi.comm.progressing import ProgressingWrapper
-from zero_mpi.comm.scratch import TRANSFERS
+from zero_mpi.comm.partition import Partition, Piece, others
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import Running
+from zero_mpi.comm.transfer import ProgressingHandle, ProgressingWrapper, Running, borrowed
+from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
+from zero_mpi.telemetry import spans
 
 TaggedTransfer = Callable[[Iterator[int]], Running]  # makes a transfer from tags, one for each exchange
 ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at a time
@@ -37,6 +36,67 @@ ALIGNED = 1024  # elements: where slices begin, so that the kernel reads four at
 def on_host(array: Any) -> bool:
     """Return whether an array lies in the memory of the host."""
     return isinstance(array, np.ndarray)
+
+
+class Result:
+    """Result of a transfer: the mark behind its last copy or sum, and the arrays that these read.
+
+    The arrays must live until the device is done with them: otherwise their memory would be given away.
+    """
+
+    mark: Any = None
+
+    def __init__(self, *arrays: Array | None) -> None:
+        self.arrays = arrays
+
+
+class StreamHandle(ProgressingHandle):
+    """A transfer of device memory; after `wait`, later computing follows it, in the order of the device."""
+
+    def __init__(
+        self,
+        comm: ProgressingWrapper,
+        streams: GpuStreams,
+        inner: Handle,
+        result: Result,
+        kind: str,
+        label: str,
+    ) -> None:
+        super().__init__(comm, inner)
+        self.kind, self.label = kind, label  # also where nothing had to be waited for
+        self._streams, self._result = streams, result
+
+    def test(self) -> bool:
+        if not super().test():
+            return False
+        mark = self._result.mark  # none after an error, which `wait` raises
+        return mark is None or bool(mark.done)
+
+    def wait(self) -> None:
+        super().wait()
+        recorder = spans.active
+        stall = None if recorder is None else recorder.begin(spans.STALLS, self.kind, self.label)
+        self._streams.join(self._result.mark)  # the host does not wait, the device may
+        if recorder is not None and stall is not None:
+            recorder.end(stall)
+        self._result.arrays = ()
+
+
+class DeviceAdoptingWrapper(CommWrapper):
+    """A transport for the host whose caller may, inside the library, push messages of device memory."""
+
+    def __init__(self, inner: Comm, streams: GpuStreams) -> None:
+        self._comm, self._streams = inner, streams
+        super().__init__(inner)
+
+    @property
+    def _inner(self) -> Comm:  # whatever is forwarded goes through here
+        self._streams.adopt()
+        return self._comm
+
+    @_inner.setter
+    def _inner(self, inner: Comm) -> None:
+        self._comm = inner
 
 
 class DeviceComm(ProgressingWrapper):
@@ -52,7 +112,7 @@ class DeviceComm(ProgressingWrapper):
         self.kind, self.exact = backend.kind, inner.exact or not backend.kind.adds
         self.backend, self.streams, self._about = backend, streams, about
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
-        self._tag = 0
+        self._tag, self._others = 0, others(self.rank, self.size)
         self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for reductions
         self._arrivals: dict[int, list[Array]] = defaultdict(list)  # buffers by size, for sums of the library
 
@@ -69,8 +129,7 @@ class DeviceComm(ProgressingWrapper):
         return self._begin(self._tickets, running(tags), result, kind, label)
 
     def _begin(self, tickets: Tickets, running: Running, result: Result, kind: str, label: str) -> Handle:
-        transfer = self._ordered(tickets, running, result)
-        inner = self._library.start(transfer, kind, label)
+        inner = self._library.start(self._ordered(tickets, running, result), kind, label)
         return StreamHandle(self, self.streams, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
@@ -88,6 +147,10 @@ class DeviceComm(ProgressingWrapper):
         if self.backend.in_order:  # wait for the other ranks here: a wait has a name and is watched
             yield passed(result.mark)
 
+    def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
+        """Return the places in every slice at which the pieces of an exchange begin."""
+        return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
+
     # -------------------------------------------------------------------------------------- gathers
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
@@ -103,77 +166,39 @@ class DeviceComm(ProgressingWrapper):
 
         return self._start(running, len(starts), Result(shard, full), "allgather", label)
 
-    def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Return the places in every slice at which the pieces of an exchange begin."""
-        return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
-
     def _gathers(
         self, shard: Array | None, full: Array, partition: Partition, starts: range
     ) -> Iterator[Exchange]:
         """Yield exchanges in which every rank sends a piece of its slice to all others."""
-        own = full[partition.part(self.rank)] if shard is None else shard
+        own, neighbours = full[partition.part(self.rank)] if shard is None else shard, self._others
         for start in starts:
             mine = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
-            pieces = [
-                (full[self._span(partition, rank, start, starts.step)], rank) for rank in self._sources()
-            ]
+            pieces = [(full[partition.span(rank, start, starts.step)], rank) for rank in reversed(neighbours)]
             yield Exchange(
-                sends=[(mine, self._targets())] if mine.size else [],
+                sends=[(mine, neighbours)] if mine.size else [],
                 receives=[(piece, rank) for piece, rank in pieces if piece.size],
             )
 
-    def _targets(self) -> list[int]:
-        """Return the other ranks, the next one first: so that they do not all hit one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def _sources(self) -> list[int]:
-        """Return the other ranks in the order in which this one is their target."""
-        return [(self.rank - step) % self.size for step in range(1, self.size)]
-
-    @staticmethod
-    def _span(partition: Partition, rank: int, start: int, length: int) -> slice:
-        """Return the part of `rank`'s slice in the piece that begins at `start` of every slice."""
-        first, last = partition.bounds[rank], partition.bounds[rank + 1]
-        return slice(min(first + start, last), min(first + start + length, last))
-
     # ----------------------------------------------------------------------------------- reductions
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
     ) -> Handle:
         if on_host(full):
-            return super().reduce_scatter(
-                full, out, partition, contributors=contributors, accumulate=accumulate, label=label
-            )
-        contributors = self.size if contributors is None else contributors
+            return super()._reduce(full, out, partition, contributors, accumulate, label)
         if self.rank < contributors or not self.exact:
             self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
         if not self.exact:
-            return self._reduce_in_library(full, out, partition, accumulate, label)
+            running = self._in_library(full, out, partition, accumulate)
+            return self._begin(self._alone, running, Result(full, out), "reduce_scatter", label)
         starts = self._starts(partition, full, summed=True)
 
-        def running(tags: Iterator[int]) -> Running:
-            with self._borrowed_rooms(full, starts) as rooms:
-                exchanges = self._sums(full, out, partition, contributors, accumulate, starts, rooms)
-                yield from self.backend.run(exchanges, tags)
+        def exact(tags: Iterator[int]) -> Running:
+            return self._exact_sums(full, out, partition, contributors, accumulate, starts, tags)
 
-        return self._start(running, len(starts), Result(full, out), "reduce_scatter", label)
+        return self._start(exact, len(starts), Result(full, out), "reduce_scatter", label)
 
-    def _borrowed_rooms(self, full: Array, starts: range) -> AbstractContextManager[list[Array]]:
-        return borrowed(self._rooms[full.dtype], partial(self._new_rooms, full.dtype, starts.step))
-
-    def _new_rooms(self, dtype: Any, step: int) -> list[Array]:
-        """Return buffers for each exchange in flight, with room for a piece from every other rank."""
-        return [self.streams.empty((self.size - 1) * step, dtype) for _ in range(self.backend.depth)]
-
-    def _sums(
+    def _exact_sums(
         self,
         full: Array,
         out: Array,
@@ -181,44 +206,46 @@ class DeviceComm(ProgressingWrapper):
         contributors: int,
         accumulate: bool,
         starts: range,
-        rooms: list[Array],
-    ) -> Iterator[Exchange]:
-        """Yield exchanges in which every rank sends a piece of each slice to its owner, which adds them."""
-        step = starts.step
-        for number, start in enumerate(starts):
-            room, mine = rooms[number % len(rooms)], self._span(partition, self.rank, start, step)
-            length = mine.stop - mine.start
+        tags: Iterator[int],
+    ) -> Running:
+        """Send a piece of each slice to its owner, which adds what comes from all ranks."""
+
+        def new() -> list[Array]:  # for each exchange in flight, a piece from every other rank
+            length = (self.size - 1) * starts.step
+            return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
+
+        def exchange(start: int, room: Array) -> Exchange:
+            step, mine = starts.step, partition.span(self.rank, start, starts.step)
+            length, gives = mine.stop - mine.start, self.rank < contributors
             given = {
                 rank: room[(rank - (rank > self.rank)) * step :][:length]
-                for rank in self._sources()
+                for rank in reversed(self._others)
                 if length and rank < contributors
             }
-            theirs = [(full[self._span(partition, rank, start, step)], [rank]) for rank in self._targets()]
-            parts = given | ({self.rank: full[mine]} if self.rank < contributors else {})
+            theirs = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
+            parts = given | ({self.rank: full[mine]} if gives else {})
             ordered = [parts[rank] for rank in sorted(parts)]
             add = partial(self.streams.add, out[start : start + length], ordered, accumulate)
-            yield Exchange(
-                sends=[piece for piece in theirs if piece[0].size] if self.rank < contributors else [],
+            return Exchange(
+                sends=[piece for piece in theirs if piece[0].size] if gives else [],
                 receives=[(piece, rank) for rank, piece in given.items()],
                 then=add if length else None,
             )
 
-    def _reduce_in_library(
-        self, full: Array, out: Array, partition: Partition, accumulate: bool, label: str
-    ) -> Handle:
+        with borrowed(self._rooms[full.dtype], new) as rooms:
+            exchanges = (exchange(start, rooms[n % len(rooms)]) for n, start in enumerate(starts))
+            yield from self.backend.run(exchanges, tags)
+
+    def _in_library(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
         """Reduce by the library, whose call blocks: one at a time, in the same order on all ranks."""
-
-        def running() -> Running:
-            if not accumulate:
-                self.backend.sum_slices(full, out, partition)
-                return
-            new = partial(self.streams.empty, out.size, out.dtype)
-            with borrowed(self._arrivals[out.size], new) as arrived:
-                self.backend.sum_slices(full, arrived, partition)
-                self.streams.add(out, [arrived], True)
-                yield from self._added()
-
-        return self._begin(self._alone, running(), Result(full, out), "reduce_scatter", label)
+        if not accumulate:
+            self.backend.sum_slices(full, out, partition)
+            return
+        new = partial(self.streams.empty, out.size, out.dtype)
+        with borrowed(self._arrivals[out.size], new) as arrived:
+            self.backend.sum_slices(full, arrived, partition)
+            self.streams.add(out, [arrived], True)
+            yield from self._added()
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         if on_host(array):
@@ -237,9 +264,7 @@ class DeviceComm(ProgressingWrapper):
         own = array[partition.part(self.rank)]
 
         def running(tags: Iterator[int]) -> Running:
-            with self._borrowed_rooms(array, sums) as rooms:
-                added = self._sums(array, own, partition, self.size, False, sums, rooms)
-                yield from self.backend.run(added, tags)
+            yield from self._exact_sums(array, own, partition, self.size, False, sums, tags)
             yield from self._added()
             yield from self.backend.run(self._gathers(None, array, partition, gathers), tags)
 
@@ -255,17 +280,16 @@ class DeviceComm(ProgressingWrapper):
             return super().broadcast(array, root, label)
         flat = array.reshape(-1)
         starts = range(0, flat.size, self.backend.largest(array.itemsize, summed=False))
-
-        def exchanges() -> Iterator[Exchange]:
-            for start in starts:
-                piece = flat[start : start + starts.step]
-                yield Exchange(
-                    sends=[(piece, self._targets())] if self.rank == root else [],
-                    receives=[] if self.rank == root else [(piece, root)],
-                )
+        pieces = [flat[start : start + starts.step] for start in starts]
+        exchanges = [
+            Exchange(sends=[(piece, self._others)])
+            if self.rank == root
+            else Exchange(receives=[(piece, root)])
+            for piece in pieces
+        ]
 
         def running(tags: Iterator[int]) -> Running:
-            return self.backend.run(exchanges(), tags)
+            return self.backend.run(iter(exchanges), tags)
 
         return self._start(running, len(starts), Result(array), "broadcast", label)
 

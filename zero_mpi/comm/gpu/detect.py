@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.comm.gpu.run_probe import PROBE, run_probe
+from zero_mpi.comm.gpu.probe import PROBE, run_probe
 from zero_mpi.comm.topology import node_communicator
 
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not
@@ -86,12 +86,17 @@ def loaded_libraries(maps: str) -> list[str]:
 
 def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
     """Yield the answers of the calls by which Open MPI and MPICH report their support."""
+
+    def of_mpich(call: Any) -> int:
+        flag = ctypes.c_int(0)
+        return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
+
     if libraries is None:
         maps = Path("/proc/self/maps")
         libraries = loaded_libraries(maps.read_text()) if maps.exists() else []
     asked: tuple[tuple[str, Callable[[Any], int]], ...] = (
         ("MPIX_Query_cuda_support", lambda call: int(call())),
-        ("MPIX_GPU_query_support", gpu_support),
+        ("MPIX_GPU_query_support", of_mpich),
     )
     for path in libraries:
         library = ctypes.CDLL(path)
@@ -99,12 +104,6 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
             if hasattr(library, name):
                 found = ask(getattr(library, name))
                 yield Answer(found == 1, f"{name} says {found}")
-
-
-def gpu_support(call: Any) -> int:
-    """Return MPICH's flag for support, or 0 if the call fails."""
-    flag = ctypes.c_int(0)
-    return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
 
 
 def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:

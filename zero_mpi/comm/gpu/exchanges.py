@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ import numpy as np
 from zero_mpi.comm.kinds import Transport
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.start_mpi import MPI as MPI
-from zero_mpi.comm.transfer import Needed, Running
+from zero_mpi.comm.transfer import Needed, Running, has_come
 from zero_mpi.device.types import Array
 
 
@@ -89,9 +88,8 @@ class RunningExchange:
     """A generator in progress, and what it needs next. The generator begins at once."""
 
     def __init__(self, running: Running) -> None:
-        self._running = running
+        self._running, self.done = running, False
         self._needed: Needed = []
-        self.done = False
         self._advance()
 
     def _advance(self) -> None:
@@ -102,9 +100,7 @@ class RunningExchange:
 
     def ready(self) -> bool:
         """Return whether the generator can go on."""
-        if callable(self._needed):
-            return self._needed()
-        return bool(MPI.Request.Testall(self._needed))
+        return has_come(self._needed)
 
     def push(self) -> None:
         """Advance the generator as far as it can go."""
@@ -162,16 +158,3 @@ class Tickets:
     def end(self, number: int) -> None:
         """Note that a transfer is over."""
         self._waiting.remove(number)
-
-
-@contextmanager
-def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
-    """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
-    try:  # another thread may be here as well
-        room = free.pop()
-    except IndexError:
-        room = new()
-    try:
-        yield room
-    finally:
-        free.append(room)

@@ -1,8 +1,11 @@
 """A process of its own that hands device memory to MPI: `python -m zero_mpi.comm.gpu.probe`.
 
-It prints a line of JSON with the devices, then one that says whether a message from device memory to device
-memory arrived; a library that cannot read such memory ends the process between the two. Memory is had from
-the driver itself, so that no package is needed, and lent to mpi4py by the protocol that CuPy's arrays follow.
+Only a live test is certain: some libraries claim support, and then crash on device memory. So `run_probe`
+starts the test as a child process that knows nothing of this job.
+
+The child prints a line of JSON with the devices, then one that says whether a message from device memory to
+device memory arrived; a library that cannot read such memory ends the process between the two. Memory is had
+from the driver itself, so that no package is needed, and lent to mpi4py by the protocol of CuPy's arrays.
 """
 
 from __future__ import annotations
@@ -10,15 +13,65 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-MEANING = {
-    46: ": another process uses it, and its compute mode allows only one"
-}  # CUDA_ERROR_DEVICE_UNAVAILABLE
+# CUDA_ERROR_DEVICE_UNAVAILABLE
+MEANING = {46: ": another process uses it, and its compute mode allows only one"}
 BYTES = 1 << 20  # larger than what libraries copy into a message's envelope
+# Variables of a launcher for its ranks: a process that finds them takes itself for a rank. Settings stay.
+JOB = re.compile(
+    r"(PMI|HYDRA|HYDI|PALS|SLURM)_|(PMIX|PRTE)_(?!MCA_|PREFIX$)|OMPI_(?!MCA_|ALLOW_)|MV2_COMM_|"
+    r"MPI_LOCAL(NRANKS|RANKID)$"
+)
+PROBE = (sys.executable, "-m", "zero_mpi.comm.gpu.probe")
+PROBE_SECONDS = 20.0  # seconds for the child; the first use of a device takes some
+
+
+def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
+    """Return the lines that the child printed, and how it ended."""
+    try:
+        done = subprocess.run(
+            command,
+            env=outside_job(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=patience,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else said
+        return jsons(text), f"no answer within {patience:.0f} s"
+    except OSError as error:
+        return [], f"cannot be started: {error.strerror or error}"
+    return jsons(done.stdout), ending(done.returncode, done.stderr)
+
+
+def jsons(text: str) -> list[str]:
+    """Return the lines that are JSON: libraries print lines of their own."""
+    return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def ending(status: int, said: str) -> str:
+    """Return a text for messages on how a process ended."""
+    if status < 0:
+        return f"the test died of {signal.Signals(-status).name}"
+    last = said.strip().splitlines()[-1:] or [""]
+    return f"the test ended with status {status}: {last[0][:80]}".rstrip(": ")
+
+
+def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of this job's launcher."""
+    return {name: value for name, value in environ.items() if not JOB.match(name)}
 
 
 class DriverError(RuntimeError):
@@ -127,12 +180,8 @@ def main() -> None:
         if names:
             driver.open()  # before MPI starts: Open MPI looks for the device of the thread that starts it
             arrived = exchange(driver, mpi_library())
-            text = (
-                "a message from device to device memory arrived"
-                if arrived
-                else "the received bytes differ from the sent ones"
-            )
-            say(takes_memory=arrived, mpi=text)
+            text = "a message from device to device memory arrived"
+            say(takes_memory=arrived, mpi=text if arrived else "the received bytes differ from the sent ones")
     except DriverError as error:
         say(error=str(error))
     except Exception as error:  # whatever the library raises is the answer

@@ -48,12 +48,16 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     if answer.yes:
         comm, answer = try_out(make(kinds.GPU_MPI, exact), answer)
     if comm is None and wanted:
-        raise UsageError(refusal(answer))
+        raise UsageError(
+            f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.why}); use --transport "
+            "auto or staged; see zero-mpi doctor"
+        )
     return comm or make(kinds.STAGED, exact), answer.why
 
 
 def make(kind: Transport, exact: bool) -> DeviceComm:
     """Return the transport of that kind, of those that carry arrays of a GPU. Collective."""
+    from zero_mpi.comm.gpu.backends import CudaAwareBackend, NcclBackend, StagedBackend
     from zero_mpi.comm.gpu.comm import DeviceComm
     from zero_mpi.comm.gpu.streams import GpuStreams
     from zero_mpi.comm.mpi import MPIComm
@@ -64,18 +68,12 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     streams = GpuStreams(gpu)
     kernels()  # compiled now, or loaded from CuPy's cache, and not while others wait for a sum
     if kind == kinds.GPU_MPI:
-        from zero_mpi.comm.gpu.cuda_aware import CudaAwareBackend
-
         inner = MPIComm(exact=exact, poll=POLL_SECONDS)
         return DeviceComm(inner, CudaAwareBackend(streams), streams, "mpi, from GPU to GPU")
     if kind == kinds.STAGED:
-        from zero_mpi.comm.gpu.staged import StagedBackend
-
         staged = StagedBackend(streams)
-        about = f"staged, through {staged.about}"
-        return DeviceComm(MPIComm(exact=True, poll=POLL_SECONDS), staged, streams, about)
-    from zero_mpi.comm.gpu.nccl import NcclBackend
-
+        inner = MPIComm(exact=True, poll=POLL_SECONDS)
+        return DeviceComm(inner, staged, streams, f"staged, through {staged.about}")
     nccl = NcclBackend(streams)
     sums = "sums in rank order" if exact else "sums in its own order: not exact"
     inner = MPIComm(exact=exact, threaded=False)  # transfers in the order of a stream need no push
@@ -96,11 +94,3 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
         return comm, answer
     comm.close()
     return None, replace(answer, yes=False, why=f"{answer.why}, but ranks received wrong bytes")
-
-
-def refusal(answer: Answer) -> str:
-    """Return the message that `mpi` is not possible, why, and what is possible."""
-    return (
-        f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.why}); use --transport auto "
-        "or staged; see zero-mpi doctor"
-    )

@@ -3,7 +3,7 @@
 With N nodes of L ranks each, rank l of every node forms lane l (`comm.topology`). Lanes carry what goes
 between nodes, so a link carries each element once instead of L times.
 
-Sums (`chain_sum`, `reduce_scatter`). The order is that of ranks, so nodes cannot add by themselves first. But
+Sums (`sums`). The order is that of ranks, so nodes cannot add by themselves first. But
 the running sum can travel: on node n the rank of the lane adds what its node's ranks give to the sum that
 came from node n - 1, in pieces of 512 KiB, four on their way at once. From the last node with a contribution
 the sum goes to its owner. Where rounds accumulate, the owner first sends its sum so far to node 0. (Another

@@ -5,7 +5,7 @@ into a buffer that their node shares, so that every slice comes to a node once; 
 have done that for their lanes, the buffer is whole. It is lent again when all of them have released it: all
 lend and give back in the same order, so a count tells.
 
-*Reductions* are those of `reduce_scatter`. Everything else goes over MPI.
+*Reductions* are those of `sums`. Everything else goes over MPI.
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi.comm.base import Comm, Handle, ModuleMemory
-from zero_mpi.comm.kinds import NODES
-from zero_mpi.comm.message_type import mpi_type
+from zero_mpi.comm.kinds import ENTRIES, GATHERED, NODES, RELEASED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.hybrid import ShardGroup
-from zero_mpi.comm.nodes.reduce_scatter import NodeReduceScatter
+from zero_mpi.comm.nodes.sums import NodeSums
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.progressing import ProgressingWrapper
-from zero_mpi.comm.shared.counters import Counters
-from zero_mpi.comm.shared.node_memory import NodeMemory
-from zero_mpi.comm.shared.window import NodesApart
-from zero_mpi.comm.shared.words import ENTRIES, GATHERED, RELEASED
-from zero_mpi.comm.start_mpi import MPI
+from zero_mpi.comm.shared.memory import NodeMemory, NodesApart
+from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import Running
+from zero_mpi.comm.transfer import ProgressingWrapper, Running
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 
@@ -66,17 +61,16 @@ class NodesComm(ProgressingWrapper):
         wanted = Needs() if needs is None else needs(self.topology.ranks_per_node)
         wholes = [*wanted.wholes, *self._rooms(wanted.gathers)]
         self._memory = NodeMemory(node, wholes, wanted.buffers)
-        flat = MPIComm(world, threaded=threaded)
-        super().__init__(flat, self.topology.ranks_per_node)
+        self._flat = MPIComm(world, threaded=threaded)
+        super().__init__(self._flat, self.topology.ranks_per_node)
         self.kind, self.exact = NODES, True  # also where `fast` would do
         self.replicates_by_node = True  # then it lies on a node once, and a sum comes to a node once
-        self._flat = flat
         self._lane = world.Split(self.topology.local, self.topology.node)
-        self._sums = NodeReduceScatter(flat, self.topology, self._lane, node, self._memory)
+        self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
         self._pools: list[weakref.ref[GatherPool]] = []
-        self._released = Released(self._memory.counters)
         self._started = self._launched = self._gathered = 0  # gathers
+        self._released = 0  # shared buffers that this rank has given back
 
     def _rooms(self, gathers: Sequence[int]) -> list[Partition]:
         """Return partitions of buffers for gathered units: each rank of the node touches its part first."""
@@ -91,9 +85,15 @@ class NodesComm(ProgressingWrapper):
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
-        pool = GatherPool(arrays, self._released)
+        pool = GatherPool(arrays, self._release)
         self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
         return ModuleMemory([None] * len(wholes), slots, pool)
+
+    def _release(self) -> int:
+        """Count one more buffer that was given back, so that the others see it. Returns their number."""
+        self._released += 1
+        self._memory.counters.raise_to(RELEASED, self._released)
+        return self._released
 
     @property
     def shared_bytes(self) -> int:
@@ -107,8 +107,6 @@ class NodesComm(ProgressingWrapper):
             f"shared inside {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks, mpi between "
             f"them, {self.shared_bytes / 2**20:.1f} MiB of each node's shared memory"
         )
-
-    # ---------------------------------------------------------------------------------------- gathering
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         pools = [pool for known in self._pools if (pool := known()) is not None]
@@ -138,25 +136,13 @@ class NodesComm(ProgressingWrapper):
         self._gathered += 1  # last: another thread may run the next gather from here on
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
-    # --------------------------------------------------------------------------------------- reductions
-
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
     ) -> Handle:
-        contributors = self.size if contributors is None else contributors
         if self._memory.find(full)[0] is None:
-            return super().reduce_scatter(
-                full, out, partition, contributors=contributors, accumulate=accumulate, label=label
-            )
-        if self._sums.started >= ENTRIES:
-            number = self._sums.started
+            return super()._reduce(full, out, partition, contributors, accumulate, label)
+        number = self._sums.started
+        if number >= ENTRIES:
             self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
         return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, False, label))
 
@@ -169,27 +155,14 @@ class NodesComm(ProgressingWrapper):
         self._inner.close()
 
 
-class Released:
-    """Count of the buffers that this rank has given back; the other ranks see it."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters, self.count = counters, 0
-
-    def add(self) -> int:
-        """Count one more buffer that was given back. Returns their number."""
-        self.count += 1
-        self._counters.raise_to(RELEASED, self.count)
-        return self.count
-
-
 class GatherPool(BufferPool):
     """Buffers that the ranks of a node share, all of which lend and give back in the same order.
 
     It grows by private memory, into which units are gathered without the help of the others. `released`
-    counts for all pools of a transport.
+    counts a buffer that is given back, over all pools of a transport.
     """
 
-    def __init__(self, arrays: Sequence[Array], released: Released) -> None:
+    def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:
         super().__init__()
         self._released = released
         self._free += arrays
@@ -199,7 +172,7 @@ class GatherPool(BufferPool):
         """Take back a buffer that `take` lent; the others learn of it."""
         super().give(buffer)
         if self.shares(buffer):
-            self._shared[int(buffer.ctypes.data)] = self._released.add()
+            self._shared[int(buffer.ctypes.data)] = self._released()
 
     def shares(self, array: Array) -> bool:
         """Return whether an array lies in a buffer of this pool that the ranks of the node share."""

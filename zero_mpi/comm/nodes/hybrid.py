@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_mpi.comm.base import Comm, Handle, ModuleMemory
-from zero_mpi.comm.kinds import MPI, NODES
+from zero_mpi.comm.kinds import ENTRIES, MPI, NODES
 from zero_mpi.comm.mpi import MPIComm as Messages
-from zero_mpi.comm.nodes.reduce_scatter import NodeReduceScatter
+from zero_mpi.comm.nodes.sums import NodeSums
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.progressing import ProgressingWrapper
-from zero_mpi.comm.shared.words import ENTRIES
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import MessageComm
+from zero_mpi.comm.transfer import MessageComm, ProgressingWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
@@ -25,12 +23,16 @@ from zero_mpi.errors import UsageError
 class ShardGroup(ProgressingWrapper):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
-    def __init__(self, flat: MessageComm, sums: NodeReduceScatter) -> None:
+    def __init__(self, flat: MessageComm, sums: NodeSums) -> None:
         super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also where `fast` would do
-        self._flat, self._sums = flat, sums
+        self._flat, self._sums, self._shared = flat, sums, sums.memory
+
+    @property
+    def all_contributors(self) -> int:
+        return self._flat.size
 
     def progress(self) -> None:
         self._flat.progress()
@@ -39,35 +41,26 @@ class ShardGroup(ProgressingWrapper):
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        if self._sums.memory is None:
+        if self._shared is None:
             return super().memory(wholes, buffers, gathers)
-        arrays, slots = self._sums.memory.allot(wholes, buffers)
+        arrays, slots = self._shared.allot(wholes, buffers)
         return ModuleMemory(list(arrays), slots)
 
     def signal_written(self) -> None:
-        if self._sums.memory is not None:
-            self._sums.memory.signal_written()
+        if self._shared is not None:
+            self._shared.signal_written()
 
     def wait_written(self) -> None:
-        memory = self._sums.memory
-        if memory is not None and not memory.all_written():
-            self.wait_until(memory.all_written, "updated parameters")
+        if self._shared is not None and not self._shared.all_written():
+            self.wait_until(self._shared.all_written, "updated parameters")
 
     def barrier_readers(self) -> None:
-        if self._sums.memory is not None:
+        if self._shared is not None:
             self._inner.barrier()
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
     ) -> Handle:
-        contributors = self._flat.size if contributors is None else contributors
         number = self._sums.started
         if number >= ENTRIES:
             self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
@@ -89,21 +82,18 @@ class MPIComm(Messages):
         Raises UsageError where the nodes are not alike.
         """
         if self._owners is None:
-            self._owners = self._make_group()
+            world = self._control
+            node = node_communicator(world)
+            topology = find_topology(world, node)
+            if topology.problem:
+                node.Free()
+            if topology.problem and topology.nodes > 1:
+                raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
+            self._owners = self
+            if topology.nodes > 1:
+                lane = world.Split(topology.local, topology.node)
+                self._owners = ShardGroup(self, NodeSums(self, topology, lane, node, None))
         return self._owners
-
-    def _make_group(self) -> Comm:
-        world = self._control
-        node = node_communicator(world)
-        topology = find_topology(world, node)
-        if topology.nodes == 1 or topology.problem:
-            node.Free()
-        if topology.nodes == 1:
-            return self
-        if topology.problem:
-            raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
-        lane = world.Split(topology.local, topology.node)
-        return ShardGroup(self, NodeReduceScatter(self, topology, lane, node, None))
 
     def close(self) -> None:
         if self._owners not in (None, self):

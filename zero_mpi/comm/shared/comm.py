@@ -17,23 +17,18 @@ All ranks do these things in the same order, so a number identifies each. Everyt
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Handle, ModuleMemory
-from zero_mpi.comm.kinds import SHARED
+from zero_mpi.comm.kinds import ENTRIES, POSTED, SHARED, SUMMED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.shared.gradient_pool import SharedGradientPool
-from zero_mpi.comm.shared.node_memory import NodeMemory
-from zero_mpi.comm.shared.window import NodesApart
-from zero_mpi.comm.shared.words import ENTRIES, POSTED, SUMMED
-from zero_mpi.comm.spin_wait import wait_until
+from zero_mpi.comm.shared.memory import NodeMemory, NodesApart, SharedGradientPool
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.wrapper import CommWrapper
+from zero_mpi.comm.transfer import ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
@@ -68,9 +63,9 @@ class Reduction(Handle):
 
     def add(self) -> None:
         """Add the slices that lie where the ranks said; call it once all of them have."""
-        mine = self.partition.part(self.comm.rank)
+        mine, noted = self.partition.part(self.comm.rank), self.comm.node_memory.counters.noted
         parts = [
-            self.pool.of_rank(rank, self.comm.place(rank, self.number), self.full, mine)
+            self.pool.of_rank(rank, noted(rank, self.number), self.full, mine)
             for rank in range(self.contributors)
         ]
         for start in range(0, mine.stop - mine.start, SUM_PIECE):
@@ -78,29 +73,23 @@ class Reduction(Handle):
             ordered_sum(self.out[piece], [part[piece] for part in parts], self.accumulate)
 
 
-@dataclass(eq=False)
-class OverMPI(Handle):
+class OverMPI(ProgressingHandle):
     """A transfer of the inner transport; a rank that waits for it continues with its sums meanwhile.
 
     Another rank may need these sums to get as far as this one.
     """
 
-    comm: SharedComm
-    inner: Handle
-
-    def test(self) -> bool:
-        self.comm.progress()
-        return self.inner.test()
+    def __init__(self, comm: SharedComm, inner: Handle) -> None:
+        super().__init__(comm, inner)
+        self._due = comm.due
 
     def wait(self) -> None:
-        if self.comm.sums_are_due:
-            self.comm.wait_until(
-                lambda: not self.comm.sums_are_due or self.inner.test(), self.inner.kind, self.inner.label
-            )
-        self.inner.wait()
+        if self._due:
+            self._comm.wait_until(lambda: not self._due or self._inner.test(), self.kind, self.label)
+        self._inner.wait()
 
 
-class SharedComm(CommWrapper):
+class SharedComm(ProgressingWrapper):
     """The ranks of an MPI communicator (the world, unless another is given), all of one node.
 
     `wholes`, `buffers`: arguments of the first call of `memory`; it is set aside at once. Collective; raises
@@ -121,24 +110,13 @@ class SharedComm(CommWrapper):
         if nodes > 1:
             node.Free()
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
-        self._node_memory = NodeMemory(node, wholes, buffers)
-        super().__init__(MPIComm(world, threaded=threaded))
+        self.node_memory = NodeMemory(node, wholes, buffers)
+        super().__init__(MPIComm(world, threaded=threaded), self.node_memory.size)
         self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
-        self._counters = self._node_memory.counters
-        self._crowded = self.size > environment.node_cores()
+        self._counters = self.node_memory.counters
         self._started = 0  # reductions
-        self._due: deque[Reduction] = deque()  # reductions that this rank has not added yet
+        self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet
         self._recorded: deque[Reduction] = deque()  # reductions in progress that a timeline records
-
-    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
-
-        def pushed() -> bool:
-            self.progress()
-            return ready()
-
-        with self.meter.waiting(kind, label):
-            wait_until(pushed, self._crowded)
 
     def progress(self) -> None:
         self._add_what_is_posted()
@@ -152,13 +130,13 @@ class SharedComm(CommWrapper):
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        arrays, pool = self._node_memory.allot(wholes, buffers)
+        arrays, pool = self.node_memory.allot(wholes, buffers)
         return ModuleMemory(list(arrays), pool)
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that all ranks together have now."""
-        return self._node_memory.nbytes
+        return self.node_memory.nbytes
 
     @property
     def about(self) -> str:
@@ -168,33 +146,23 @@ class SharedComm(CommWrapper):
     # ---------------------------------------------------------------------------------------- gathering
 
     def signal_written(self) -> None:
-        self._node_memory.signal_written()
+        self.node_memory.signal_written()
 
     def wait_written(self) -> None:
-        if not self._node_memory.all_written():
-            self.wait_until(self._node_memory.all_written, "updated parameters")
+        if not self.node_memory.all_written():
+            self.wait_until(self.node_memory.all_written, "updated parameters")
 
     def barrier_readers(self) -> None:
         self._inner.barrier()
 
     # --------------------------------------------------------------------------------------- reductions
 
-    def reduce_scatter(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        *,
-        contributors: int | None = None,
-        accumulate: bool = False,
-        label: str = "",
+    def _reduce(
+        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
     ) -> Handle:
-        contributors = self.size if contributors is None else contributors
-        pool, offset = self._node_memory.find(full)
+        pool, offset = self.node_memory.find(full)
         if pool is None:
-            return super().reduce_scatter(
-                full, out, partition, contributors=contributors, accumulate=accumulate, label=label
-            )
+            return super()._reduce(full, out, partition, contributors, accumulate, label)
         if self.rank < contributors:
             self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
         number, self._started = self._started, self._started + 1
@@ -204,7 +172,7 @@ class SharedComm(CommWrapper):
         reduction = Reduction(
             self, number, pool, full, out, partition, contributors, accumulate, label, record
         )
-        self._due.append(reduction)
+        self.due.append(reduction)
         if record is not None:
             self._recorded.append(reduction)
         self._counters.note(number, offset)
@@ -212,23 +180,14 @@ class SharedComm(CommWrapper):
         self._add_what_is_posted()
         return reduction
 
-    def place(self, rank: int, number: int) -> int:
-        """Return the offset in a rank's block of the gradient of a reduction that the rank announced."""
-        return self._counters.noted(rank, number)
-
-    @property
-    def sums_are_due(self) -> bool:
-        """Return whether this rank has reductions that it has not added yet."""
-        return bool(self._due)
-
     def _add_what_is_posted(self) -> None:
         """Add the slices of reductions that all ranks have announced, in their order.
 
         All ranks, not only those that contribute: one that is behind may still read what `out` held (the
         summed gradient by which it updates its parameters, where these are replicated).
         """
-        while self._due and self._counters.all_reached(POSTED, self._due[0].number + 1):
-            reduction = self._due.popleft()
+        while self.due and self._counters.all_reached(POSTED, self.due[0].number + 1):
+            reduction = self.due.popleft()
             reduction.add()
             self._counters.raise_to(SUMMED, reduction.number + 1)
 
@@ -243,5 +202,5 @@ class SharedComm(CommWrapper):
 
     def close(self) -> None:
         """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
-        self._node_memory.close()
+        self.node_memory.close()
         self._inner.close()

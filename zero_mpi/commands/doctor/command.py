@@ -17,7 +17,7 @@ from dataclasses import asdict
 from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import plural, write
-from zero_mpi.commands.doctor import gpu, output_folder, software, speed, system_limits
+from zero_mpi.commands.doctor import hosts, measures
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row, find_ranks, lines
 from zero_mpi.config.settings import Config
 from zero_mpi.environment import portable
@@ -39,17 +39,17 @@ alpha_seconds and beta_seconds_per_byte: a message of n bytes takes alpha + beta
 
 # All checks, those that take no time first; each is collective.
 CHECKS: tuple[tuple[str, Callable[[Ranks], Iterable[Row]]], ...] = (
-    ("versions", software.versions),
-    ("MPI library", software.library),
-    ("hosts and cores", software.cores),
-    ("load", system_limits.load),
-    ("limits", system_limits.section),
-    ("shared memory", system_limits.shared_memory),
-    ("CUDA", gpu.section),
-    ("run folder", output_folder.section),
-    ("speed of products", speed.products),
-    ("bf16 and bits", speed.kernels),
-    ("links", speed.links),
+    ("versions", hosts.versions),
+    ("MPI library", hosts.library),
+    ("hosts and cores", hosts.cores),
+    ("load", hosts.load),
+    ("limits", hosts.limits),
+    ("shared memory", hosts.shared_memory),
+    ("CUDA", hosts.cuda),
+    ("run folder", measures.run_folder),
+    ("speed of products", measures.products),
+    ("bf16 and bits", measures.kernels),
+    ("links", measures.links),
 )
 
 
@@ -109,7 +109,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
                 if world.rank == 0:
                     write(lines(row))
         if options.json is not None:
-            world.on_root(lambda: save(options.json, where, found))
+            about = {
+                "zero_mpi": __version__,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in where.named(where.nodes)],
+                **where.figures,
+                "rows": [asdict(row) for row in found],
+            }
+            world.on_root(lambda: write_json("--json", options.json, about))
     finally:
         watchdog.stop()
     counts = Counter(row.verdict for row in found)
@@ -117,18 +124,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
         end = "a job would fail" if counts[BAD] else "a job would run"
         write([f"{counts[OK]} ok, {plural(counts[NOTE], 'note')}, {counts[BAD]} bad: {end}"])
     return FAILED if counts[BAD] else 0
-
-
-def save(path: str, where: Ranks, found: list[Row]) -> None:
-    """Write the JSON file; raises UsageError if it cannot be written."""
-    about = {
-        "zero_mpi": __version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "hosts": [{"name": name, "ranks": list(ranks)} for ranks, name in where.named(where.nodes)],
-        **where.figures,
-        "rows": [asdict(row) for row in found],
-    }
-    write_json("--json", path, about)
 
 
 def main() -> None:

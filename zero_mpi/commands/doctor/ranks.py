@@ -92,7 +92,7 @@ class Ranks:
 
 
 def find_ranks(world: World, options: Namespace) -> Ranks:
-    """Find the ranks and their nodes. Collective."""
+    """Find the ranks and their nodes; names that repeat get a number: b, b (2). Collective."""
     if world.mpi is None:
         return Ranks(world, SerialComm(), None, ((0,),), (platform.node() or "localhost",), options)
     from zero_mpi.comm.mpi import MPIComm  # needs an MPI library
@@ -101,11 +101,9 @@ def find_ranks(world: World, options: Namespace) -> Ranks:
     everybody = world.mpi.COMM_WORLD
     node = node_communicator(everybody)
     nodes = find_topology(everybody, node).members
-    names = everybody.allgather(platform.node() or world.mpi.Get_processor_name())
-    return Ranks(world, MPIComm(), node, nodes, told_apart([names[ranks[0]] for ranks in nodes]), options)
-
-
-def told_apart(names: list[str]) -> tuple[str, ...]:
-    """Return number names that repeat: b, b (2), b (3)."""
-    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return tuple(f"{name} ({n})" if n > 1 else name for name, n in zip(names, counts, strict=True))
+    of_ranks = everybody.allgather(platform.node() or world.mpi.Get_processor_name())
+    names = list[str]()
+    for name in (of_ranks[ranks[0]] for ranks in nodes):
+        count = sum(each.partition(" ")[0] == name for each in names) + 1
+        names.append(f"{name} ({count})" if count > 1 else name)
+    return Ranks(world, MPIComm(), node, nodes, tuple(names), options)

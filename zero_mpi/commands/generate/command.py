@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_mpi import environment, ops
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_merged
 from zero_mpi.cli.parser import Parser
-from zero_mpi.config.command_line import OF_TEMPLATES, add_settings
+from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template
+from zero_mpi.config.settings import OF_TEMPLATES
 from zero_mpi.data import Tokenizer
-from zero_mpi.data.control_tokens import AUTO, bos_of, with_bos
 from zero_mpi.data.conversations.chat_template import ChatTemplate, template_of
+from zero_mpi.data.tokenizers.byte import AUTO, bos_of, with_bos
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable

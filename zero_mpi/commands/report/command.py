@@ -1,33 +1,86 @@
-"""Command `report`: reads the runs and writes the page.
+"""Command `report`: reads the runs and writes the page, one Plotly figure and tables around it.
 
-It is one process without MPI, changes nothing of the runs, and may be used while a job goes on. The page is
-written next to its target and renamed, so a browser never loads half of it.
+Names, settings and events come from files that anybody may have written: the template makes every value
+visible, cuts it and escapes it. The Content-Security-Policy of the page runs only its two scripts, by their
+hashes, and loads nothing. The page is written next to its target and renamed, so a browser never loads half
+of it.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from zero_mpi import __version__
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import size, write
-from zero_mpi.commands.report.runs import LIMIT, read_runs
+from zero_mpi.cli.text import count, elapsed, percent, plain, plural, size, write
+from zero_mpi.commands.report.runs import LIMIT, MEMORY, Entry, Run, read_runs
+from zero_mpi.errors import import_optional
 from zero_mpi.files.atomic import write_output
+from zero_mpi.files.foreign import LONGEST_LINE, cut, readable, shown
 from zero_mpi.files.open import check_target, refusing
 from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 
+Json = dict[str, Any]
 NAME = "report.html"
 FULL = 4  # runs that may have LIMIT columns each; more runs share as many
 LEAST = 250  # columns that every run has
-EXAMPLES = """\
-Examples:
-
-  zero-mpi report runs/default
-  zero-mpi report runs/a runs/b --out both.html"""
+# Title of a panel, the curves in it, and their unit.
+PANELS = (
+    ("Loss (nats per token)", {"loss": "training", "val_loss": "validation"}, 1.0),
+    ("Losses of routers", {"balance_loss": "balance", "z_loss": "z"}, 1.0),
+    (
+        "Load of experts (1: even)",
+        {"load_most": "most", "load_least": "least", "load_entropy": "entropy"},
+        1.0,
+    ),
+    ("Gradient norm (before clipping)", {"grad_norm": "gradient norm"}, 1.0),
+    ("Learning rate", {"lr": "learning rate"}, 1.0),
+    ("Throughput (computed tokens per second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),
+    ("Seconds a step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
+    ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
+    ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
+)
+NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # of the first table
+    ("Tokens counted in the loss", "tokens", count),
+    ("Loss", "loss", plain),
+    ("Validation loss", "val_loss", plain),
+    ("Computed tokens per second", "tokens_per_second", count),
+    ("Share of measured peak", "mfu", percent),
+    ("Seconds a step", "step_seconds", elapsed),
+    ("Memory of the largest rank", MEMORY, size),
+)
+MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events with a sign above the curves
+SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
+DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of runs beyond the colours
+MOST_EVENTS, MOST_MARKS = 200, 300  # most events and signs of a run
+LONGEST_NAME = 60  # letters
+PANEL, STRIP, GAP = 210, 40, 46  # heights in pixels
+PAGE = Path(__file__).parent / "page.html"
+SCRIPT = """
+const text = (id) => document.getElementById(id).textContent;
+const packed = Uint8Array.from(atob(text("plotly")), (letter) => letter.charCodeAt(0));
+const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+new Response(unpacked).text().then((source) => {
+  const script = document.createElement("script");
+  script.textContent = source;
+  document.head.append(script);
+  const figure = JSON.parse(text("data"));
+  Plotly.newPlot("curves", figure.data, figure.layout, {responsive: true, displaylogo: false});
+});
+"""
 
 
 def make_parser() -> Parser:
@@ -35,7 +88,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="zero-mpi report",
         description="Write one HTML page with curves, events and settings of runs. It works offline.",
-        epilog=EXAMPLES,
+        epilog="Examples:\n\n  zero-mpi report runs/default\n  zero-mpi report runs/a runs/b --out both.html",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, --out of training")
     parser.add_argument(
@@ -48,10 +101,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Write the page. Return the exit status."""
     options = make_parser().parse_args(arguments)
     paths = [Path(path) for path in options.runs]
-    limit = max(LEAST, LIMIT * FULL // max(FULL, len(paths)))
-    runs = read_runs(paths, limit)
-    from zero_mpi.commands.report.page import page  # loads libraries, which wrong usage does not need
-
+    runs = read_runs(paths, max(LEAST, LIMIT * FULL // max(FULL, len(paths))))
     default = runs[0].path / NAME if len(runs) == 1 else Path(NAME)
     place = default if options.out is None else Path(options.out)
     check_target("--out", place)
@@ -62,3 +112,186 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 main = partial(launch, "report", command, alone=True)
+
+
+def page(runs: Sequence[Run], now: datetime) -> str:
+    """Return the file; raises UsageError if Plotly is not installed."""
+    from jinja2 import Environment, StrictUndefined  # slow, and --help does not need it
+    from markupsafe import Markup
+
+    def visible(value: object) -> object:
+        """Return text as the page may hold it, cut and with every character visible; markup stays."""
+        return value if isinstance(value, Markup) else readable(cut(str(value), LONGEST_LINE))
+
+    def setting(value: object) -> str:
+        return shown(" ".join(map(str, value)) if isinstance(value, list) else value, LONGEST_LINE)
+
+    library = str(import_optional("the page", "report", "plotly.offline").get_plotlyjs())
+    data = json.dumps(figure(runs), separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":  # JSON that cannot end the element it stands in
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    environment = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
+    return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+        runs=runs,
+        now=now,
+        version=__version__,
+        figures=rows([figures(run) for run in runs]),
+        events=[list(newest(run)) for run in runs],
+        settings=rows([{name: setting(value) for name, value in run.config.items()} for run in runs]),
+        policy=policy(SCRIPT, library),
+        script=Markup(SCRIPT),
+        data=Markup(data),
+        packed=Markup(base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()),
+    )
+
+
+def policy(*scripts: str) -> str:
+    """Return the Content-Security-Policy that runs these scripts alone; Plotly writes styles of its own."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    known = " ".join(f"'sha256-{digest}'" for digest in digests)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {known}; {rest}"
+
+
+# ------------------------------------------------------------------------------------------- the figure
+
+
+def figure(runs: Sequence[Run]) -> Json:
+    """Return the figure: a strip with the events of each run, and a panel for each kind of curves."""
+    panels = [panel for panel in PANELS if any(name in run.curves.last for run in runs for name in panel[1])]
+    data = [events_trace(run, number) for number, run in enumerate(runs)]
+    for place, (_, curves, unit) in enumerate(panels):
+        for number, run in enumerate(runs):
+            for name, title in curves.items():
+                if name in run.curves.last:
+                    steps, values = run.curves.points(name)
+                    few = name in ("val_loss", "wait_seconds")
+                    data.append({
+                        "type": "scatter",
+                        "mode": "lines+markers" if few or len(steps) == 1 else "lines",
+                        "x": steps.tolist(),
+                        "y": [float(f"{y / unit:.6g}") if math.isfinite(y) else None for y in values],
+                        "name": label(f"{run.name}: {title}"),
+                        "legendgroup": f"{number}",
+                        "showlegend": place == 0,
+                        "yaxis": f"y{place + 2}",
+                        "line": {**line_of(number), "width": 1 if few else 1.6},
+                        "marker": {"size": 5, "symbol": "circle-open"},
+                    })  # fmt: skip
+    return {"data": data, "layout": layout(runs, panels)}
+
+
+def label(text: str) -> str:
+    """Return text as a label of Plotly, which reads labels as HTML."""
+    return html.escape(readable(cut(text, LONGEST_NAME)))
+
+
+def line_of(number: int) -> Json:
+    """Return the colour and dash of a run."""
+    return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
+def events_trace(run: Run, number: int) -> Json:
+    """Return the signs of a run's events."""
+    known = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
+    marks = [event for event in known if event["event"] != "saved"][-MOST_MARKS:]
+    marks += [event for event in known if event["event"] == "saved"][-MOST_MARKS:]
+    symbols = [SIGNS.get(event["event"], "x") for event in marks]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [event.count("step") for event in marks],
+        "y": [-number] * len(marks),
+        "text": [label(about(event)) for event in marks],
+        "hovertemplate": "step %{x}: %{text}<extra></extra>",
+        "marker": {"symbol": symbols, "size": 9, "color": line_of(number)["color"]},
+        "legendgroup": f"{number}",
+        "showlegend": False,
+        "yaxis": "y",
+    }
+
+
+def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
+    """Return the places of the strip and the panels, one below the other over a common axis of steps."""
+    strip = STRIP + 14 * (len(runs) - 1)
+    full = strip + len(panels) * (PANEL + GAP)
+    grid = {"gridcolor": "rgba(128,136,148,0.22)", "zeroline": False}
+    axes: Json = {
+        "yaxis": {"domain": [1 - strip / full, 1], "visible": False, "range": [0.6 - len(runs), 0.6]}
+    }
+    titles = []
+    for place, (title, curves, _) in enumerate(panels):
+        top = 1 - (strip + GAP + place * (PANEL + GAP)) / full
+        mode = "normal" if {"loss", "grad_norm"} & curves.keys() else "tozero"
+        axes[f"yaxis{place + 2}"] = grid | {"domain": [max(0.0, top - PANEL / full), top], "rangemode": mode}
+        at = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
+        titles.append({"text": f"<b>{title}</b>", "showarrow": False, **at})
+    scales = [
+        {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
+        for kind in ("linear", "log")
+    ]
+    corner = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+    return {
+        **axes,
+        **dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)"),
+        "height": full + 150,
+        "margin": {"t": 90, "b": 50, "l": 60, "r": 10},
+        "xaxis": grid | {"anchor": f"y{len(panels) + 1}", "title": {"text": "step"}, "showspikes": True},
+        "hovermode": "x unified" if len(runs) == 1 else "closest",
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        "annotations": titles,
+        "updatemenus": [corner | {"type": "buttons", "direction": "right", "buttons": scales}][: len(panels)],
+        "font": {"color": "#7a8290"},
+    }
+
+
+# ------------------------------------------------------------------------------------------- the tables
+
+
+def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
+    """Return (name, whether the runs differ, the value of each run) of everything that some run has."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    found = [(name, [column.get(name, "") for column in columns]) for name in names]
+    return [(name, len(set(values)) > 1, values) for name, values in found]
+
+
+def figures(run: Run) -> dict[str, str]:
+    """Return the numbers that a reader wants first; without those that are not known."""
+    last, started, reason = run.curves.last, run.started, run.status.text("reason")
+    steps = run.status.count("steps") or run.config.count("steps")
+    found = {
+        "State": (run.state or "unknown: there is no status.json") + (f": {reason}" if reason else ""),
+        "Step": f"{run.step:,}" + (f" of {steps:,}" if steps else ""),
+    }
+    for title, name, form in NUMBERS:
+        if name in last:
+            found[title] = form(last[name]) if math.isfinite(last[name]) else "not finite"
+    if ranks := started.count("ranks") or run.status.count("ranks"):
+        found["Ranks"] = f"{ranks}"
+    if parameters := started.count("parameters"):
+        found["Parameters"] = count(parameters)
+    for name in ("arch", "strategy", "transport", "device", "precision", "version"):
+        if text := started.text(name):
+            found[name.capitalize()] = shown(text, LONGEST_LINE)
+    return found
+
+
+def newest(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield (time, step, what happened) of the newest events, newest first."""
+    for event in [*run.events][: -MOST_EVENTS - 1 : -1]:
+        when = event.moment("time")
+        yield f"{when:%Y-%m-%d %H:%M:%S}" if when else "", f"{event.count('step') or 0:,}", about(event)
+
+
+def about(event: Entry) -> str:
+    """Return an event in a line."""
+    name, folder = event["event"], event.text("folder")
+    if name == "started" and (ranks := event.count("ranks")):
+        return f"started on {plural(ranks, 'rank')}"
+    if name in ("saved", "resumed"):
+        of = f" of {plural(ranks, 'rank')}" if (ranks := event.count("from_ranks")) else ""
+        return f"{name} {'from ' if name == 'resumed' else ''}{folder or 'a checkpoint'}{of}"
+    if name == "sample":
+        return f"sample: {event.text('prompt')}{event.text('text').removeprefix(event.text('prompt'))}"
+    said = event.text("text") or event.text("reason")
+    return f"{name}: {said}" if said else str(name)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.config.replay import NAME as CONFIG
+from zero_mpi.config.toml import CONFIG_FILE as CONFIG
 from zero_mpi.config.toml import MOST_SETTINGS
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
@@ -39,6 +39,11 @@ MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes 
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
 NUMBERS += ("load_most", "load_least", "load_entropy")
+LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
+SILENCE = 60.0  # seconds; a living run renews its status every five
+MOST_KEYS = 500  # settings
+MOST_HISTORY = 8 << 20  # bytes of the newest events, which are those that are kept
+MOST_COUNT = 1 << 63
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -82,13 +87,6 @@ class Curves:
         columns, places = np.unique(self._columns[there], return_inverse=True)
         means = np.bincount(places, values[there]) / np.bincount(places)
         return np.minimum((columns + 1) * self.width, self.step), means
-
-
-LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
-MOST_KEYS = 500  # settings
-MOST_HISTORY = 8 << 20  # bytes of the newest events, which are those that are kept
-SILENCE = 60.0  # seconds; a living run renews its status every five
-MOST_COUNT = 1 << 63
 
 
 class Entry(dict[str, Any]):
@@ -143,36 +141,35 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
-    """Read the runs of folders, each once, with names that differ; raises UsageError for another folder."""
+    """Read the runs of folders, each once, with names that differ; raises UsageError for another folder.
+
+    A name is the last parts of a path, as many as it takes to tell them apart.
+    """
     places: dict[str, Path] = {}
     for path in paths:
         places.setdefault(os.path.realpath(path), path)
     runs = [read_run(path, limit) for path in places.values()]
-    for run, name in zip(runs, names([run.path for run in runs]), strict=True):
+    parts, length, names = [Path(os.path.abspath(run.path)).parts for run in runs], 0, list[str]()
+    while len(set(names)) < len(runs) and length <= max(map(len, parts)):
+        length += 1
+        names = ["/".join(one[-length:]) for one in parts]
+    for run, name in zip(runs, names, strict=True):
         run.name = name
     return runs
-
-
-def names(paths: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as it takes to tell them apart."""
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        found = ["/".join(one[-length:]) for one in parts]
-        if len(set(found)) == len(found):
-            return found
-    return [str(path) for path in paths]
 
 
 def read_run(path: Path, limit: int = LIMIT) -> Run:
     """Read the run in a folder; raises UsageError if there is none, or if it may not be read."""
     check_folder(path)
     try:
-        lines = (
-            read_lines(path / METRICS, MARK, "a file of records") if os.path.exists(path / METRICS) else ()
-        )
+        has_records = os.path.exists(path / METRICS)
+        lines = read_lines(path / METRICS, MARK, "a file of records") if has_records else ()
         curves = Curves(filter(None, map(record_of, lines)), limit)  # a line that a crash cut off is left out
-        status = Entry(read_status(path / STATUS))
-        return Run(path, curves, status, read_config(path / CONFIG), read_events(path / EVENTS))
+        config = Entry()
+        with suppress(ValueError):  # FileError is one
+            found = parse_toml(read_file(path / CONFIG, MOST_SETTINGS))
+            config = Entry(islice(found.items(), MOST_KEYS))
+        return Run(path, curves, Entry(read_status(path / STATUS)), config, read_events(path / EVENTS))
     except OSError as error:
         place = shown(error.filename or path)
         raise UsageError(f"{place}: cannot be read: {error.strerror or error}") from error
@@ -180,26 +177,17 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
 
 def check_folder(path: Path) -> None:
     """Raise UsageError if `path` is not the folder of a run."""
+    if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
+        return
+    found = "neither: use the path of a run"
     if not exists(path):
         found = "nothing: use the path of a run"
     elif not os.path.isdir(path):
         found = "a file: use its folder"
-    elif any(os.path.exists(path / name) for name in (METRICS, STATUS)):
-        return
     elif os.path.exists(folders.weights_in(path)):
         found = f"a checkpoint: use the run folder, {Path(os.path.realpath(path)).parent}"
-    else:
-        found = "neither: use the path of a run"
     wanted = f"expected a run folder (--out of training) with {METRICS} or {STATUS}"
     raise UsageError(f"{shown(path)}: {wanted}; found {found}")
-
-
-def read_config(path: Path) -> Entry:
-    """Read the settings of a run; empty if they cannot be read."""
-    try:
-        return Entry(islice(parse_toml(read_file(path, MOST_SETTINGS)).items(), MOST_KEYS))
-    except ValueError:  # FileError is one
-        return Entry()
 
 
 def read_events(path: Path) -> list[Entry]:

@@ -1,9 +1,13 @@
-"""One start of the run: from its own process group to the end of the last process in it.
+"""One start of the run: from its own process group to the end of the last process in it, and what that means.
 
 The launcher is the leader of the group and alone is asked to stop: it forwards that. A run that was asked
-before it could hear is asked again every few seconds, as the job scripts do. A launcher that
-goes on after the run has written its last state, or without any change of the run for long, waits for a host
-that is gone: its group is ended. If this process is killed, the kernel signals the launcher.
+before it could hear is asked again every few seconds, as the job scripts do. A launcher that goes on after
+the run has written its last state, or without any change of the run for long, waits for a host that is gone:
+its group is ended. If this process is killed, the kernel signals the launcher.
+
+The run's status.json takes precedence over the launcher's status: 0 was seen where a host was lost, and 1
+where Open MPI's launcher was asked to stop and the run had saved. A failure that repeats at the same step,
+on the same hosts and without a new checkpoint in between will come a third time.
 """
 
 from __future__ import annotations
@@ -11,21 +15,147 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zero_mpi.commands.supervise.decision import Ending, RunFacts
+from zero_mpi.checkpoint.folders import LATEST
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import show
+from zero_mpi.files.foreign import one_line, show
 from zero_mpi.files.open import reason
-from zero_mpi.launch import stopping
-from zero_mpi.launch.stopping import SIGNALS, TWICE
-from zero_mpi.telemetry import status as words
+from zero_mpi.launch import folder_lock, stopping
+from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE
+from zero_mpi.launch.stopping import INTERRUPTED, SIGNALS, TWICE
+from zero_mpi.telemetry import events, status
+from zero_mpi.telemetry.metrics import METRICS, last_step
+
+NO_FOLDER = Path(os.devnull)  # in place of a run folder, for a command that has none
+NO_CHECKPOINT = "", 0
+SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # a run renews the last two all the time
+MOST_REASON = 400  # most letters of a reason
+LOOK = 0.1  # seconds between looks at the process
+LOOK_AT_RUN = 1.0  # seconds between looks at the folder of the run
+AGAIN = 5.0  # seconds after which a run is asked again to stop
+LINGER = 60.0  # seconds that a launcher may go on after the run's last state
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
+
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Facts in the folder of a run."""
+
+    path: Path
+
+    def word(self) -> Mapping[str, Any]:
+        """Return the current content of status.json."""
+        return status.read_status(self.path / status.NAME)
+
+    def step(self) -> int:
+        return last_step(self.path / METRICS)
+
+    def checkpoint(self) -> tuple[str, int]:
+        """Return name and time of the newest complete checkpoint, or NO_CHECKPOINT."""
+        try:
+            folder = self.path / LATEST
+            return Path(os.readlink(folder)).name, os.stat(folder).st_mtime_ns
+        except OSError:
+            return NO_CHECKPOINT
+
+    def signs(self) -> list[tuple[int, int]]:
+        """Return times and sizes of the files that change while a run lives: records, status and lock."""
+        found = []
+        for name in SIGNS:
+            with contextlib.suppress(OSError):
+                about = os.stat(self.path / name)
+                found.append((about.st_mtime_ns, about.st_size))
+        return found
+
+    def await_release(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait while a process of this machine still holds the folder: a rank that its launcher has left."""
+        until = time.monotonic() + seconds
+        while self._is_held_here() and time.monotonic() < until and not is_over():
+            time.sleep(LOOK)
+
+    def _is_held_here(self) -> bool:
+        try:
+            handle = folder_lock.find(self.path / folder_lock.NAME)
+        except (OSError, UsageError):
+            return False
+        try:
+            record = folder_lock.unpacked(folder_lock.read(handle))
+            is_here = record is not None and record.machine == folder_lock.machine()
+            return is_here and folder_lock.lock(handle) is False
+        except OSError:
+            return False
+        finally:
+            os.close(handle)
+
+    def note(self, event: str, step: int, **about: Any) -> None:
+        """Write an event down, while no run does."""
+        if self.path.is_dir():
+            writer = events.Events(self.path, 0)
+            writer.at(step)
+            writer.note(event, **about)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """End of a start."""
+
+    status: int  # exit status of the launcher, as a shell reports it
+    said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
+    ended_for: str = ""  # why the supervisor ended it; empty if it ended by itself
+    step: int = 0  # the last that was recorded
+    progressed: bool = False  # whether there is a new checkpoint
+
+    @property
+    def reason(self) -> str:
+        """Reason of the failure, for messages."""
+        state, why = self.said.get("state"), self.said.get("reason")
+        if state == status.FAILED and isinstance(why, str) and why:
+            return one_line(why)[:MOST_REASON]
+        if self.ended_for:
+            return self.ended_for
+        name = ""
+        with contextlib.suppress(ValueError):  # a shell's status of a process that a signal ended
+            name = f" ({signal.Signals(self.status - 128).name})"
+        lost = ": killed, or a host was lost" if state == status.RUNNING else ""
+        return f"status {self.status}{name}{lost}"
+
+    @property
+    def failure_status(self) -> int:
+        """Exit status of a failure, never one that means something else."""
+        return FAILED if self.status in (0, BAD_USAGE, REQUEUE) else self.status
+
+    def final_status(self, told: bool) -> int | None:
+        """Return the exit status if it was the last end; None: the run must be started again.
+
+        told: whether the run was asked to stop.
+        """
+        state = self.said.get("state")
+        if state == status.DONE or (self.status == 0 and state is None and not self.ended_for):
+            return 0
+        if state == status.STOPPED or self.status == REQUEUE:
+            return REQUEUE
+        if self.status in (BAD_USAGE, INTERRUPTED) and not self.ended_for:
+            return self.status
+        if told:
+            return REQUEUE if state is None else self.failure_status
+        return None
+
+    def fingerprint(self, hosts: Sequence[str]) -> tuple[object, ...]:
+        """Return values that repeat if a failure repeats: numbers in its reason are ignored."""
+        return self.status, re.sub(r"\d+(\.\d+)?", "N", self.reason), self.step, tuple(hosts)
 
 
 class StopRequest:
@@ -47,27 +177,15 @@ class StopRequest:
             self._interrupted = self._interrupted or now
 
 
-LOOK = 0.1  # seconds between looks at the process
-LOOK_AT_RUN = 1.0  # seconds between looks at the folder of the run
-AGAIN = 5.0  # seconds after which a run is asked again to stop
-LINGER = 60.0  # seconds that a launcher may go on after the run's last state
-GRACE = 10.0  # seconds from SIGTERM to SIGKILL
-LAST_WORDS = (words.DONE, words.STOPPED, words.FAILED)
-PR_SET_PDEATHSIG = 1  # option of Linux's prctl
-
-_libc = ctypes.CDLL(None)
-
-
 class Attempt:
     """Run that was started, and what has been seen of it."""
 
-    def __init__(self, facts: RunFacts, stop: StopRequest, hang_after: float) -> None:
-        self._facts, self._stop, self._hang_after = facts, stop, hang_after
-        self._before, self._checkpoint = facts.word(), facts.checkpoint()
-        self._signs, self._alive_at = facts.signs(), time.monotonic()
+    def __init__(self, folder: RunFolder, stop: StopRequest, hang_after: float) -> None:
+        self._folder, self._stop, self._hang_after = folder, stop, hang_after
+        self._before, self._checkpoint = folder.word(), folder.checkpoint()
+        self._signs, self._alive_at = folder.signs(), time.monotonic()
         self._over_since: float | None = None
-        self._told_at: float | None = None
-        self._looked_at = 0.0
+        self._told_at = self._looked_at = float("-inf")
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
         """Start the command and wait for its end. Raises UsageError if there is no such command.
@@ -91,21 +209,20 @@ class Attempt:
                 ended_for = self._look(job)
         finally:  # after any error, no process is left behind
             if not has_ended(job):
-                end_group(job)
+                os.killpg(job.pid, signal.SIGTERM)
+                until = time.monotonic() + GRACE
+                while not has_ended(job) and time.monotonic() < until:
+                    time.sleep(LOOK)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(job.pid, signal.SIGKILL)  # the remaining processes of the group
             code = job.wait()
-        return Ending(
-            128 - code if code < 0 else code,
-            self._said(),
-            ended_for,
-            self._facts.step(),
-            self._facts.checkpoint() not in (self._checkpoint, ("", 0)),
-        )
+        progressed = self._folder.checkpoint() not in (self._checkpoint, NO_CHECKPOINT)
+        end = 128 - code if code < 0 else code
+        return Ending(end, self._said(), ended_for, self._folder.step(), progressed)
 
     def _said(self) -> Mapping[str, Any]:
         """Return the status that the run has written since this start."""
-        word = self._facts.word()
+        word = self._folder.word()
         return {} if word == self._before else word
 
     def _look(self, job: subprocess.Popen[bytes]) -> str:
@@ -113,39 +230,29 @@ class Attempt:
         now = time.monotonic()
         if self._stop.at_once:
             return "stopped by a second signal"
-        if self._stop.told and self._over_since is None:
-            self._tell(job, now)
+        if self._stop.told and self._over_since is None and now - self._told_at > AGAIN:
+            self._told_at = now
+            os.kill(job.pid, signal.SIGUSR1)  # the process is not reaped yet, so no other has its number
         if now - self._looked_at < LOOK_AT_RUN:
             return ""
         self._looked_at = now
-        if self._over_since is None and self._said().get("state") in LAST_WORDS:
+        last_words = status.DONE, status.STOPPED, status.FAILED
+        if self._over_since is None and self._said().get("state") in last_words:
             self._over_since = now
         if self._over_since is not None and now - self._over_since > LINGER:
             return f"the launcher did not end within {LINGER:.0f} s after the run"
         return self._silence(now)
 
     def _silence(self, now: float) -> str:
-        signs = self._facts.signs()
+        """Return that the run has shown no sign of life for too long; empty if it has, or has no folder."""
+        signs = self._folder.signs()
         if signs != self._signs:
             self._signs, self._alive_at = signs, now
-        if self._facts.out is None or not 0 < self._hang_after < now - self._alive_at:
+        if self._folder.path == NO_FOLDER or not 0 < self._hang_after < now - self._alive_at:
             return ""
         return f"no change in the run folder for {self._hang_after:g} s"
-
-    def _tell(self, job: subprocess.Popen[bytes], now: float) -> None:
-        if self._told_at is None or now - self._told_at > AGAIN:
-            self._told_at = now
-            os.kill(job.pid, signal.SIGUSR1)  # the process is not reaped yet, so no other has its number
 
 
 def has_ended(job: subprocess.Popen[bytes]) -> bool:
     """Return whether the leader has ended; it is not reaped, so that its group keeps its number."""
     return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def end_group(job: subprocess.Popen[bytes]) -> None:
-    """Ask all processes of the group to end, and wait a while for the leader."""
-    os.killpg(job.pid, signal.SIGTERM)
-    until = time.monotonic() + GRACE
-    while not has_ended(job) and time.monotonic() < until:
-        time.sleep(LOOK)

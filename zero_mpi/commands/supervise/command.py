@@ -1,8 +1,15 @@
-"""Command `supervise`: its flags and its exit status."""
+"""Command `supervise`: a run is started until it is done, has saved, or cannot get further.
+
+A restart counts against the limit until there is a new checkpoint: then count and pause begin anew,
+so a run of weeks may lose a host per day. Pauses double from the first to MOST_PAUSE. Each restart is logged
+in a line, and written into the events of the run between two starts.
+"""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +17,29 @@ from pathlib import Path
 
 from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.hostfile.host_entries import LINES
-from zero_mpi.commands.supervise.decision import RunFacts
-from zero_mpi.commands.supervise.host_pool import PLACEHOLDERS, HostPool, Template, find_pool
-from zero_mpi.commands.supervise.restarts import Restarts
+from zero_mpi.cli.text import duration, few, plural
+from zero_mpi.commands.hostfile import LINES, HostEntry
+from zero_mpi.commands.supervise.attempt import (
+    NO_CHECKPOINT,
+    NO_FOLDER,
+    Attempt,
+    Ending,
+    RunFolder,
+    StopRequest,
+)
+from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool, ranks_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch.ending import BAD_USAGE, say
-from zero_mpi.launch.stopping import leave
+from zero_mpi.launch.ending import BAD_USAGE, FAILED, REQUEUE, say
+from zero_mpi.launch.stopping import INTERRUPTED, leave
+from zero_mpi.telemetry import events
 
 BEFORE = "--"  # separates the flags from the command
+MOST_PAUSE = 300.0  # seconds
+# For Slurm: a step begins though one before it is not over, of which a lost node has a part, for minutes.
+BESIDE = {"SLURM_OVERLAP": "1"}
+LOOK = 0.1  # seconds between checks for an end of the pause
+ORPHANS = 30.0  # seconds for ranks without a launcher to end
 NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, least value, help
     "--restarts": (10, 0, "maximum number of restarts without a new checkpoint"),
     "--backoff": (5.0, 0, "seconds before the first restart; doubled each time"),
@@ -56,44 +76,31 @@ def make_parser() -> Parser:
     return parser
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Supervise the run. Return the exit status."""
-    restarts = prepare(arguments)
-    restarts.stop.listen()
-    return restarts.run()
-
-
 def prepare(arguments: Sequence[str]) -> Restarts:
     """Return the loop that the command line asks for. Raises UsageError."""
     cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
     wanted = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
     if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
         raise UsageError(wanted)
-    options = checked(make_parser().parse_args(arguments[:cut]))
+    options = make_parser().parse_args(arguments[:cut])
+    for flag, (_, bound, _) in NUMBERS.items():
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if not bound <= value < 1e9:
+            raise UsageError(f"{flag} {value:g}: expected a number from {bound} to 1e9")
     template = Template(tuple(arguments[cut + 1 :]), options.form)
     if not template.words:
         raise UsageError(wanted)
     if environment.under_launcher():
         raise UsageError("supervise starts the launcher itself: run it without mpirun")
     pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
-    facts = RunFacts(Path(options.run) if options.run else template.out())
-    return Restarts(template, with_spare(pool, options, template), facts, options)
-
-
-def checked(options: Namespace) -> Namespace:
-    """Return the flags, if their numbers are valid. Raises UsageError."""
-    for flag, (_, bound, _) in NUMBERS.items():
-        value = getattr(options, flag[2:].replace("-", "_"))
-        if not bound <= value < 1e9:
-            raise UsageError(f"{flag} {value:g}: expected a number from {bound} to 1e9")
-    return options
+    folder = RunFolder(Path(options.run) if options.run else template.out() or NO_FOLDER)
+    return Restarts(template, with_spare(pool, options, template), folder, options)
 
 
 def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
     """Return the hosts, the last of them kept back; raises UsageError where too few are known."""
-    wanted = options.hostfile or options.spare or options.min_hosts > 1
     if not template.takes_hosts:
-        if wanted:
+        if options.hostfile or options.spare or options.min_hosts > 1:
             expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
             raise UsageError(
                 f"--hostfile, --spare and --min-hosts: {expected}: mpirun -f {{hostfile}} -n {{ranks}} ..."
@@ -109,10 +116,111 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
     return replace(pool, spare=options.spare, timeout=options.probe_timeout)
 
 
+class Restarts:
+    """Run and its starts. `limits`: the flags of the command; `stop`: the stop signals of this process."""
+
+    def __init__(
+        self, template: Template, pool: HostPool | None, folder: RunFolder, limits: Namespace
+    ) -> None:
+        self._template, self._pool, self._folder, self._limits = template, pool, folder, limits
+        self._failed_before: tuple[object, ...] = ()
+        self._count = 0
+        self.stop = StopRequest()
+
+    def run(self) -> int:
+        """Start the run until the end. Return the exit status. Raises UsageError."""
+        first, settings = self._folder.checkpoint(), dict[str, str]()
+        hosts = self._pool.choose() if self._pool else ()
+        with tempfile.TemporaryDirectory(prefix="zero_mpi-supervise-") as place:
+            while True:
+                is_own = self._folder.checkpoint() not in (first, NO_CHECKPOINT)
+                template = self._template.resuming() if is_own else self._template
+                attempt = Attempt(self._folder, self.stop, self._limits.hang_after)
+                ending = attempt.run(template.fill(hosts, Path(place)), settings)
+                if self.stop.at_once:
+                    return INTERRUPTED
+                status = ending.final_status(bool(self.stop.told))
+                if status is not None:
+                    return status
+                if not self._may_start_again(ending, hosts):
+                    return ending.failure_status
+                found = self._next_hosts(ending)
+                if isinstance(found, int):
+                    return found
+                hosts, settings = found, BESIDE
+
+    def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
+        """Return whether another start has a chance; log why not."""
+        if ending.progressed:
+            self._count = 0
+        failed = ending.fingerprint([host.name for host in hosts])
+        is_same = failed == self._failed_before and not ending.progressed
+        self._failed_before = failed
+        if is_same:
+            self._give_up(ending, f"the same failure again after step {ending.step}: {ending.reason}")
+        return not is_same and self._has_restarts(ending)
+
+    def _has_restarts(self, ending: Ending) -> bool:
+        """Return whether the limit allows a restart; log it if not."""
+        most: int = self._limits.restarts
+        if self._count >= most:
+            self._give_up(ending, f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint")
+        return self._count < most
+
+    def _give_up(self, ending: Ending, why: str) -> None:
+        say(f"zero_mpi supervise: giving up: {why}")
+        self._folder.note(events.GAVE_UP, ending.step, reason=why)
+
+    def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
+        """Return the hosts of the next start, once it is time, or the exit status if there is none."""
+        while True:
+            self._count += 1
+            pause = min(self._limits.backoff * 2 ** min(self._count - 1, 20), MOST_PAUSE)
+            number = f"restart {self._count} of {self._limits.restarts}"
+            say(
+                f"zero_mpi supervise: the run ended after step {ending.step}: {ending.reason}; "
+                f"{number} {f'in {duration(pause)}' if pause else 'now'}"
+            )
+            self._folder.await_release(ORPHANS, lambda: bool(self.stop.told))
+            if not self._pause(pause):
+                return INTERRUPTED if self.stop.at_once else REQUEUE
+            silent = self._pool.silent() if self._pool else []
+            hosts = self._pool.choose(silent) if self._pool else ()
+            if self._pool is None or len(hosts) >= self._limits.min_hosts:
+                self._tell(ending, number, hosts, silent)
+                return hosts
+            few_left = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
+            ending = Ending(FAILED, {}, f"{few_left}{self._limits.min_hosts}", ending.step)
+            if not self._has_restarts(ending):
+                return FAILED
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait; return False if this process was asked to stop."""
+        until = time.monotonic() + seconds
+        while not self.stop.told and time.monotonic() < until:
+            time.sleep(min(LOOK, seconds))
+        return not self.stop.told
+
+    def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
+        """Log what is started and where, and write it to the events."""
+        where, about = "", {}
+        if self._pool is not None:
+            names, ranks = [host.name for host in hosts], ranks_of(hosts)
+            where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
+            about = {"hosts": names, "ranks": ranks}
+        if silent:
+            where += f"; left out (no answer): {', '.join(few(silent))}"
+        say(f"zero_mpi supervise: {number} from {self._folder.checkpoint()[0] or 'the start'}{where}")
+        why = f"{ending.reason}; {number}{where}"
+        self._folder.note(events.RESTARTED, ending.step, reason=why, silent=silent, **about)
+
+
 def main() -> None:
     """Run the command."""
     try:
-        status = command(sys.argv[1:])
+        restarts = prepare(sys.argv[1:])
+        restarts.stop.listen()
+        status = restarts.run()
     except UsageError as error:
         say(f"zero_mpi supervise: error: {one_line(str(error))}")
         status = BAD_USAGE

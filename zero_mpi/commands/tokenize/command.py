@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import os
 import sys
-from collections.abc import Sequence
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.tokenize.text_formats import FLAG
-from zero_mpi.commands.tokenize.work import tokenize
-from zero_mpi.commands.tokenize.work_folder import Table
+from zero_mpi.cli.text import elapsed, plural, short_size
+from zero_mpi.commands.tokenize.encode_parts import (
+    Amount,
+    Encoding,
+    ProgressSum,
+    WorkPart,
+    cut_parts,
+    dealt,
+    encode_parts,
+)
+from zero_mpi.commands.tokenize.text_formats import (
+    FLAG,
+    TEXT_FORMATS,
+    InputFile,
+    check_unchanged,
+    format_named,
+)
+from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record
 from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
-from zero_mpi.config.inputs import BYTE, fingerprint, tokenizer_from_file
-from zero_mpi.config.settings import Config
+from zero_mpi.config.inputs import fingerprint, tokenizer_from_file
+from zero_mpi.config.settings import BYTE, Config
 from zero_mpi.data import ByteTokenizer, Tokenizer
-from zero_mpi.data.document_reader import separator
-from zero_mpi.data.text_files import TOKENIZER
-from zero_mpi.errors import UsageError
+from zero_mpi.data.corpus import UNFINISHED
+from zero_mpi.data.document_reader import separator, separator_notes
+from zero_mpi.data.text_files import TOKENIZER, collect_files, library_files, named, unreadable
+from zero_mpi.data.token_formats import megatron_dtype
+from zero_mpi.data.tokenizers.byte import TextReader
+from zero_mpi.errors import JobError, UsageError, writing
+from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND
+from zero_mpi.files.open import is_folder, open_file
 from zero_mpi.launch.consistency import SAME_FILES, check_installation, check_not_alone, same
-from zero_mpi.launch.stopping import signals
+from zero_mpi.launch.ending import REQUEUE
+from zero_mpi.launch.folder_lock import take_folder
+from zero_mpi.launch.stopping import PREPARING, STEPS, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
+from zero_mpi.telemetry.progress_bar import short
 
-OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")
+OPTIONS = ("field", "skip_bad", "control_tokens", "part_mb")  # flags that decide what is written
 THREADS = "RAYON_NUM_THREADS"  # variable of the package tokenizers
 LEAST_PART_MB, MOST_PART_MB = 0.001, 16384
+MEBIBYTE = BLOCK = 1 << 20
+COUNTS = ("documents", "tokens", "text_bytes", "skipped")
 EXAMPLES = """\
 Examples:
 
@@ -61,7 +89,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+def read_options(arguments: Sequence[str]) -> Namespace:
     """Read the flags; raises UsageError for values out of range."""
     options = make_parser().parse_args(arguments)
     if options.part_mb is not None and not LEAST_PART_MB <= options.part_mb <= MOST_PART_MB:
@@ -77,22 +105,65 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check_installation(world)
     options = world.together(lambda: read_options(arguments))
     log.install(world.rank, world.size)
-    tokenizer: Tokenizer = same(world.comm, lambda: look(options), SAME_FILES)
+
+    def look() -> tuple[Tokenizer, dict[str, object]]:
+        given = options.tokenizer
+        found = ByteTokenizer() if given == BYTE else tokenizer_from_file(Path(given))
+        return found, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(found)}
+
+    tokenizer: Tokenizer = same(world.comm, look, SAME_FILES)
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
     try:
-        return tokenize(world, options, tokenizer, about(options, tokenizer), watchdog)
+        return tokenize(world, options, tokenizer, watchdog)
     finally:
         watchdog.stop()
 
 
-def look(options: argparse.Namespace) -> tuple[Tokenizer, dict[str, object]]:
-    """Return the tokenizer of the flags, and what must be the same on all ranks."""
-    given = options.tokenizer
-    tokenizer = ByteTokenizer() if given == BYTE else tokenizer_from_file(Path(given))
-    return tokenizer, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(tokenizer)}
+def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
+    """Write the missing parts of the folder. Return the exit status. Collective."""
+    watchdog.beat("finding the files")
+    files, out = world.from_root(lambda: found_files(options.path, options.out)), Path(options.out)
+    hold = take_folder(world, out)
+    watchdog.gather(out, world.comm)
+    signals.enter(PREPARING)
+    encoding = Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
+    folder: WorkFolder = world.on_root(lambda: WorkFolder(out, about(options, tokenizer)))
+    inputs, weights = look_at_files(world, encoding, watchdog)
+    watchdog.beat("reading existing parts")
+    parts = cut_parts(files, weights, None if options.part_mb is None else int(options.part_mb * MEBIBYTE))
+    missing = world.from_root(lambda: begin(folder, encoding, parts, inputs))
+    if missing is None:
+        return 0
+    world.together(lambda: check_shared(out))
+    begun, new = time.monotonic(), [part for part in parts if part.name in missing]
+    share = dealt([part.weight for part in new], world.size)[world.rank]
+    total, left = (sum(part.weight for part in some) for some in (parts, new))
+    signals.enter(STEPS)
+    progress = ProgressSum(
+        world, watchdog, "writing token files", total, total - left,
+        lambda: bool(signals.caught or hold.lost),
+    )  # fmt: skip
+    is_done = progress.run(partial(encode_parts, encoding, [new[place] for place in share]))
+    hold.check()
+    watchdog.beat("writing the manifest")
+    if is_done:
+        world.on_root(lambda: finish(folder, encoding, parts, missing, time.monotonic() - begun))
+        return 0
+    if world.rank == 0:
+        done = sum(read_record(out, part.name) is not None for part in parts)
+        of = f"{done} of {plural(len(parts), 'part')} are complete"
+        log.info("%s", f"stopped: {of}; run the same command to continue")
+    signals.caught = signals.caught or "a signal to another rank"
+    return REQUEUE
 
 
-def about(options: argparse.Namespace, tokenizer: Tokenizer) -> Table:
+def check_shared(out: Path) -> None:
+    """Raise UsageError on a rank that does not see what rank 0 has written."""
+    if not is_folder(out / UNFINISHED):
+        raise UsageError(f"--out {shown(out)}: expected a folder that the hosts of all ranks share")
+
+
+def about(options: Namespace, tokenizer: Tokenizer) -> Table:
     """Return all settings, without the inputs, that decide what is written."""
     return {
         "zero_mpi": __version__,
@@ -105,6 +176,126 @@ def about(options: argparse.Namespace, tokenizer: Tokenizer) -> Table:
         },
         "options": {name: getattr(options, name) for name in OPTIONS},
     }
+
+
+def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
+    """Return the files that the flags name; raises UsageError, also where `out` is in a folder of these."""
+    for given in paths:
+        inner, outer = os.path.realpath(out), os.path.realpath(given)
+        if os.path.commonpath([inner, outer]) == outer:
+            raise UsageError(f"--out {shown(out)}: is inside {FLAG} {shown(given)}: use a folder outside it")
+    files = list[InputFile]()
+    for name, path in collect_files(paths, FLAG) if paths else library_files():
+        try:
+            about = path.stat()
+        except OSError as error:
+            unreadable(error)
+        files.append(InputFile(name, path, format_named(name).name, about.st_size, about.st_mtime_ns))
+    return files
+
+
+def look_at_files(
+    world: World, encoding: Encoding, watchdog: Watchdog
+) -> tuple[list[Table], list[list[int]]]:
+    """Look at all files, each by one rank, and say which are no text. Collective; raises UsageError.
+
+    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is no text).
+    """
+    files, reading = encoding.files, encoding.reading()
+    sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
+
+    def look(progress: ProgressSum) -> None:
+        for number in dealt(sizes, world.size)[world.rank]:
+            if not progress.beat():
+                return  # another rank raises
+            weights = TEXT_FORMATS[files[number].format].weights(files[number], reading)
+            if weights is not None:
+                found[number] = digest_of(files[number], progress), weights
+
+    ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(look)
+    results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
+    for theirs, noted in results:
+        found |= theirs
+        joint.out, joint.taken = sorted([*joint.out, *noted.out]), sorted([*joint.taken, *noted.taken])
+    if world.rank == 0:
+        warn(joint.notes())
+    inputs: list[Table] = [
+        {"name": file.name, "format": file.format, "bytes": file.size, "sha256": found[number][0]}
+        for number, file in enumerate(files)
+        if number in found
+    ]
+    return inputs, [found[number][1] if number in found else [] for number in range(len(sizes))]
+
+
+def digest_of(file: InputFile, progress: ProgressSum) -> str:
+    """Return the sha256 of a file; raises UsageError if it cannot be read, JobError if it changes."""
+    digest = hashlib.sha256()
+    with open_file(file.path) as raw:
+        try:
+            while block := raw.read(BLOCK):
+                digest.update(block)
+                progress.beat(Amount(len(block), len(block)))
+        except OSError as error:
+            error.filename = file.path
+            unreadable(error)
+    check_unchanged(file)
+    return digest.hexdigest()
+
+
+def begin(
+    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], inputs: list[Table]
+) -> set[str] | None:
+    """Write the plan; returns the names of missing parts, None if the folder is complete. On rank 0."""
+    with writing():
+        folder.begin(inputs, encoding.text.tokenizer)
+    if folder.is_complete:
+        log.info("%s", f"{shown(encoding.out)} is already complete: {train_on(encoding)}")
+        return None
+    missing = {part.name for part in parts if read_record(encoding.out, part.name) is None}
+    of = f"of {len(parts):,}, from {plural(len(inputs), 'file')}"
+    log.info("%s", f"{plural(len(missing), 'part')} to write {of}")
+    return missing
+
+
+def finish(
+    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
+) -> None:
+    """Write the manifest, and log the result. Raises UsageError where there is nothing."""
+    found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
+    if len(found) != len(parts):
+        raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
+    records, out = list(found.values()), shown(folder.out)
+    counts = {name: sum(each[name] for each in records) for name in COUNTS}
+    joint, reader = encoding.text_filter(), encoding.text.anew()
+    for record in records:
+        joint.odd += record["odd"]
+        reader.spelt.update(record["spelt"])
+    warn((*joint.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
+    if counts["skipped"]:
+        warn([f"skipped lines and rows without text: {counts['skipped']:,}"])
+    if not counts["documents"]:
+        folder.clear()
+        (folder.out / TOKENIZER).unlink()
+        raise UsageError(f"{FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
+    files = [file for each in records for file in each["files"]]
+    ids = megatron_dtype(reader.tokenizer.vocab_size).name
+    with writing():
+        folder.end({"ids": ids, **counts, "files": files})
+    rate = short(sum(found[name]["tokens"] for name in new) / max(seconds, 1e-9))
+    made = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
+    size = f"{short_size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
+    log.info("%s", f"{out}: {made} of {size}, {rate} tokens/s in {elapsed(seconds)}; {train_on(encoding)}")
+
+
+def warn(notes: Iterable[str]) -> None:
+    """Log notes as warnings."""
+    for note in notes:
+        log.tell(log.Caution(note))
+
+
+def train_on(encoding: Encoding) -> str:
+    """Return the advice at the end."""
+    return f"train on it with mpirun -n 8 python -m zero_mpi.train --data {shown(encoding.out)}"
 
 
 def main() -> None:

@@ -26,12 +26,12 @@ from zero_mpi.cli.text import percent
 from zero_mpi.comm.base import Handle
 from zero_mpi.commands.tokenize.text_formats import FLAG, TEXT_FORMATS, InputFile, Reading, check_unchanged
 from zero_mpi.commands.tokenize.work_folder import PartWriter
-from zero_mpi.config.inputs import BYTE
-from zero_mpi.data.control_tokens import TextReader
+from zero_mpi.config.settings import BYTE
 from zero_mpi.data.document_reader import Text, text_documents
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.file_kinds import TextFilter
+from zero_mpi.data.text_files import TextFilter
 from zero_mpi.data.token_formats import megatron_dtype
+from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.launch.watchdog import Watchdog

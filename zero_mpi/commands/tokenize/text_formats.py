@@ -12,15 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_mpi.data.arrow_tokens import open_table
+from zero_mpi.data.conversations.row_sources import open_table
 from zero_mpi.data.document_reader import Text
-from zero_mpi.data.file_kinds import HEAD, TextFilter
+from zero_mpi.data.text_files import HEAD, TextFilter
 from zero_mpi.data.token_formats import MEGATRON_MOST
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import quoted, shown
-from zero_mpi.files.json_lines import is_text
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, MOST_UNPACKED, TextStream, length_of, line_number, packing_of
+from zero_mpi.files.text_streams import (
+    MOST,
+    MOST_UNPACKED,
+    TextStream,
+    is_text,
+    length_of,
+    line_number,
+    packing_of,
+)
 
 FLAG = "TEXT"  # names the inputs in messages
 ROWS = 256  # rows of Parquet that are read together

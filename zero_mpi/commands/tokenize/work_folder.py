@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.folders import sync_folder
 from zero_mpi.checkpoint.gguf.header import pack_file
+from zero_mpi.data.corpus import UNFINISHED
 from zero_mpi.data.encoded_cache import code, sealed
-from zero_mpi.data.sources import UNFINISHED
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_index
 from zero_mpi.data.tokenizers.byte import Tokenizer

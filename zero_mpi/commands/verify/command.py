@@ -30,13 +30,13 @@ from zero_mpi.commands.verify.history import (
     read_history,
     steps_of,
 )
-from zero_mpi.config import replay
+from zero_mpi.config import toml
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given, joined
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import checked_type, read_toml
-from zero_mpi.data.control_tokens import NEVER
 from zero_mpi.data.conversations.chat_template import DAY
+from zero_mpi.data.tokenizers.byte import NEVER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists
@@ -46,9 +46,8 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.description import FACTS, NAMES, SETTINGS
+from zero_mpi.train.description import FACTS, NAMES, SETTINGS, obey_early, settings
 from zero_mpi.train.resolve import RunSpec, resolve
-from zero_mpi.train.same_bits import obey_early, settings
 
 PLACES = ("data", "val_data", "init", "lora_init", "teacher", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
@@ -119,9 +118,9 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 def config_of(run: Path, now: dict[str, Any]) -> Config:
     """Return a run folder's settings with the current values put in; raises UsageError without a run."""
-    place = run / replay.NAME
+    place = run / toml.CONFIG_FILE
     if not exists(place):
-        raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {replay.NAME}")
+        raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {toml.CONFIG_FILE}")
     # Nothing is to be written or resumed: this job has no folder.
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), now))

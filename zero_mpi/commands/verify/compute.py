@@ -34,7 +34,7 @@ from zero_mpi.commands.verify.history import (
     other,
     records_of,
 )
-from zero_mpi.config import replay
+from zero_mpi.config import toml
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.launch.watchdog import Watchdog
@@ -44,11 +44,10 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, finite_or_none
 from zero_mpi.telemetry.proof import PROOF, bits_of
 from zero_mpi.train import observers
-from zero_mpi.train.description import CODE, FACTS, MACHINE, SETTINGS, identity, settings_of
+from zero_mpi.train.description import CODE, FACTS, MACHINE, SETTINGS, changes, identity, settings_of
 from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.resolve import RunSpec
 from zero_mpi.train.resume import CORPUS, SINCE, ResumePoint, differences
-from zero_mpi.train.same_bits import changes
 from zero_mpi.train.setup import Session, build, fill_parameters
 from zero_mpi.train.steps import Steps
 
@@ -59,8 +58,8 @@ Facts = Mapping[str, Any]
 def check_config(run: Path, config: Config, history: History) -> None:
     """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
     if SETTINGS in (said := history.runs[-1]):  # a setting that was added later had its default
-        refuse(replay.NAME, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
-        stays = {*Config().fixed(), *said[FACTS]} - {*replay.PATHS}
+        refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
+        stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
         kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
         for step in history.kept:
             with differing():

@@ -62,20 +62,26 @@ class AnswerFinder:
 
     def by_loop(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
         """Return the answer of each turn by the template's loop; none if the loop does not tell of all."""
-        places, spans, leads = segments(whole), Spans(), dict[object, tuple[str, int] | None]()
+        places, spans = segments(whole), Spans()
         if not places.keys() >= set(turns):
             return {}
-        for turn in reversed(turns):  # the text before the last turns depends on no later message
-            start, stop = places[turn]
-            speaker = messages[turn - 1]["role"] if turn else None
-            if speaker not in leads:
-                leads[speaker], before = None, self._text(messages[:turn], generation_prompt=True)
+        by_speaker = dict[object, list[int]]()
+        for turn in turns:
+            by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
+        for speaking in by_speaker.values():
+            # The first turn is short; the text before the last one depends on no later message.
+            for turn in dict.fromkeys((speaking[0], speaking[-1])):
+                before = self._text(messages[:turn], generation_prompt=True)
                 if before is not None and whole.text.startswith(before):
-                    leads[speaker] = before[start:], len(before) - start
-            lead = leads[speaker]
-            if lead is not None and whole.text.startswith(lead[0], start, stop):
-                start += lead[1]  # shorter if an answer includes the text after the message before
-                spans[turn] = start, self._end_of_turn(whole.text, start, stop)
+                    lead = before[places[turn][0] :], len(before) - places[turn][0]
+                    break
+            else:
+                continue
+            for turn in speaking:
+                start, stop = places[turn]
+                if whole.text.startswith(lead[0], start, stop):
+                    start += lead[1]  # shorter if an answer includes the text after the message before
+                    spans[turn] = start, self._end_of_turn(whole.text, start, stop)
         if rest := set(turns) - spans.keys():
             other = self._instead(whole, messages, rest)
             others = segments(other)

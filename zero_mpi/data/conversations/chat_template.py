@@ -5,25 +5,87 @@ A template is a stranger's program and runs in a process of its own (`sandbox`).
 
 from __future__ import annotations
 
+import json
 import marshal
 import re
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zero_mpi.data.conversations.tool_calls import CallForm, form_of
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENS, GGUFKeys
 from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+
+Message = dict[str, Any]
+KEY, VALUE = "zq_key", "zq_value"
+TEXT = f'{{"{KEY}": "{VALUE}"}}'
+NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": NO_PARAMETERS}}
+
+
+class CallForm(NamedTuple):
+    """Form of calls that a template shows: the content of a message that only calls, and the arguments.
+
+    If it shows arguments both as text and as objects, or as neither, they stay unchanged.
+    """
+
+    content: str | None = ""
+    text: bool = True
+    objects: bool = True
+
+    def fitted(self, message: Message) -> Message:
+        """Return a message whose calls have this form."""
+        calls, content = list(map(self._call, message["tool_calls"])), message["content"]
+        return message | {"tool_calls": calls, "content": self.content if content == "" else content}
+
+    def _call(self, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return call | {"function": self._call(call["function"])}
+        return call | {"arguments": self._arguments(call["arguments"])} if "arguments" in call else call
+
+    def _arguments(self, value: Any) -> Any:
+        if self.text == self.objects or isinstance(value, str) is self.text:
+            return value
+        if self.text:
+            return json.dumps(value, ensure_ascii=False)
+        try:
+            return parse_json(value)
+        except ValueError:
+            return value
+
+
+def form_of(render: Callable[[list[Message], list[Any] | None], str]) -> CallForm:
+    """Return the form that a template shows, with tools or without; `render` raises ValueError for others."""
+
+    def shows(content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call12345", "type": "function", "function": function}  # an id in Mistral's form
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            found = render([{"role": "user", "content": "a"}, answer], tools)
+        except ValueError:
+            return False
+        return all(text in found for text in texts)
+
+    for content, tools in product(("", None), (None, [TOOL])):
+        text, objects = shows(content, TEXT, tools, TEXT), shows(content, {KEY: VALUE}, tools, KEY, VALUE)
+        if text or objects:
+            return CallForm(content, text, objects)
+    return CallForm()
+
 
 if TYPE_CHECKING:
     from zero_mpi.data.conversations.formats import Message

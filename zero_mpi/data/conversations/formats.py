@@ -12,12 +12,12 @@ template unchanged. A key with a null value counts as absent, because tables wri
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_mpi.data.conversations.row_facts import BadRows
 from zero_mpi.data.conversations.row_sources import (
     DOCUMENT,
     LINES,
@@ -29,8 +29,8 @@ from zero_mpi.data.conversations.row_sources import (
 )
 from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import each_line, is_text
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -56,6 +56,29 @@ ROWS = re.compile(
 )
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
+
+
+MOST_REASONS = 6  # reasons that are counted separately
+VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
+
+
+class BadRows:
+    """Rows in error that are left out, counted by reason, each reason with its first row."""
+
+    def __init__(self) -> None:
+        self.counts, self._first = Counter[str](), dict[str, str]()
+
+    def add(self, name: str, number: int, error: ValueError) -> None:
+        """Count a row of a file."""
+        key = VALUES.sub("", str(error))
+        key = key if key in self.counts or len(self.counts) < MOST_REASONS else "other reasons"
+        self.counts[key] += 1
+        self._first.setdefault(key, f"{shown(str(error))} ({shown(name)}:{number})")
+
+    def notes(self) -> list[str]:
+        """Return a line on all reasons; none if there are no bad rows."""
+        told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
+        return [f"--skip-bad skipped {self.counts.total():,} rows: {told}"] if told else []
 
 
 @dataclass(frozen=True)
@@ -312,3 +335,66 @@ def calls_of(where: str, value: Any) -> list[Message]:
 def text_of(part: Any) -> Any:
     """Return the text of a part of a message's content; None for a part of another kind."""
     return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+
+
+PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
+Sides = tuple[Conversation | None, Conversation | None]
+EXPECTED_PAIR = "expected an object with chosen and rejected"
+
+
+def one_pair(name: str, value: Any, labels: bool) -> Sides:
+    """Return the better and the worse conversation of a line; with `labels` one may be missing.
+
+    Raises ValueError for anything else.
+    """
+    expected = f"{EXPECTED_PAIR}, or with prompt, completion and label" if labels else EXPECTED_PAIR
+    if not isinstance(value, dict):
+        raise ValueError(f"{expected}, found {quoted(value)}")
+    value = without_nulls(value)
+    tools = tools_of(value.get("tools"))
+
+    def side(key: str, earlier: list[Message], answer: list[Message]) -> Conversation:
+        found = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
+        if not found.turns:
+            raise ValueError(f"{key}: expected an answer of the assistant, found none")
+        return found
+
+    if all(key in value for key in PAIR):
+        earlier, *answers = prompt_and_answers(value)
+        return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
+    if not labels or not all(key in value for key in LABELLED):
+        raise ValueError(f"{expected}, found {', '.join(map(show, list(value)[:5])) or 'nothing'}")
+    if not isinstance(label := value["label"], bool):
+        raise ValueError(f"label: expected true or false, found {quoted(label)}")
+    found = side("completion", *by_prompt(value))
+    return (found, None) if label else (None, found)
+
+
+def prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], list[Message]]:
+    """Return the messages of the prompt, and those of both answers."""
+    prompt, kinds = value.get("prompt"), {type(value[key]) for key in PAIR}
+    if kinds == {list}:
+        answers = [messages_of(key, value[key]) for key in PAIR]
+        if isinstance(prompt, list):
+            return messages_of("prompt", prompt), answers[0], answers[1]
+        at = first_difference(*answers)  # a prompt as text is how both begin
+        return answers[0][:at], answers[0][at:], answers[1][at:]
+    if list in kinds:
+        raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
+    texts = [said(ASSISTANT, value, key)["content"] for key in PAIR]
+    if prompt is None:
+        at = first_difference(*texts)
+        at -= at > 0 and texts[0][at - 1] == " "
+        prompt, texts = texts[0][:at], [text[at:] for text in texts]
+        if not prompt:
+            raise ValueError("chosen and rejected: expected texts with a common beginning, or a prompt")
+    is_list = isinstance(prompt, list)
+    earlier = messages_of("prompt", prompt) if is_list else [said(USER, {"prompt": prompt}, "prompt")]
+    chosen, rejected = ([{"role": ASSISTANT, "content": text}] for text in texts)
+    return earlier, chosen, rejected
+
+
+def first_difference(a: Any, b: Any) -> int:
+    """Return the first place where two texts or lists differ; the last common one if none does."""
+    least = min(len(a), len(b))
+    return next((place for place in range(least) if a[place] != b[place]), max(0, least - 1))

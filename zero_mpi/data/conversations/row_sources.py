@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.data.arrow_tokens import COLUMN, open_table
-from zero_mpi.errors import FileError
+from zero_mpi.errors import FileError, UsageError, import_optional
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.json_lines import BOM
+from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, TextStream, packing_of
+from zero_mpi.files.text_streams import BOM, MOST, TextStream, packing_of
 
 LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
@@ -24,6 +25,36 @@ COLUMNS |= {"chosen", "rejected", "label"}
 BESIDE = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes in which a row must begin that shows the kind of a file
 ROWS = 64  # rows of a table that are read together
+COLUMN = "input_ids"  # of token ids
+
+
+def pyarrow(what: str = "Arrow files") -> Any:
+    """Return the package pyarrow, for files of a kind. Raises UsageError with the remedy if it is missing."""
+    return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
+
+
+@contextmanager
+def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
+    """Open a Parquet file, or columns and batches of an Arrow file; raises FileError for any failure."""
+    library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
+    with open_file(path, f"a file of {kind}") as raw:
+        try:
+            file = library.PythonFile(raw, mode="r")
+            yield parquet.ParquetFile(file) if kind == "Parquet" else batches_of(library, file)
+        except UsageError:
+            raise
+        except (OSError, ValueError, library.lib.ArrowException) as error:
+            raise FileError(f"{shown(path)}: cannot be read as {kind}: {shown(reason(error), 120)}") from None
+
+
+def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
+    """Return the columns and record batches of a file or a stream; datasets writes streams."""
+    if file.read(6) == b"ARROW1":
+        found = library.ipc.open_file(file)
+        return found.schema.names, map(found.get_batch, range(found.num_record_batches))
+    file.seek(0)
+    stream = library.ipc.open_stream(file)
+    return stream.schema.names, iter(stream)
 
 
 def suffix_of(path: Path) -> str:

@@ -8,6 +8,7 @@ answers has to produce all of it.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, groupby, pairwise, tee
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.control_tokens import with_bos
 from zero_mpi.data.conversations.answers import AnswerFinder, Span
 from zero_mpi.data.conversations.chat_template import (
     NO_INPUTS,
@@ -25,13 +25,54 @@ from zero_mpi.data.conversations.chat_template import (
     TemplateInputs,
     template_of,
 )
-from zero_mpi.data.conversations.formats import Conversation, read_conversations
-from zero_mpi.data.conversations.pairs import Sides, one_pair
-from zero_mpi.data.conversations.row_facts import BadRows, Facts
-from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.data.conversations.formats import BadRows, Conversation, Sides, one_pair, read_conversations
+from zero_mpi.data.tokenizers.byte import Tokenizer, with_bos
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
+
+Facts = Counter[str]
+"""Counts of one row or many. tokens; counted: tokens in the loss; bos: rows that begin with BOS; turns:
+trained segments; silent: answers with weight 0; tools: rows with tools; and the keys of `CAUTIONS`."""
+CAUTIONS = {
+    "left_out": "skipped conversations without an answer: {:,}",
+    "unwritten": "answers that the chat template drops, so they are not trained on: {:,}",
+    "unread": "conversations whose tools the chat template ignores: {:,}",
+    "endless": "turns without an end-of-turn token: {:,}; the chat template ends them with plain text, so "
+    "the model cannot learn to stop",
+}
+
+
+def described(of: Facts) -> str:
+    """Return the facts on one row or on many as text."""
+    bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
+    text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
+    text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
+    text += f", answers not trained on: {of['silent']:,}" * (of["silent"] > 0)
+    return text + f", tools used: {of['tools'] - of['unread']:,} of {of['tools']:,}" * (of["tools"] > 0)
+
+
+class Totals:
+    """Sums of facts, the largest number of tokens in a row, and a text on the first row."""
+
+    def __init__(self) -> None:
+        self.sums, self.longest, self.first = Facts(), 0, ""
+
+    def add(self, name: str, facts: Facts) -> None:
+        """Add a row."""
+        self.first = self.first or f"{shown(name)}: {described(facts)}"
+        self.longest = max(self.longest, facts["tokens"])
+        self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
+
+    def remarks(self) -> list[str]:
+        """Return notes on what is read, in total and of the first row."""
+        total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
+        return [total, f"first conversation: {self.first}"]
+
+    def cautions(self) -> list[str]:
+        """Return notes on what is left out, or read differently than a row says."""
+        return [text.format(self.sums[key]) for key, text in CAUTIONS.items() if self.sums[key]]
+
 
 Files = Iterable[tuple[str, Path]]
 ANSWERS, ALL = "answers", "all"

@@ -6,14 +6,18 @@ gives it, three special tokens follow, and one merge that never applies, because
 and want both its halves and the joined token in the vocabulary. The "llama" (SentencePiece) kind with <0xNN>
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.tokenizers.spellings import Spellings
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, TOKENIZER, TOKENS, GGUFKeys
 
 _BYTES = 256
@@ -184,3 +188,68 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
     if isinstance(part, int):
         return np.array([part], np.uint16)
     return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)
+
+
+AUTO, ALWAYS, NEVER = BOS = ("auto", "always", "never")
+
+
+def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
+    """Return the id that begins a text by `--bos`, None for none; without a tokenizer there is none.
+
+    AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS with a tokenizer that has no bos.
+    """
+    if tokenizer is None or asked == NEVER or (asked == AUTO and not tokenizer.add_bos):
+        return None
+    if tokenizer.bos is None:
+        raise UsageError(f"--bos {asked}: the tokenizer has no bos token: use --bos {NEVER}")
+    return tokenizer.bos
+
+
+def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
+    """Return ids (n,) that begin with bos once: a chat template may have written it. None: as they are."""
+    return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)
+
+
+PARSE, PLAIN = "parse", "plain"
+READINGS = (PARSE, PLAIN)
+_NAMED = 3  # control tokens that a note names
+
+
+class TextReader:
+    """Encodes texts with their control tokens read as `asked`: PARSE, PLAIN or None (not set).
+
+    None reads as PLAIN and counts the spelt tokens in `spelt`, for `notes`. Text by a template is read with
+    PARSE. Raises UsageError for another word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
+        if asked is not None and asked not in READINGS:
+            raise UsageError(f"--control-tokens {shown(asked)}: expected one of {', '.join(READINGS)}")
+        self.tokenizer, self.asked = tokenizer, asked
+        self.spelt = Counter[str]()
+
+    def anew(self) -> TextReader:
+        """Return a reader with the same settings that has read nothing yet."""
+        return TextReader(self.tokenizer, self.asked)
+
+    @property
+    def parses(self) -> bool:
+        """Tell whether a spelling is read as the token."""
+        return self.asked == PARSE
+
+    def encode(self, texts: Sequence[bytes | str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+        """Return the ids (n,) of each text, uint16 or uint32, without bos and eos."""
+        if self.asked is None:
+            self.spelt += self.tokenizer.spelt(texts)
+        return self.tokenizer.encode_batch(texts, special=self.parses)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line on the tokens spelt in the texts so far, if nobody said how to read them."""
+        if self.spelt:
+            found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(_NAMED)]
+            more = ", ..." if len(self.spelt) > _NAMED else ""
+            yield (
+                f"special tokens in the text: {self.spelt.total():,} ({', '.join(found)}{more}), read as "
+                f"plain characters; --control-tokens {PARSE} reads them as tokens, --control-tokens {PLAIN} "
+                "confirms plain characters"
+            )

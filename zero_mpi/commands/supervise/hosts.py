@@ -1,4 +1,4 @@
-"""Hosts of a run: where they are named, which of them answer, and which of these a start may use.
+"""Hosts of a run: where they are named, which of them answer, which of these a start may use, its command.
 
 A host answers if a command that goes there ends with status 0 in time. All are asked at once, before each
 start but the first, except for the host that asks. The last `spare` of the list are not used while those
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from zero_mpi.commands.hostfile.host_entries import LINES, HostEntry, read_file, read_hosts
+from zero_mpi.commands.hostfile import LINES, HostEntry, hosts_in, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
@@ -30,6 +30,8 @@ SECONDS = 30.0  # seconds for Slurm to name its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
 BY_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} true"
+PLACEHOLDERS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"
+DEFAULT_OUT = "runs/default"  # default --out of train
 
 
 @dataclass(frozen=True)
@@ -50,59 +52,48 @@ class HostPool:
         """Return the names of the hosts that do not answer."""
         name = platform.node()
         own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
-        asked = [host.name for host in self.hosts if host.name not in own]
-        parts = (asked[begin : begin + AT_ONCE] for begin in range(0, len(asked), AT_ONCE))
-        return [name for part in parts for name in self._ask(part)]
+        names, silent = [host.name for host in self.hosts if host.name not in own], list[str]()
+        for begin in range(0, len(names), AT_ONCE):
+            asking = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
+            until = time.monotonic() + self.timeout
+            while time.monotonic() < until and any(one and one.poll() is None for one in asking.values()):
+                time.sleep(LOOK)
+            for name, one in asking.items():
+                if one and one.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(one.pid, signal.SIGKILL)
+                    one.wait()
+                if one is None or one.returncode != 0:
+                    silent.append(name)
+        return silent
 
-    def _ask(self, names: Sequence[str]) -> list[str]:
-        """Return the names of a few hosts that do not answer."""
-        asking = {name: start_quietly([word.replace(HERE, name) for word in self.probe]) for name in names}
-        until = time.monotonic() + self.timeout
-        while time.monotonic() < until and any(one and one.poll() is None for one in asking.values()):
-            time.sleep(LOOK)
-        for one in asking.values():
-            if one and one.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(one.pid, signal.SIGKILL)
-                one.wait()
-        return [name for name, one in asking.items() if one is None or one.returncode != 0]
-
-
-def start_quietly(words: Sequence[str]) -> subprocess.Popen[bytes] | None:
-    """Start a process in a group of its own, without output; None if there is no such program."""
-    quiet = subprocess.DEVNULL
-    try:
-        return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-    except OSError:
-        return None
-
-
-# ------------------------------------------------------------------------------------- where they are named
+    def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
+        """Start the probe of a host in a group of its own; None if there is no such program."""
+        words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
+        try:
+            return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        except OSError:
+            return None
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
     """Return the hosts of a file or of the batch job, or None if none are named; raises UsageError."""
-    if hostfile:
-        return HostPool(tuple(read_file(hostfile)), probe_words(probe or BY_SSH))
-    if environ.get("SLURM_JOB_NODELIST"):
-        return HostPool(slurm_hosts(environ), probe_words(probe or BY_SRUN))
-    if environ.get("PBS_NODEFILE"):
-        return HostPool(tuple(read_file(environ["PBS_NODEFILE"])), probe_words(probe or BY_SSH))
-    return None
-
-
-def probe_words(text: str) -> tuple[str, ...]:
-    """Return the words of the probe command; raises UsageError."""
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    file = hostfile or ("" if nodes else environ.get("PBS_NODEFILE", ""))
+    if not (file or nodes):
+        return None
+    hosts = hosts_in(file) if file else slurm_hosts(environ)
+    text = probe or (BY_SSH if file else BY_SRUN)
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(f"--probe {shown(text)}: not a command: {error}") from None
     if not any(HERE in word for word in words):
         raise UsageError(f"--probe {shown(text)}: expected {HERE} in place of the host name")
-    return words
+    return HostPool(tuple(hosts), words)
 
 
-def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
+def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
     """Return the nodes of a Slurm job with the ranks that each takes; raises UsageError."""
     question = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
     try:
@@ -113,12 +104,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[HostEntry, ...]:
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
     counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
-    pairs = zip(names, counts, strict=False)
-    return tuple(HostEntry(host.name, max(1, count)) for host, count in pairs)
-
-
-PLACEHOLDERS = HOSTFILE, HOSTS, NODES, RANKS = "{hostfile}", "{hosts}", "{nodes}", "{ranks}"
-DEFAULT_OUT = "runs/default"  # default --out of train
+    return [HostEntry(host.name, max(1, count)) for host, count in zip(names, counts, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -132,18 +118,16 @@ class Template:
     def takes_hosts(self) -> bool:
         return any(name in word for word in self.words for name in PLACEHOLDERS)
 
-    def fill(self, hosts: Sequence[HostEntry], folder: Path) -> tuple[str, ...]:
+    def fill(self, hosts: Sequence[HostEntry], folder: Path) -> list[str]:
         """Return the words for some hosts; the hostfile is written into `folder`."""
-        if not self.takes_hosts:
-            return self.words
         path = folder / "hosts"
         path.write_text("".join(f"{LINES[self.form](host)}\n" for host in hosts))
         names = ",".join(host.name for host in hosts)
-        values = (str(path), names, str(len(hosts)), str(ranks_of(hosts)))
+        values = str(path), names, str(len(hosts)), str(ranks_of(hosts))
         words = list(self.words)
         for placeholder, value in zip(PLACEHOLDERS, values, strict=True):
             words = [word.replace(placeholder, value) for word in words]
-        return tuple(words)
+        return words
 
     def resuming(self) -> Template:
         """Return the command that continues from the run's own newest checkpoint, whatever it began from."""

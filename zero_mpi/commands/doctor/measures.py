@@ -1,45 +1,158 @@
-"""Speed of products on each rank and of messages between ranks, and the bits of results.
+"""Measurements of the doctor: the run folder, products on each rank, messages between ranks, bits of results.
+
+Rank 0 does in the run folder with small files what a save does (`checkpoint.folders`): a folder gets its
+name, is replaced, and `latest` is pointed to it. Every host then looks for what rank 0 wrote, since each rank
+reads its own part of a checkpoint. Nothing of it stays.
 
 A step takes as long as its slowest rank. A host may be slow because it is older, hot or throttled, or because
 other programs compute on it. The products are those of a model, with the threads that a job has, while all
-others multiply too.
-Ranks pass a small and a large message on in a ring, all rings at once: the ranks of each node, and the ranks
-of the same place on all nodes, as far as every node has them. So the ranks of a node share its link, and the
-large message is cut among them. A time is the median over repeats of the slowest rank.
+others multiply too. Ranks pass a small and a large message on in a ring, all rings at once: the ranks of
+each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks of a node
+share its link, and the large message is cut among them. A time is the median over repeats of the slowest
+rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero_mpi import ops
+from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import duration, few, plural, short_size
-from zero_mpi.commands.doctor.ranks import Ranks, Row, assessed
+from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
+from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.consistency import blas, check_pins
 from zero_mpi.ops import trial
 from zero_mpi.ops.low_precision import BFLOAT16
 
+TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
+LONGEST = 5.0  # seconds after which writing stops
+PATIENCE, LOOK = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
+SLOW = 20e6  # bytes per second
+LITTLE = 1 << 30  # bytes free
+BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
 EDGE = 384  # edge of the matrices: as wide as a small model, half a megabyte each
 BEHIND = 0.8  # share of the median host's rate
 PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, without and with --quick
 SMALL = 64  # bytes of the message that measures latency
 BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
 FEWEST, MOST = 3, 60  # repeats
+SLOW_LINK, LATE = 125e6, 1e-3  # bytes per second (1 Gbit/s) and seconds: see to the network's settings
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
 )
-SLOW_LINK, LATE = (
-    125e6,
-    1e-3,
-)  # bytes per second (1 Gbit/s) and seconds: worth a look at the network's settings
+
+# --------------------------------------------------------------------------------------------- run folder
+
+
+@dataclass
+class Trial:
+    """Findings of rank 0. problem: why a run could not save there; folder: to look for; made: to remove."""
+
+    system: FileSystem = UNKNOWN
+    free: int = 0
+    written: int = 0  # bytes flushed to disk, TRIAL unless that took too long
+    synced: float = 0.0  # seconds that this took
+    published: float = 0.0  # seconds to publish a small checkpoint
+    problem: str = ""
+    folder: Path | None = None
+    made: list[Path] = field(default_factory=list)
+
+
+def run_folder(where: Ranks) -> list[Row]:
+    """Try the run folder. Collective."""
+    out = Path(where.options.out)
+    found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.rank == 0 else None)
+    seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
+    if where.rank == 0:
+        if found.folder is not None:
+            shutil.rmtree(found.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
+            for folder in found.made:
+                folder.rmdir()
+    return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
+
+
+def try_folder(out: Path) -> Trial:
+    """Try everything that one rank can; the trial folder stays."""
+    found = Trial()
+    try:
+        found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        found.system, found.free = file_system(out), shutil.disk_usage(out).free
+        folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
+        folder.mkdir()
+        found.folder = folder
+        data, begun = os.urandom(BLOCK), time.perf_counter()
+        with open(folder / "bytes", "wb", buffering=0) as file:
+            while found.written < TRIAL and time.perf_counter() - begun < LONGEST:
+                found.written += file.write(data)
+            os.fsync(file.fileno())
+        found.synced, begun = time.perf_counter() - begun, time.perf_counter()
+        for text in ("first", "second"):  # checkpoints of one step, the second in the place of the first
+            new = folders.begin(folder, 1)
+            (new / folders.MODEL).write_text(text)
+            folders.publish(folder, 1, new, keep=1)
+        seen = (folder / folders.LATEST / folders.MODEL).read_text()
+        if seen != "second":
+            shown = f"`{folders.LATEST}` shows the {seen} of two files"
+            raise OSError(errno.EIO, f"a rename is not visible: {shown}")
+        found.published = time.perf_counter() - begun
+    except OSError as error:
+        found.problem = f"{error.filename or out}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            found.free = 0
+    return found
+
+
+def sees(trial: Path | None) -> bool:
+    """Tell whether this host sees what rank 0 published; a network file system may take a moment."""
+    until = time.monotonic() + PATIENCE
+    while trial is not None:
+        with contextlib.suppress(OSError):
+            return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK)
+    return True
+
+
+def folder_rows(out: Path, found: Trial, blind: list[str]) -> Iterator[Row]:
+    """Yield all rows; `blind`: hosts that do not see the folder."""
+    if found.problem:
+        full = found.free == 0 and found.folder is not None
+        remedy = f"{'free some space' if full else 'make it writable'}, or use another folder: --out DIR"
+        yield Row("run folder", f"{out}: a run cannot save checkpoints there: {found.problem}", BAD, remedy)
+        return
+    models, free = found.free / BYTES_A_PARAMETER / 1e6, short_size(found.free)
+    value = f"{out} on {found.system.kind}, {free} free: checkpoints of {models:,.0f} million parameters"
+    remedy = "free some space: a checkpoint takes 12 bytes per parameter, and --keep 3 are kept"
+    if not found.system.lasting:
+        remedy = "this folder is in the host's memory and ends with it: use a folder on disk, --out DIR"
+    yield assessed("run folder", value, found.free >= LITTLE and found.system.lasting, remedy)
+    rate = found.written / max(found.synced, 1e-9)
+    value = f"{short_size(found.written)} written to disk in {duration(found.synced)}, {short_size(rate)}/s"
+    remedy = "train with --async-save, save less often, or use a faster file system"
+    yield assessed("disk", value, rate >= SLOW, remedy)
+    value = f"a small checkpoint of rank 0, published twice in {duration(found.published)}"
+    if blind:
+        value = f"{', '.join(few(blind))} cannot see files that rank 0 writes to {out}"
+    common = "use a file system that all hosts mount at the same path: --out DIR"
+    yield assessed("seen by all hosts", value, not blind, common, BAD)
 
 
 # ----------------------------------------------------------------------------------------------- products
@@ -69,10 +182,10 @@ def products(where: Ranks) -> Iterator[Row]:
     rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
     where.figures["flops_per_second_per_rank"] = statistics.median(rates)
     where.figures["flops_per_second_slowest_rank"] = min(rates)
-    return rows(rates, where)
+    return rate_rows(rates, where)
 
 
-def rows(rates: list[float], where: Ranks) -> Iterator[Row]:
+def rate_rows(rates: list[float], where: Ranks) -> Iterator[Row]:
     """Yield the rates, and the hosts that are behind; of two hosts the faster one is the median."""
     spread = " to ".join(dict.fromkeys((gigaflops(min(rates)), gigaflops(max(rates)))))
     total = f"{gigaflops(sum(rates))} in total (fp32 matmuls, all ranks at once)"
@@ -157,8 +270,12 @@ def between(where: Ranks) -> Ring:
 
 
 def links(where: Ranks) -> Iterator[Row]:
-    """Measure all links; notes `links`. Collective."""
-    largest(where)
+    """Measure all links; notes `links`. Collective. UsageError if --max-mb exceeds a rank's memory."""
+    mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
+    if mebibytes * 2**20 * BUFFERS > memory:
+        most = memory // BUFFERS >> 20
+        has = f"a rank has {memory >> 20} MiB of memory"
+        raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
     found = where.figures["links"] = dict[str, Any](node=None, between=None)
     if len(where.nodes) < where.size:
         found["node"] = measure(where, inside(where))
@@ -170,19 +287,9 @@ def links(where: Ranks) -> Iterator[Row]:
         yield Row("links", "not measured: only one rank")
 
 
-def largest(where: Ranks) -> int:
-    """Return the bytes of --max-mb; raises UsageError if a rank has no memory for a few such buffers."""
-    mebibytes, memory = where.options.max_mb, where.figures["memory_bytes_per_rank"]
-    if mebibytes * 2**20 * BUFFERS > memory:
-        most = memory // BUFFERS >> 20
-        has = f"a rank has {memory >> 20} MiB of memory"
-        raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
-    return int(mebibytes * 2**20)
-
-
 def measure(where: Ranks, ring: Ring) -> dict[str, float]:
     """Return the seconds of a message and seconds of a byte over a link. Collective."""
-    large = max(largest(where) // ring.sharing, SMALL + 1)
+    large = max(int(where.options.max_mb * 2**20) // ring.sharing, SMALL + 1)
     alpha = seconds_of(where, ring, SMALL)
     beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * ring.sharing)
     return {"alpha_seconds": alpha, "beta_seconds_per_byte": beta}

@@ -1,0 +1,293 @@
+"""The ways for exchanges of device memory to travel.
+
+*CUDA-aware MPI* takes device memory itself. Exact mode needs point-to-point messages only, which every such
+library can do; in some, nonblocking reductions of device memory end the process. MPI knows no streams: an
+exchange's buffers are received into only when the sums that read them are done, and the library's own
+reductions (`fast`) block.
+
+*Staged*, by way of the host's memory: for every MPI library, and for several ranks on one GPU. An exchange's
+pieces are copied into pinned memory, sent, received into pinned memory and copied back. Each of these is the
+work of another part of the machine, so exchanges overlap: while one is in the MPI library the next is on its
+way to the host and the one before on its way back. A piece that goes to several ranks comes to the host once.
+The pinned memory is cut once and used again; sums are always in rank order.
+
+*NCCL*, where the user asks for it: all in the order of one stream, without the host. In exact mode NCCL only
+moves data, by groups of sends and receives; the sums are computed here. With `fast` it adds, in an order of
+its own; slices of unequal lengths are then reduced to one owner after the other, in a group. Ranks meet
+through MPI, which also carries everything that is not on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange, arrived, as_message, overlapped, passed
+from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.kinds import (
+    AWARE_DEPTH,
+    AWARE_PIECE,
+    GPU_MPI,
+    LEAST_STAGE,
+    NCCL,
+    NCCL_DEPTH,
+    NCCL_PIECE,
+    STAGE_BYTES,
+    STAGED,
+    STAGED_ALIGNED,
+    STAGED_DEPTH,
+)
+from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.transfer import Running, borrowed
+from zero_mpi.device import Done
+from zero_mpi.device.arrays import address
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+
+MOST_BYTES = 1 << 30  # bytes in one message: counts are C ints in older interfaces
+
+
+class CudaAwareBackend:
+    """Messages of device memory over a duplicate of `comm` (the world)."""
+
+    in_order, kind = False, GPU_MPI
+
+    def __init__(
+        self,
+        streams: GpuStreams,
+        comm: Any = None,
+        *,
+        most_bytes: int = MOST_BYTES,
+        summed: int = AWARE_PIECE,
+        depth: int = AWARE_DEPTH,
+    ) -> None:
+        self.streams, self.depth = streams, depth
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._most_bytes, self._summed = most_bytes, summed
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        most = max(1, self._most_bytes // itemsize)
+        return min(most, self._summed) if summed else most
+
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
+        read: dict[int, Any] = {}  # by room: the mark behind the sum that reads it
+        steps = (
+            self._one(exchange, next(tags), number % self.depth, read)
+            for number, exchange in enumerate(exchanges)
+        )
+        yield from overlapped(steps, self.depth)
+        for mark in read.values():  # the rooms go to the next reduction
+            yield passed(mark)
+
+    def _one(self, exchange: Exchange, tag: int, place: int, read: dict[int, Any]) -> Running:
+        if place in read:
+            yield passed(read.pop(place))
+        self.streams.adopt()
+        requests = [self._comm.Irecv(as_message(room), source, tag) for room, source in exchange.receives]
+        for piece, targets in exchange.sends:
+            requests += [self._comm.Isend(as_message(piece), target, tag) for target in targets]
+        yield arrived(self.streams.adopt, requests)
+        if exchange.then is not None:
+            exchange.then()
+            read[place] = self.streams.mark()
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        self.streams.adopt()
+        for piece in partition.cut(self.largest(full.itemsize, summed=False)):
+            given = [full[piece.start : piece.stop], MPI.FLOAT]
+            room = [target[piece.of_slice(partition, self._comm.Get_rank())], MPI.FLOAT]
+            self._comm.Reduce_scatter(given, room, piece.counts, MPI.SUM)
+
+    def sum_all(self, array: Array) -> None:
+        self.streams.adopt()
+        step = self.largest(array.itemsize, summed=False)
+        for start in range(0, array.size, step):
+            self._comm.Allreduce(MPI.IN_PLACE, [array[start : start + step], MPI.FLOAT], MPI.SUM)
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+class PinnedBuffers:
+    """Pinned memory of an exchange; free when what it brought back last has arrived."""
+
+    def __init__(self, streams: GpuStreams, nbytes: int) -> None:
+        self.down, self.up = streams.pinned(nbytes), streams.pinned(nbytes)
+        self.free: Any = Done()
+
+
+class StagedBackend:
+    """Messages of pinned memory over a duplicate of `comm` (the world)."""
+
+    in_order, kind = False, STAGED
+
+    def __init__(
+        self,
+        streams: GpuStreams,
+        comm: Any = None,
+        *,
+        stage_bytes: int = STAGE_BYTES,
+        least_bytes: int = LEAST_STAGE,
+        depth: int = STAGED_DEPTH,
+    ) -> None:
+        self.streams, self.depth = streams, depth
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._others = max(1, self._comm.Get_size() - 1)
+        self._piece_bytes = max(least_bytes, stage_bytes // self._others)
+        self._rings: list[list[PinnedBuffers]] = []
+
+    @property
+    def about(self) -> str:
+        """The pinned memory that a transfer takes, for messages."""
+        nbytes = self._piece_bytes * self._others * 2 * self.depth
+        return f"{nbytes / 2**20:.0f} MiB of pinned memory per transfer"
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        elements = max(1, self._piece_bytes // itemsize)
+        return elements - elements % STAGED_ALIGNED if elements > STAGED_ALIGNED else elements
+
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
+        def new() -> list[PinnedBuffers]:
+            return [PinnedBuffers(self.streams, self._piece_bytes * self._others) for _ in range(self.depth)]
+
+        with borrowed(self._rings, new) as ring:
+            steps = (
+                self._one(exchange, next(tags), ring[number % self.depth])
+                for number, exchange in enumerate(exchanges)
+            )
+            yield from overlapped(steps, self.depth)
+
+    def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
+        yield passed(stage.free)
+        leaving = []  # (where a piece of an exchange will be, its target)
+        rooms = cut(stage.down, [piece for piece, _ in exchange.sends])
+        for (piece, targets), pinned in zip(exchange.sends, rooms, strict=True):
+            self.streams.fetch(pinned, piece)
+            leaving += [(pinned, target) for target in targets]
+        fetched = self.streams.fetched()
+        rooms = cut(stage.up, [room for room, _ in exchange.receives])
+        coming = list(zip(exchange.receives, rooms, strict=True))
+        requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in coming]
+        yield passed(fetched)
+        requests += [self._comm.Isend(as_message(pinned), target, tag) for pinned, target in leaving]
+        yield arrived(self.streams.adopt, requests)
+        for (room, _), pinned in coming:
+            self.streams.bring(room, pinned)
+        stage.free = self.streams.mark()
+        if exchange.then is not None:
+            exchange.then()
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        raise AssertionError("sums are in rank order")
+
+    def sum_all(self, array: Array) -> None:
+        raise AssertionError("sums are in rank order")
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+def cut(memory: Array, pieces: list[Array]) -> Iterator[Array]:
+    """Yield consecutive parts of memory as buffers, one per chunk."""
+    start = 0
+    for piece in pieces:
+        assert start + piece.nbytes <= memory.nbytes, "a piece is longer than `largest`"
+        yield memory[start : start + piece.nbytes]
+        start += piece.nbytes
+
+
+def load_nccl() -> Any:
+    """Return CuPy's binding of NCCL. Raises UsageError where there is no NCCL."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise UsageError(
+            "--transport nccl: CuPy finds no NCCL; pip install nvidia-nccl-cu12 (or -cu13), load your site's "
+            "module, or use --transport auto"
+        )
+    return nccl
+
+
+class NcclBackend:
+    """NCCL among the ranks of the world. Collective; raises UsageError on all ranks alike."""
+
+    in_order, kind, depth = True, NCCL, NCCL_DEPTH
+
+    def __init__(self, streams: GpuStreams, *, summed: int = NCCL_PIECE) -> None:
+        self.streams, self._summed = streams, summed
+        world = MPI.COMM_WORLD
+        self._rank, self._size = world.Get_rank(), world.Get_size()
+        self._nccl = together(world, load_nccl)
+        name = world.bcast(self._nccl.get_unique_id() if self._rank == 0 else None)
+        streams.adopt()
+        self._comm = together(world, lambda: self._join(name))
+
+    def _join(self, name: Any) -> Any:
+        """Return NCCL's communicator. All ranks call this at once; NCCL fails on all of them or on none."""
+        try:
+            return self._nccl.NcclCommunicator(self._size, name, self._rank)
+        except RuntimeError as error:
+            raise UsageError(
+                f"--transport nccl: NCCL does not start ({error}); it needs one GPU per rank; see "
+                "NCCL_DEBUG=INFO, or use --transport auto"
+            ) from error
+
+    @property
+    def version(self) -> str:
+        """The version of NCCL, as text."""
+        number = self._nccl.get_version()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def largest(self, itemsize: int, *, summed: bool) -> int:
+        return self._summed if summed else 1 << 62  # counts are size_t
+
+    def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
+        """Launch everything at once: the order is the stream's, and the same on all ranks."""
+        for exchange in exchanges:
+            next(tags)
+            if exchange.sends or exchange.receives:
+                nccl, stream = self._nccl, self.streams.stream.ptr
+                nccl.groupStart()
+                for piece, targets in exchange.sends:
+                    for target in targets:
+                        self._comm.send(address(piece), piece.nbytes, nccl.NCCL_UINT8, target, stream)
+                for room, source in exchange.receives:
+                    self._comm.recv(address(room), room.nbytes, nccl.NCCL_UINT8, source, stream)
+                nccl.groupEnd()
+            if exchange.then is not None:
+                exchange.then()
+        yield from ()
+
+    def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
+        nccl, stream = self._nccl, self.streams.stream.ptr
+        kind, add = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+        if len(set(partition.counts)) == 1:
+            self._comm.reduceScatter(address(full), address(target), target.size, kind, add, stream)
+            return
+        nccl.groupStart()
+        for owner, length in enumerate(partition.counts):
+            if length:
+                given = address(full[partition.part(owner)])
+                self._comm.reduce(given, address(target), length, kind, add, owner, stream)
+        nccl.groupEnd()
+
+    def sum_all(self, array: Array) -> None:
+        nccl, stream = self._nccl, self.streams.stream.ptr
+        place = address(array)
+        self._comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+
+    def close(self) -> None:
+        self._comm.destroy()
+
+
+def together(world: Any, action: Callable[[], Any]) -> Any:
+    """Return action() of this rank; where it raises UsageError on one rank, all raise it."""
+    result, problem = None, None
+    try:
+        result = action()
+    except UsageError as error:
+        problem = str(error)
+    for found in world.allgather(problem):
+        if found is not None:
+            raise UsageError(found)
+    return result

@@ -1,0 +1,352 @@
+"""Sums over the ranks of several nodes, in their order, that travel from node to node.
+
+Ranks of the same position on their nodes form a lane. Each lane carries a part of a unit: on node 0 its rank
+adds what the ranks of its node contribute and sends the sum to node 1, which adds its own ranks to what came
+before, and passes it on: ((out + rank 0) + rank 1) + ..., piece by piece, so that all nodes are at work. A
+link carries an element once, however many ranks per node has. (To add within the nodes first would need no
+order between them, but it is another sum.) From the last node a sum goes to its owner; where every node has
+an owner, it goes back along the lane.
+
+Where the ranks of a node share memory they write their gradients into slots and say so, and a carrier reads
+them there; a slot is free again once all carriers of the node have read it. Otherwise they send them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.comm.base import AllOf, Handle
+from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_piece
+from zero_mpi.comm.partition import Partition, others
+from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
+from zero_mpi.comm.start_mpi import mpi_type
+from zero_mpi.comm.topology import Topology
+from zero_mpi.comm.transfer import MessageComm, Running, borrowed
+from zero_mpi.device.arrays import empty
+from zero_mpi.device.ordered_sum import ordered_sum
+from zero_mpi.device.types import Array
+
+TAGS = 1 << 12
+FORWARD, START, TOTAL = 0, 1, 2  # the kinds of messages in a lane
+
+
+@dataclass(frozen=True)
+class Item:
+    """Elements [start, stop) of a unit whose sum is for node `home`, or for all nodes."""
+
+    start: int
+    stop: int
+    home: int | None
+
+    @property
+    def span(self) -> slice:
+        """Place of the item in the unit."""
+        return slice(self.start, self.stop)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class Sum:
+    """One reduction: as in `Comm.reduce_scatter`; `replicated`: every node has an owner of each element.
+
+    Partitions are over the ranks of a node where sums are replicated, else over all ranks.
+    """
+
+    number: int
+    full: Array
+    out: Array
+    partition: Partition
+    contributors: int
+    accumulate: bool
+    replicated: bool
+    items: list[Item]  # those that this rank's lane carries, in the order in which it does
+    last: int  # the last node with a rank that contributes
+    added: int = 0  # pieces that this rank has added so far
+    lends: bool = False  # whether the sums that this rank lends are on their way
+    lent: dict[int, Any] = field(default_factory=dict)  # by piece: the request that sends `out` to node 0
+    done: list[str] = field(default_factory=list)  # of the two parts of this rank
+
+    def tag(self, kind: int) -> int:
+        """Return the tag of its messages of a kind."""
+        return kind + 4 * (self.number % TAGS)
+
+
+class NodeSums:
+    """The reductions of the ranks of `flat`, in their order.
+
+    flat       transport of all ranks; its thread, or a rank that waits, pushes the transfers
+    lane       the ranks of this one's position on all nodes, in the order of nodes
+    node       the ranks of this node
+    memory     the memory that they share, or None
+    """
+
+    def __init__(
+        self, flat: MessageComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
+    ) -> None:
+        self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
+        self.piece = chain_piece(topology.nodes)
+        self.started = 0
+        self._settled = 0  # reductions in which this rank has done its parts
+        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
+
+    def start(
+        self,
+        full: Array,
+        out: Array,
+        partition: Partition,
+        contributors: int,
+        accumulate: bool,
+        replicated: bool,
+        label: str,
+    ) -> Handle:
+        """Begin a reduction; see `Comm.reduce_scatter`, and `Sum` for `replicated`. Collective."""
+        items = self._items(partition, replicated, self.topology.local)
+        last = (contributors - 1) // self.topology.ranks_per_node
+        total = Sum(self.started, full, out, partition, contributors, accumulate, replicated, items, last)
+        self.started += 1
+        self.flat.meter.sent_bytes += self._given(total)
+        source = self._source(total)
+        running = [self._collect(total, source), self._carry(total, source)]
+        running += [self._settle(total, self.memory)] if self.memory else [self._give(total)]
+        record = self.flat.meter.transfer("reduce_scatter", label)
+        parts = [self.flat.start(each, "reduce_scatter", label, record) for each in running]
+        return AllOf(parts, "reduce_scatter", label)
+
+    def is_free(self, number: int) -> bool:
+        """Return whether the table's entry of reduction `number` may be used again."""
+        return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
+
+    def _items(self, partition: Partition, replicated: bool, local: int) -> list[Item]:
+        """Return the items that the lane of position `local` carries, in the order in which it does."""
+        parts: list[tuple[int | None, slice]] = [(None, partition.part(local))]
+        if not replicated:
+            owners = [ranks[local] for ranks in self.topology.members]
+            parts = [(home, partition.part(rank)) for home, rank in enumerate(owners)]
+        return [
+            Item(start, min(start + self.piece, part.stop), home)
+            for home, part in parts
+            for start in range(part.start, part.stop, self.piece)
+        ]
+
+    def _given(self, total: Sum) -> int:
+        """Return the bytes that this rank sends to other nodes, and gives to other ranks of its own."""
+        node, last = self.topology.node, total.last
+        whole = sum(item.length for item in total.items)
+        mine = sum(item.length for item in total.items if item.home in (None, node))
+        if total.replicated:
+            away = whole * ((node < last) + len(self._beside(node)) - (node != last))
+        else:
+            away = mine if total.accumulate and node else 0
+            away += whole if node < last else whole - mine if node == last else 0
+        given = total.partition.length - whole if self.topology.rank < total.contributors else 0
+        return away * int(total.out.itemsize) + given * int(total.full.itemsize)
+
+    def _source(self, total: Sum) -> Source:
+        """Announce where this rank's gradient lies; return the source of the node's gradients."""
+        node = self.topology.members[self.topology.node]
+        givers = [local for local, rank in enumerate(node) if rank < total.contributors]
+        if self.memory is None:
+            return GradientsByMessages(self.node, self.topology.local, givers, total, self.piece)
+        pool, offset = self.memory.find(total.full)
+        assert pool is not None, "a gradient lies in a slot where memory is shared"
+        self.memory.counters.note(total.number, offset)
+        self.memory.counters.raise_to(POSTED, total.number + 1)
+        return GradientsInSharedMemory(self.memory, pool, givers, total)
+
+    def _settle(self, total: Sum, memory: NodeMemory) -> Running:
+        """Announce that this rank reads no slots any more and has its sum, in the order of reductions.
+
+        When all ranks of the node have done so, slots are free, and sums that the node shares are whole.
+        """
+        yield lambda: self._settled == total.number and len(total.done) == 2
+        memory.counters.raise_to(SUMMED, total.number + 1)
+        self._settled += 1  # last: another thread may run the next reduction from here on
+        yield lambda: memory.counters.all_reached(SUMMED, total.number + 1)
+
+    def _give(self, total: Sum) -> Running:
+        """Send this rank's gradient to the ranks of its node that carry it."""
+        requests: list[Any] = []
+        if self.topology.rank < total.contributors:
+            for local in others(self.topology.local, self.topology.ranks_per_node):
+                for item in self._items(total.partition, total.replicated, local):
+                    given = [total.full[item.span], mpi_type(total.full)]
+                    requests.append(self.node.Isend(given, local, total.number % TAGS))
+        yield requests
+
+    def _send(self, array: Array, node: int, kind: int, total: Sum) -> Any:
+        return self.lane.Isend([array, mpi_type(array)], node, total.tag(kind))
+
+    def _receive(self, array: Array, node: int, kind: int, total: Sum) -> Any:
+        return self.lane.Irecv([array, mpi_type(array)], node, total.tag(kind))
+
+    def _beside(self, node: int) -> list[int]:
+        return [other for other in (node - 1, node + 1) if 0 <= other < self.topology.nodes]
+
+    def _out(self, total: Sum, item: Item) -> Array:
+        """Return the piece of this rank's slice."""
+        mine = self.topology.local if total.replicated else self.topology.rank
+        first = total.partition.bounds[mine]
+        return total.out[item.start - first : item.stop - first]
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def _carry(self, total: Sum, source: Source) -> Running:
+        """Add this node's part piece by piece and pass the sums on; do nothing on nodes without a part."""
+        if self.topology.node <= total.last:
+            yield source.ready
+            yield lambda: total.lends
+            with borrowed(self._rooms[total.out.dtype], lambda: self._new_rooms(total.out.dtype)) as rooms:
+                yield from self._add_and_pass_on(total, source, rooms)
+        total.done.append("carried")
+
+    def _new_rooms(self, dtype: Any) -> list[Array]:
+        return [empty(self.piece, dtype) for _ in range(CHAIN_DEPTH)]
+
+    def _add_and_pass_on(self, total: Sum, source: Source, rooms: list[Array]) -> Running:
+        items = total.items
+        posted: list[list[Any]] = []
+        sent: list[list[Any]] = [[] for _ in rooms]
+        for number in range(len(items) + CHAIN_DEPTH - 1):
+            room = number % CHAIN_DEPTH
+            if number < len(items):
+                yield sent[room]  # then its memory is free
+                posted.append(self._post(total, source, items[number], rooms[room], room))
+            done = number - (CHAIN_DEPTH - 1)
+            if 0 <= done < len(items):
+                yield posted[done]
+                room = done % CHAIN_DEPTH
+                self._add(total, source, items[done], rooms[room], room)
+                if self.topology.node == total.last:
+                    yield [total.lent[done]] if done in total.lent else []
+                sent[room] = self._pass_on(total, items[done], rooms[room])
+                total.added += 1
+        yield [request for requests in sent for request in requests]
+
+    def _post(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> list[Any]:
+        requests = source.post(item.span, number)
+        coming = self._comes_from(total, item)
+        if coming is not None:
+            kind = FORWARD if self.topology.node else START
+            requests.append(self._receive(room[: item.length], coming, kind, total))
+        return requests
+
+    def _comes_from(self, total: Sum, item: Item) -> int | None:
+        """Return the node that sends what this one adds to; None: nothing is sent."""
+        if self.topology.node:
+            return self.topology.node - 1
+        return item.home if total.accumulate and item.home else None
+
+    def _add(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> None:
+        target, parts = room[: item.length], source.parts(item.span, number)
+        is_head = self._comes_from(total, item) is None
+        if is_head and total.accumulate:
+            np.copyto(target, self._out(total, item))
+        ordered_sum(target, parts, accumulate=total.accumulate or not is_head)
+
+    def _pass_on(self, total: Sum, item: Item, room: Array) -> list[Any]:
+        """Send the sum to the next node, or from the last one to where it belongs."""
+        node, summed = self.topology.node, room[: item.length]
+        if node < total.last:
+            return [self._send(summed, node + 1, FORWARD, total)]
+        if item.home is not None and item.home != node:
+            return [self._send(summed, item.home, TOTAL, total)]
+        np.copyto(self._out(total, item), summed)
+        if item.home == node:
+            return []
+        return [self._send(self._out(total, item), other, TOTAL, total) for other in self._beside(node)]
+
+    # --------------------------------------------------------------------------------------------- back
+
+    def _collect(self, total: Sum, source: Source) -> Running:
+        """Receive the sums that this rank owns, and hand them on where others own them too.
+
+        It first waits until all of the node have announced the reduction: they may read `out` until then.
+        """
+        yield source.ready
+        node, last, items = self.topology.node, total.last, total.items
+        mine = [number for number, item in enumerate(items) if item.home in (None, node)]
+        if total.accumulate and not total.replicated and node:
+            for number in mine:
+                total.lent[number] = self._send(self._out(total, items[number]), 0, START, total)
+        total.lends = True
+        if node != last:
+            coming = last if not total.replicated else node + 1 if node < last else node - 1
+            requests = []
+            for number in mine:
+                yield self._may_be_written(total, number)
+                requests.append(self._receive(self._out(total, items[number]), coming, TOTAL, total))
+            onward = [other for other in self._beside(node) if total.replicated and other != coming]
+            sent: list[Any] = []
+            for number, request in zip(mine, requests, strict=True):
+                yield [request]
+                sent += [self._send(self._out(total, items[number]), other, TOTAL, total) for other in onward]
+            yield sent
+        total.done.append("collected")
+
+    def _may_be_written(self, total: Sum, number: int) -> Any:
+        """Return the condition for receiving a sum into `out`: its old content must have been taken."""
+        if number in total.lent:
+            return [total.lent[number]]
+        if total.accumulate and self.topology.node == 0:
+            return lambda: total.added > number
+        return []
+
+
+class GradientsInSharedMemory:
+    """Gradients in the memory that the ranks of a node share."""
+
+    def __init__(self, memory: NodeMemory, pool: SharedGradientPool, givers: list[int], total: Sum) -> None:
+        self.counters, self.pool, self.givers, self.total = memory.counters, pool, givers, total
+
+    def ready(self) -> bool:
+        """Return whether the gradients may be asked for."""
+        return self.counters.all_reached(POSTED, self.total.number + 1)
+
+    def post(self, span: slice, room: int) -> list[Any]:
+        """Return requests that must be complete before `parts` of the same arguments."""
+        return []
+
+    def parts(self, span: slice, room: int) -> list[Array]:
+        """Return the elements `span` of the unit of each contributing rank of the node, in rank order."""
+        number, full = self.total.number, self.total.full
+        return [
+            self.pool.of_rank(rank, self.counters.noted(rank, number), full, span) for rank in self.givers
+        ]
+
+
+class GradientsByMessages:
+    """Gradients that the ranks of a node send to each other, in pieces of so many elements."""
+
+    def __init__(self, node: Any, local: int, givers: list[int], total: Sum, piece: int) -> None:
+        self.node, self.local, self.givers, self.total, self.piece = node, local, givers, total, piece
+        self.rooms: dict[tuple[int, int], Array] = {}  # by room and rank: where a rank's part arrives
+
+    def ready(self) -> bool:
+        return True
+
+    def _room(self, number: int, rank: int, span: slice) -> Array:
+        if (number, rank) not in self.rooms:
+            self.rooms[number, rank] = empty(self.piece, self.total.full.dtype)
+        return self.rooms[number, rank][: span.stop - span.start]
+
+    def post(self, span: slice, room: int) -> list[Any]:
+        kind, tag = mpi_type(self.total.full), self.total.number % TAGS
+        return [
+            self.node.Irecv([self._room(room, rank, span), kind], rank, tag)
+            for rank in self.givers
+            if rank != self.local
+        ]
+
+    def parts(self, span: slice, room: int) -> list[Array]:
+        own = self.total.full[span]
+        return [own if rank == self.local else self._room(room, rank, span) for rank in self.givers]
+
+
+Source = GradientsInSharedMemory | GradientsByMessages

@@ -1,0 +1,473 @@
+"""Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
+
+A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; nothing else shows it.
+With cores three things go wrong: more ranks than cores, where a rank that waits for a message keeps the core
+from the rank that would send it; ranks bound to fewer cores than they have threads, or several to one core
+while others idle; and ranks dealt out over the hosts in turn, so that neighbours are on different hosts.
+
+The transport `shared` keeps the model in memory that the ranks of a host share. Without it a run goes over
+messages: slower, with the same bits. A job that is killed while MPI starts leaves segments of the library
+there; the next run of the same user removes them (`launch.dev_shm`).
+
+Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
+(`comm.gpu.probe`): some libraries claim support and then crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_mpi import environment, ops
+from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
+from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
+from zero_mpi.launch.consistency import installation, mpi_library, split_into
+from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
+from zero_mpi.launch.limits import Limits, look
+from zero_mpi.ops.code_cache import installed
+from zero_mpi.plan.rank_memory import programs
+
+LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
+    "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
+    "PALS_RANKID": "mpiexec of PALS",
+    "MV2_COMM_WORLD_RANK": "mpirun of MVAPICH2",
+    "I_MPI_HYDRA_UUID": "mpiexec of Intel MPI",
+    "HYDI_CONTROL_FD": "mpiexec of MPICH",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_RANK": "mpiexec of MPICH",
+    "PMIX_RANK": "a PMIx launcher",
+}
+ASYNC_PROGRESS = ("MPIR_CVAR_ASYNC_PROGRESS", "MPICH_ASYNC_PROGRESS", "I_MPI_ASYNC_PROGRESS")
+VARIABLES = {"MPICH": "MPIR_", "Open MPI": "OMPI_"}  # prefix of variables, by prefix of the library's name
+OFF = ("", "0", "no", "false", "off")
+SAME_MPI = (
+    "use the mpirun of the MPI that mpi4py loads (above); with srun, --mpi=pmi2 for MPICH and --mpi=pmix for "
+    "Open MPI"
+)
+FAST = "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset"
+IN_TURN = (
+    "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
+)
+BIND = (
+    "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
+    "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
+)
+LEAST_MEMORY = 512 << 20  # bytes per rank, of which interpreter and libraries take 100 MiB
+LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
+SPARE_FILES = 64  # files beside a connection to each other rank
+PROC = Path("/proc")
+LOOKS, PAUSE = 4, 0.02  # the fewest threads of some looks count, so that a short one is not in it
+SMALL = 256 << 20  # bytes of a small shared memory: containers have 64 MiB
+TRIAL = 1 << 20  # bytes of the window that is tried
+MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
+STAGED = (
+    "messages go through host memory; for more speed use the CUDA-aware MPI of your site, with mpi4py built "
+    "on it"
+)
+
+# ------------------------------------------------------------------------------------- versions, launcher
+
+
+def versions(where: Ranks) -> list[Row]:
+    """Compare what a job compares before it starts, and mpi4py, which may differ. Collective."""
+    mine = installation(where.world) | {"mpi4py": installed("mpi4py") or "none"}
+    found = where.gather(mine)
+    return [version(name, [each.get(name, "none") for each in found]) for name in mine]
+
+
+def version(name: str, values: list[str]) -> Row:
+    """Return the row of one name, given the value on each rank."""
+    first, others = values[0], dict[str, list[int]]()
+    for rank, value in enumerate(values):
+        if value != first:
+            others.setdefault(value, []).append(rank)
+    if others:
+        text = ", ".join(few([f"{value} on {ranks(which)}" for value, which in others.items()]))
+        remedy = "install the same versions on all hosts, and start all ranks from one environment"
+        if name == "BLAS":
+            remedy = "use identical hosts, or set the same OPENBLAS_CORETYPE on all ranks"
+        return Row(name, f"{first}, but {text}", NOTE if name == "mpi4py" else BAD, remedy)
+    if name == "operations" and first == "numpy":
+        return Row(name, "plain NumPy, several times slower than compiled kernels", NOTE, FAST)
+    return Row(name, " ".join(first.split(", package")[0].split()))  # Open MPI's version text is longer
+
+
+def library(where: Ranks) -> Iterator[Row]:
+    """Check launcher, thread level and progress threads. Collective."""
+    yield launcher(where.size)
+    yield thread_level(where.world.mpi)
+    yield progress(where.gather([name for name in ASYNC_PROGRESS if is_on(os.environ, name)]))
+
+
+def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
+    """Return the row of the launcher."""
+    name = next((name for variable, name in LAUNCHERS.items() if variable in environ), "none")
+    if alone := split_into(size, environ):
+        value = f"{name} started {alone} processes, but each is a job of one rank"
+        return Row("launcher", value, BAD, SAME_MPI)
+    return Row("launcher", f"{name}, {plural(size, 'rank')}")
+
+
+def thread_level(mpi: object) -> Row:
+    """Return the row of the library's thread level; `mpi` is None without a library."""
+    if mpi is None:
+        remedy = "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site"
+        return Row("MPI threads", "no MPI library can be loaded: one process only", NOTE, remedy)
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    level = {getattr(mpi, f"THREAD_{name}"): name.lower() for name in names}[mpi.Query_thread()]  # type: ignore[attr-defined]
+    if level == "multiple":
+        return Row("MPI threads", level)
+    value = f"{level}: transfers progress only between layers, because only one thread may call MPI"
+    return Row("MPI threads", value, NOTE, "use an MPI built with MPI_THREAD_MULTIPLE")
+
+
+def progress(found: Iterable[Iterable[str]]) -> Row:
+    """Return the row of a setting that makes blocking calls twenty times slower, given those on each rank."""
+    name = next((name for names in found for name in names), "")
+    value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
+    return assessed("progress threads", value, not name, f"unset {name}")
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Tell whether a switch is set to something that means on."""
+    return environ.get(name, "").lower() not in OFF
+
+
+# ------------------------------------------------------------------------------------------------- cores
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Cores and threads of a rank, who chose the threads, whether it yields, the CPU quota."""
+
+    cores: tuple[int, ...]
+    threads: int
+    threads_were_set: bool
+    yields: bool
+    quota: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeSeats:
+    """Ranks of a host. usable: cores whose time they may use, by the CPU quota."""
+
+    name: str
+    ranks: tuple[int, ...]
+    seats: tuple[Placement, ...]
+
+    @property
+    def cores(self) -> list[int]:
+        return sorted({core for seat in self.seats for core in seat.cores})
+
+    @property
+    def usable(self) -> int:
+        quotas = [int(seat.quota) for seat in self.seats if seat.quota is not None]
+        return max(1, min([len(self.cores), *quotas]))
+
+    @property
+    def is_crowded(self) -> bool:
+        return len(self.ranks) > self.usable
+
+
+def cores(where: Ranks) -> list[Row]:
+    """Check hosts, cores and threads of all ranks. Collective."""
+    name = mpi_library(where.world) if where.world.mpi is not None else ""
+    seats = where.gather(seat_of(name))
+    found = [NodeSeats(host, of, tuple(seats[rank] for rank in of)) for of, host in where.named(where.nodes)]
+    return [*hosts(found), order(found), crowding(found, name), binding(found), threads(found)]
+
+
+def seat_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
+    """Return this rank's seat."""
+    yields = all(is_on(environ, name) for name in yielding(library))
+    cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
+    return Placement(cores, threads, environment.threads_were_set, yields, environment.quota())
+
+
+def yielding(library: str) -> dict[str, str]:
+    """Return the settings by which a library's ranks hand their core over while they wait."""
+    own = tuple(start for name, start in VARIABLES.items() if library.startswith(name))
+    return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
+
+
+def hosts(found: list[NodeSeats]) -> Iterator[Row]:
+    """Yield a row for each host; of many, the first ones."""
+    for node in found[:FEW]:
+        cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
+        bound = f"{span(len(seat.cores) for seat in node.seats)} for each rank"
+        yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
+    if rest := found[FEW:]:
+        yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
+
+
+def order(found: list[NodeSeats]) -> Row:
+    """Check that the ranks of a host follow each other, and are as many on each."""
+    counts = [len(node.ranks) for node in found]
+    odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
+    if odd:
+        which = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
+        value = f"{which}: neighbouring ranks are on different hosts, which adds network traffic"
+        return Row("order of ranks", value, NOTE, IN_TURN)
+    if min(counts) < max(counts):
+        value = f"{min(counts)} to {max(counts)} ranks: transports that use nodes need equal numbers"
+        return Row("order of ranks", value, NOTE, f"start the same number on each host; {IN_TURN}")
+    return Row("order of ranks", "ranks of a host are consecutive")
+
+
+def crowding(found: list[NodeSeats], library: str) -> Row:
+    """Check that no host has more ranks than cores, unless its ranks yield."""
+    title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
+    if not crowded:
+        return Row(title, "no host has more ranks than cores")
+    each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
+    text = ", ".join(few(each))
+    if all(seat.yields for node in crowded for seat in node.seats):
+        remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
+        return Row(title, f"{text}; a waiting rank yields its core", NOTE, remedy)
+    value = f"{text}, and a waiting rank keeps its core: 10 to 100 times slower"
+    settings = " ".join(f"{name}={value}" for name, value in yielding(library).items())
+    return Row(title, value, NOTE, f"export {settings}, or start fewer ranks per host")
+
+
+def binding(found: list[NodeSeats]) -> Row:
+    """Check that no ranks are bound to one core while another core has none."""
+    shared = list[str]()
+    for node in found:
+        bound: dict[tuple[int, ...], list[int]] = {}
+        for rank, seat in zip(node.ranks, node.seats, strict=True):
+            bound.setdefault(seat.cores, []).append(rank)
+        shared += [
+            f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
+            for cores, which in bound.items()
+            if len(which) > len(cores) and not node.is_crowded
+        ]
+    value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
+    return assessed("binding", value, not shared, BIND)
+
+
+def threads(found: list[NodeSeats]) -> Row:
+    """Check that the threads of a host's ranks fit its cores."""
+    value, idle = f"{span(seat.threads for node in found for seat in node.seats)} for each rank", ""
+    for node in found:
+        most = min([max(1, node.usable // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
+        if max(seat.threads for seat in node.seats) > most:
+            cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
+            was_set = any(seat.threads_were_set for seat in node.seats)
+            names = [name for name in environment.THREADS if was_set and name in os.environ]
+            remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
+            value += f", but {cores}: up to 10 times slower"
+            return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
+        free = node.usable - sum(seat.threads for seat in node.seats)
+        if free > 0 and not idle:
+            idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
+    more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
+    return assessed("threads", value + idle, not idle, more)
+
+
+# ----------------------------------------------------------------------------------------- load, limits
+
+
+def load(where: Ranks) -> Iterator[Row]:
+    """Check for programs of others, with which the measurements would share the cores. Collective."""
+
+    def busy_threads() -> int:
+        """Count threads of the host that run or wait for a core: the fewest in some looks; 0: unknown."""
+        found = list[int]()
+        for _ in range(LOOKS):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
+            time.sleep(PAUSE)
+        return min(found, default=0)
+
+    seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
+    remedy = "the speeds below are measured while they run: wait until they end, or use another host"
+    for mine, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
+        if threads > max(cores, mine):
+            others = f"{threads - mine} threads of other programs run on {name}"
+            yield Row("load", f"{others}, with {mine} ranks of this job on {cores} cores", NOTE, remedy)
+
+
+def limits(where: Ranks) -> list[Row]:
+    """Check memory and limits of all hosts; notes `memory_bytes_per_rank`. Collective."""
+    return limit_rows(where.of_nodes(look), where)
+
+
+def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
+    """Return the row of memory, and of limits that would harm a job: of many, the first ones."""
+    hosts = list(zip(found, map(len, where.nodes), strict=True))
+    # The bytes that every rank can have if all ranks of its host take as much.
+    each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
+    tight = next((host for host in found if host.memory != host.available), None)
+    limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""
+    most = max(count for _, count in hosts)
+    own = short_size(programs(most) + most * WITH_UCX)
+    value = f"{short_size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
+    remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
+    memory = assessed("memory", value, each >= LEAST_MEMORY, remedy)
+    return [memory, *[row for host, name in where.named(found) for row in harm(host, name, where.size)][:FEW]]
+
+
+def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
+    """Yield the rows of a host's limits that would harm a job of `size` ranks."""
+    unlimited = "ulimit -{} unlimited, in the job script"
+    if host.group_cores is not None and host.group_cores < host.cores:
+        value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
+        remedy = "start at most that many ranks times threads, or raise it (containers: --cpus)"
+        yield Row("processor time", value, NOTE, remedy)
+    if host.address_space is not None:
+        value = f"address space of {short_size(host.address_space)} on {name}: shared memory needs more"
+        yield Row("limits", value, NOTE, unlimited.format("v"))
+    if host.data is not None:
+        value = f"private memory of {short_size(host.data)} for a rank on {name}"
+        yield Row("limits", value, NOTE, unlimited.format("d"))
+    if host.locked is not None and host.locked < LEAST_LOCKED:
+        value = f"locked memory of {short_size(host.locked)} on {name}: too little for its fast network"
+        remedy = f"{unlimited.format('l')}; under Slurm, PropagateResourceLimits=NONE"
+        yield Row("limits", value, NOTE, remedy)
+    if host.files is not None and host.files < size + SPARE_FILES:
+        value = f"{plural(host.files, 'open file')} on {name}, for {plural(size, 'rank')}"
+        yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * size)}")
+
+
+# ------------------------------------------------------------------------------------------ shared memory
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Free bytes of a host, and the paths and bytes of files left behind."""
+
+    free: int = 0
+    left: tuple[str, ...] = ()
+    left_bytes: int = 0
+
+
+def shared_memory(where: Ranks) -> list[Row]:
+    """Check shared memory of all hosts. Collective."""
+    problems = where.gather(try_window(where) if where.node_comm is not None else "")
+    by_node = [next(filter(None, (problems[rank] for rank in of)), "") for of in where.nodes]
+    return shared_rows(where.of_nodes(look_at_shared), by_node, where)
+
+
+def look_at_shared() -> SharedMemory:
+    """Look at this host's shared memory."""
+    try:
+        free = shutil.disk_usage(PLACE).free
+    except OSError:
+        return SharedMemory()
+    left = left_behind(PLACE)
+    return SharedMemory(free, tuple(map(str, left)), sum(path.stat().st_size for path in left))
+
+
+def try_window(where: Ranks) -> str:
+    """Return why the ranks of this node cannot share memory, or an empty text. Collective."""
+    from zero_mpi.comm.shared.memory import NoSharedMemory, Window  # needs an MPI library
+
+    node, here = where.node_comm, len(where.nodes[where.node])
+    try:
+        made = Window(node, TRIAL, [(0, TRIAL)] if where.place == 0 else [])
+    except NoSharedMemory as error:
+        return str(error)
+    memory = made.hand_over()
+    memory[where.place :: here] = where.place % 251
+    made.fence()
+    node.Barrier()
+    made.fence()
+    others = [place for place in range(here) if (memory[place::here] != place % 251).any()]
+    node.Barrier()  # nobody frees memory that another rank still reads
+    del memory
+    made.free()
+    return f"writes of {plural(len(others), 'rank')} did not arrive" if others else ""
+
+
+def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) -> list[Row]:
+    """Return all rows, given each host's memory and the problem that its trial had."""
+    hosts = zip(found, map(len, where.nodes), where.names, strict=True)
+    least, count, name = min(hosts, key=lambda host: host[0].free / host[1])
+    value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
+    room = assessed("shared memory", value, least.free >= SMALL, MORE_ROOM)
+    broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
+    value = "created, written and read by all ranks of each host"
+    if broken:
+        value = f"{'; '.join(few(broken))}: a run would use messages"
+    elif where.node_comm is None:
+        value = "not tried: one process without MPI"
+    trial = assessed("shared window", value, not broken, MORE_ROOM)
+    left = list[Row]()
+    for host, name in where.named(found):
+        if host.left:
+            files = f"{plural(len(host.left), 'file')} that no process uses"
+            listed = ", ".join(few([Path(path).name for path in host.left]))
+            value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
+            remedy = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}; the next zero_mpi.train of the same "
+            left.append(Row("left in shared memory", value, NOTE, f"{remedy}user there removes them too"))
+    return [room, trial, *left[:FEW]]
+
+
+# -------------------------------------------------------------------------------------------------- CUDA
+
+
+@dataclass(frozen=True)
+class Devices:
+    """CUDA devices of a host. error: why a driver shows none; mpi: the result of the live test."""
+
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    error: str = ""
+    cupy: str = ""
+    mpi: str = ""
+    takes_memory: bool = False
+
+
+def cuda(where: Ranks) -> list[Row]:
+    """Check the devices of all hosts. Collective."""
+    return device_rows(where.of_nodes(look_at_devices), where.names)
+
+
+def look_at_devices(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devices:
+    """Look for devices of this host; without a driver nothing is started."""
+    if not (has_driver() if present is None else present):
+        return Devices()
+    cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
+    told, end = run_probe(command, PROBE_SECONDS)
+    about, live, *_ = [*map(json.loads, told), {"error": end}, {"error": end}]  # or how the process ended
+    if about.get("error") or not about.get("names"):
+        return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
+    said = live.get("mpi") or live.get("error", "")
+    return Devices(tuple(about["names"]), about["driver"], "", cupy, said, bool(live.get("takes_memory")))
+
+
+def has_driver() -> bool:
+    """Tell whether the system has a driver for CUDA devices."""
+    return any(Path(path).exists() for path in DRIVER)
+
+
+def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:
+    """Return the rows of all hosts; one row where none has a device."""
+    rows, counts = list[Row](), list[str]()
+    for host, name in zip(found, names, strict=True):
+        counts.append(f"{len(host.names)} on {name}")
+        if host.error:
+            remedy = "nvidia-smi on that host; reload or update its driver"
+            rows.append(Row("CUDA", f"{name}: {host.error}", NOTE, remedy))
+        elif any(each.names or each.error for each in found):
+            kinds = f"{plural(len(host.names), 'device')} ({', '.join(dict.fromkeys(host.names))})"
+            cupy, aware = f"{name}: {host.cupy or 'not installed'}", "" if host.takes_memory else "no, "
+            rows += [
+                Row("CUDA", f"{name}: {kinds}, driver for CUDA {host.driver}"),
+                assessed("CuPy", cupy, bool(host.cupy), "pip install 'zero-mpi[cuda12]' (or cuda13)"),
+                assessed("CUDA-aware MPI", f"{name}: {aware}{host.mpi}", host.takes_memory, STAGED),
+            ]
+    if len({len(host.names) for host in found}) > 1:
+        text = f"hosts differ: {', '.join(counts)}"
+        rows.append(Row("CUDA", text, NOTE, "start the job on identical hosts"))
+    return rows or [Row("CUDA", "no CUDA device")]

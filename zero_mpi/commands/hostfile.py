@@ -1,0 +1,120 @@
+"""`zero-mpi hostfile FILE --for mpich|openmpi`: a hostfile in the form that a launcher reads.
+
+MPICH writes ranks per host as `node1:2`, Open MPI as `node1 slots=2`, and each reads the other's form wrongly
+or not at all. Batch systems list a name for each slot (PBS) or for each node (`scontrol show hostnames` of
+Slurm). All of these may be mixed. A plain name is one slot; slots of a repeated name are added up at its
+first place.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import write
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.open import read_file
+from zero_mpi.launch.ending import say
+
+NUMBER = "0{0,99}[1-9][0-9]{0,8}"
+LINE = re.compile(  # the name is that of a host, or its IPv4 address
+    rf"(?P<name>(?!-)[A-Za-z0-9._-]+)(:(?P<count>{NUMBER})|(?P<rest>(\s+(max[-_])?slots\s*=\s*{NUMBER})*))",
+    re.ASCII | re.IGNORECASE,
+)
+SETTING = re.compile(rf"(?P<most>max[-_])?slots\s*=\s*(?P<count>{NUMBER})", re.IGNORECASE)
+MOST_BYTES = 16 << 20  # most bytes of a hostfile
+FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """Host and its ranks: how many it takes (`slots`), and its maximum where more are requested."""
+
+    name: str
+    slots: int = 1
+    most: int | None = None
+
+
+def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
+    """Return the hosts of a file called `where`, in order of first lines. UsageError names the line."""
+    hosts: dict[str, HostEntry] = {}
+    for number, line in enumerate(lines, 1):
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            host = read_host(text, f"{where}:{number}")
+            if first := hosts.get(host.name):  # limited if both lines say so
+                most = None if first.most is None or host.most is None else first.most + host.most
+                host = HostEntry(host.name, first.slots + host.slots, most)
+            hosts[host.name] = host
+    if not hosts:
+        raise UsageError(f"{where}: names no host; {FORMS} on each line")
+    return list(hosts.values())
+
+
+def read_host(text: str, place: str) -> HostEntry:
+    """Return the host of one line without its comment."""
+    found = LINE.fullmatch(text)
+    given = list(SETTING.finditer(found["rest"] or "")) if found else []
+    values = {bool(each["most"]): int(each["count"]) for each in given}
+    if found is None or len(values) < len(given):
+        raise UsageError(f"{place}: {FORMS}, got {show(text)}")
+    slots, most = int(found["count"] or values.get(False, 1)), values.get(True)
+    if most is not None and most < slots:
+        raise UsageError(f"{place}: expected at least as many max-slots as slots, got {show(text)}")
+    return HostEntry(found["name"], slots, most)
+
+
+# Intel MPI heeds the ranks of a host in a file of -machinefile alone.
+LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
+    "mpich": lambda host: f"{host.name}:{host.slots}",
+    "openmpi": lambda host: f"{host.name} slots={host.slots}" + f" max-slots={host.most}" * bool(host.most),
+    "impi": lambda host: f"{host.name}:{host.slots}",
+}
+
+
+def hosts_in(path: str) -> list[HostEntry]:
+    """Return the hosts of a file, or of standard input for "-". Raises UsageError."""
+    where = "standard input" if path == "-" else shown(path)
+    try:
+        data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_file(path, MOST_BYTES)
+        return read_hosts(data.decode().splitlines(), where)
+    except FileError as error:
+        raise UsageError(f"{error}; {FORMS} on each line") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: is not text; {FORMS} on each line") from None
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi hostfile",
+        description="Write a hostfile for a launcher.",
+        epilog="Examples, in a PBS job and a Slurm job:\n\n"
+        "  zero-mpi hostfile $PBS_NODEFILE --for openmpi\n"
+        "  scontrol show hostnames | zero-mpi hostfile - --for mpich",
+    )
+    parser.add_argument("file", help="hostfile of either launcher, or list of names; -: standard input")
+    parser.add_argument("--for", dest="launcher", choices=tuple(LINES), required=True, help="launcher")
+    return parser
+
+
+def command(world: object, arguments: Sequence[str]) -> int:
+    """Print the hosts. Return the exit status."""
+    options = make_parser().parse_args(arguments)
+    hosts = hosts_in(options.file)
+    limited = [host.name for host in hosts if host.most is not None]
+    if limited and options.launcher != "openmpi":
+        say(f"zero_mpi hostfile: max-slots of {', '.join(limited)} left out: MPICH has no such limit")
+    write(map(LINES[options.launcher], hosts))
+    return 0
+
+
+def main() -> None:
+    """Run the command."""
+    from zero_mpi.launch.world import run  # loads NumPy, which `supervise` does not need
+
+    run("hostfile", command, alone=True)

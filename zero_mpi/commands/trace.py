@@ -1,0 +1,286 @@
+"""`zero-mpi trace FILE`: a table of where the time of each rank went, from a timeline of `train.timeline`.
+
+Each moment of a step belongs to the first of `CLAIMS` that is in progress, so the columns of a rank add up to
+the step. Computing takes precedence over waiting: on a GPU the host may wait for a transfer while the device
+computes, and such a transfer is hidden. Transfers in progress while nobody waits for them are hidden too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.text import plural, write
+from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import LONGEST, shown
+from zero_mpi.files.open import open_file
+from zero_mpi.files.parse import parse_json
+from zero_mpi.launch.world import World, run
+from zero_mpi.telemetry.spans import (
+    BETWEEN,
+    CHECKPOINT,
+    COMPUTE,
+    DATA,
+    MAX_SPANS,
+    OPTIMIZER,
+    STALLS,
+    STEPS,
+    WAITS,
+)
+from zero_mpi.train.timeline import FAMILIES, FIRST
+
+EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
+# Column, track, kinds (all if none are named); the first that is in progress gets the moment.
+CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("evaluation", STEPS, ("evaluation",)),
+    ("checkpoint", CHECKPOINT, ()),
+    ("compute", COMPUTE, ()),
+    ("optimizer", OPTIMIZER, ("update",)),
+    (EXPOSED, WAITS, ()),
+    (EXPOSED, STALLS, ()),
+    ("optimizer", OPTIMIZER, ()),
+    (MOVING, BETWEEN, ()),
+    ("data", DATA, ()),
+)
+COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers in progress
+PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
+PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
+UNITS = 5  # number of longest-awaited units that are shown
+MEANING = (
+    "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
+    "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
+)
+MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
+MOST_RANKS, MOST = 1 << 20, 1 << 62
+LATEST = 1e15  # microseconds: 31 years
+LONGEST_NAME = 100
+GZIP = b"\x1f\x8b"
+MOST_LINE = 1 << 16  # most bytes of an event
+DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked file: per byte of the packed one; in any case
+
+
+# ---------------------------------------------------------------------------------------------- the file
+
+
+class Slice(NamedTuple):
+    """Event of a rank, in microseconds of one clock."""
+
+    family: str  # its track, or the kind of transfer
+    name: str
+    begun: float
+    ended: float
+    kind: str  # "forward", "allgather", ...
+    unit: str  # the unit or stage that it is about, or nothing
+    step: int  # from 1
+    nbytes: int  # of a transfer
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Contents of a file: the events of each rank in rank order, and what it says beside them."""
+
+    path: Path
+    ranks: dict[int, list[Slice]]
+    about: dict[str, Any]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that are complete on every rank."""
+        per_rank = [
+            {each.step for each in slices if (each.family, each.kind) == (STEPS, "step")}
+            for slices in self.ranks.values()
+        ]
+        return sorted(set.intersection(*per_rank)) if per_rank else []
+
+
+def read(path: Path) -> Recorded:
+    """Read the timeline in a file, compressed or not. Raises UsageError for other files."""
+    try:
+        lines, ranks = lines_of(path), dict[int, list[Slice]]()
+        head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
+        about = head["otherData"]
+        if "zero_mpi" not in about or next(lines, b"") != b'"traceEvents":[\n':
+            raise ValueError("it does not start like one")
+        for line in lines:
+            if line.startswith(b"]"):
+                break
+            take(parse_json(line.rstrip(b",\r\n")), ranks)
+        else:
+            raise ValueError("it ends too early")
+        found = Recorded(path, dict(sorted(ranks.items())), about)
+        if not found.steps:
+            raise ValueError("no step was completed on all ranks; trace again, maybe with fewer steps")
+    except FileError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = shown(str(error), LONGEST)
+        raise UsageError(f"{shown(path)}: not a complete timeline of --trace: {why}") from None
+    return found
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, each an event, decompressed if needed; in bounded memory."""
+    with open_file(path, "a time line") as raw:
+        is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
+        left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
+        file = gzip.GzipFile(fileobj=raw) if is_packed else raw
+        while line := file.readline(MOST_LINE):
+            left -= len(line)
+            if left < 0:
+                raise ValueError(f"it unpacks to more than {DENSEST} times its size")
+            if not line.endswith(b"\n"):
+                raise ValueError("it has an unfinished line")
+            yield line
+
+
+def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
+    """Add an event to those of its rank. Raises any error for one that no trace has."""
+    slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
+    if event["ph"] != "X":
+        return  # metadata: the name of a rank or track
+    if len(slices) >= MOST_OF_RANK:
+        raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
+    about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
+    family, name, kind, unit = (
+        sys.intern(shown(text, LONGEST_NAME))  # stored once however often it occurs
+        for text in (event["cat"], event["name"], about.get("kind", ""), about.get("unit", ""))
+    )
+    ended = begun + within(event["dur"], 0, LATEST)
+    step, nbytes = within(about["step"], 0, MOST), within(about.get("bytes", 0), 0, MOST)
+    slices.append(Slice(family, name, begun, ended, kind, unit, step, nbytes))
+
+
+def within(value: Any, least: float, most: float) -> Any:
+    """Return a number between bounds; ValueError for another one."""
+    if isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"an event has the number {shown(value, LONGEST_NAME)}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------- the table
+
+
+@dataclass
+class Share:
+    """Time of a rank in its steps, in microseconds."""
+
+    rank: int
+    steps: dict[int, float] = field(default_factory=dict)  # the length of each
+    columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
+    hidden: float = 0.0  # transfers were in progress and cost nothing
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer
+    sent: int = 0  # bytes given to other ranks
+
+
+def shares(recorded: Recorded) -> list[Share]:
+    """Return the share of every rank, over the steps that are whole on all of them."""
+    steps = set(recorded.steps)
+    return [share_of(rank, slices, steps) for rank, slices in recorded.ranks.items()]
+
+
+def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
+    """Return a rank's share by a walk over the beginnings and ends of its events in order of time."""
+    share, marks = Share(rank), list[tuple[float, int, int, Slice]]()
+    for each in slices:
+        place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
+        if place is None or (place == STEP and each.step not in steps):
+            continue
+        if place == STEP:
+            share.steps[each.step] = each.ended - each.begun
+        elif place == FLIGHT and each.step in steps:
+            share.sent += each.nbytes
+        if each.ended > each.begun:
+            marks += [(each.begun, 1, place, each), (each.ended, 0, place, each)]
+    under_way: list[list[Slice]] = [[] for _ in range(FLIGHT + 1)]  # by index in CLAIMS, the latest last
+    before = 0.0
+    for now, begins, place, each in sorted(marks):  # at equal times ends come first
+        if under_way[STEP]:
+            account(share, under_way, now - before)
+        before = now
+        if begins:
+            under_way[place].append(each)
+        else:
+            under_way[place].remove(each)
+    return share
+
+
+def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
+    """Add a segment of time to its column."""
+    column, latest = next(
+        ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
+    )
+    share.columns[column] += lasted
+    if column == EXPOSED and latest is not None:
+        around = under_way[PLACES[BETWEEN, ""]]
+        stage = around[-1].unit if around and not latest.unit else ""  # stage that needs the transfer
+        share.exposed[f"{latest.name} (for {stage})" if stage else latest.name] += lasted
+    elif under_way[FLIGHT]:
+        share.hidden += lasted
+
+
+def table(recorded: Recorded) -> Iterator[str]:
+    """Yield lines about a timeline: a row for each rank, and what the ranks waited for."""
+    found, steps = shares(recorded), recorded.steps
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    which += f" of {plural(len(found), 'rank')}"
+    yield f"{shown(recorded.path)}: {which}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
+    yield "milliseconds per step, and share of the step"
+    columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in found)]
+    names = "".join(f" {name:>15}" for name in columns)
+    yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
+    yield from (row(share, columns) for share in found)
+    yield from ("", *MEANING, "")
+    waits: dict[str, float] = defaultdict(float)  # mean of the ranks, by what they wait for
+    for share in found:
+        for name, lasted in share.exposed.items():
+            waits[name] += lasted / len(share.steps) / len(found)
+    if waits:
+        yield "longest waits (mean of ranks, ms per step):"
+        longest = sorted(waits.items(), key=lambda each: -each[1])[:UNITS]
+        yield from (f"  {lasted / 1e3:>10.3f}  {name}" for name, lasted in longest)
+    wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
+    if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
+        yield f"clocks of different hosts are aligned to {wrong:.0f} us"
+    if ends_in is not None:
+        yield f"recording ended in step {shown(ends_in, 40)}: there were too many events"
+
+
+def row(share: Share, columns: Sequence[str]) -> str:
+    """Return the row of a rank."""
+    count, total = len(share.steps), sum(share.steps.values())
+    cells = ""
+    for name in columns:
+        lasted = share.columns[name]
+        cells += f" {lasted / count / 1e3:>10.3f} " + (f"{100 * lasted / total:3.0f}%" if total else "  - ")
+    start = f"{share.rank:>4} {total / count / 1e3:>10.3f}"
+    return f"{start}{cells} {share.hidden / count / 1e3:>10.3f} {share.sent / count / 1e6:>9.2f}"
+
+
+def make_parser() -> Parser:
+    """Make the parser of the command line."""
+    parser = Parser(
+        prog="zero-mpi trace",
+        description="Summarize where the time of each rank went, from a timeline of zero_mpi.train --trace. "
+        "To view the timeline, open the file at ui.perfetto.dev (it is not uploaded) or in chrome://tracing.",
+    )
+    parser.add_argument("file", metavar="FILE", help="timeline written by --trace, .json or .json.gz")
+    return parser
+
+
+def command(world: World, arguments: Sequence[str]) -> int:
+    """Print the table. Return the exit status."""
+    write(table(read(Path(make_parser().parse_args(arguments).file))))
+    return 0
+
+
+main = partial(run, "trace", command, alone=True)

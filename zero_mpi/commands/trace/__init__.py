@@ -1,1 +1,0 @@
-"""Command `trace`: reads the timeline of a run, which `train.timeline` writes, and says where time went."""

@@ -1,0 +1,311 @@
+"""Trackers: other places for the numbers of a run's records.
+
+A tracker gets the record of each step and sends every number in it (`numbers`). The setting with the name of
+a class in `TABLE` turns it on, and is its `wish`. `check` raises UsageError if the tracker cannot work here.
+Each job of a run is a run of its own at W&B and MLflow, which cannot discard the steps that a resume repeats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from zero_mpi.errors import JobError, UsageError, import_optional, naming
+from zero_mpi.files.foreign import one_line, shown
+from zero_mpi.telemetry import log
+
+MOST_RANKS = 16  # most ranks with their own tags; beyond that only the largest figure is sent
+CLOSE_SECONDS = 60.0  # seconds that the end of a run waits for pending records
+EVERY_SECONDS = 1.0  # seconds between writes of Prometheus' file and between requests of MLflow
+MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500  # limits of MLflow: of a request; letters of a value
+PREFIX = "zero_mpi_"
+RANK = re.compile(r"(?P<name>.+)/rank_(?P<rank>\d+)")
+
+
+@dataclass(frozen=True)
+class TrackedJob:
+    """Job of a run: its folder, the steps that were done before it, and its settings."""
+
+    out: Path
+    done: int
+    settings: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Receives the record of each step. An OSError ends the run, as an error of its own records does."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Take the record of one step."""
+
+    def close(self) -> None:
+        """Close the tracker: the steps of this job are done."""
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (tag, value) of all numbers of a record but the step: alone, by name, or of each rank."""
+    for tag, value in record.items():
+        if isinstance(value, list):
+            figures = {rank: figure for rank, figure in enumerate(value) if is_number(figure)}
+            if figures:
+                yield f"{tag}/largest", max(figures.values())
+            for rank, figure in figures.items() if len(figures) <= MOST_RANKS else ():
+                yield f"{tag}/rank_{rank:02d}", figure
+        elif isinstance(value, Mapping):
+            for name, figure in value.items():
+                if is_number(figure):
+                    yield f"{tag}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}", figure
+        elif is_number(value) and tag != "step":
+            yield tag, value
+
+
+class Guarded:
+    """Tracker whose failures are logged once and end nothing: a server, or the client of one.
+
+    `begin` makes it, and may raise anything; that becomes a JobError, before the first step.
+    """
+
+    def __init__(self, flag: str, begin: Callable[[], Tracker]) -> None:
+        self._flag = flag
+        try:
+            self._tracker: Tracker | None = begin()
+        except Exception as error:
+            raise JobError(f"{flag}: {explained(error)}") from error
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._attempt(lambda tracker: tracker.step(record))
+
+    def close(self) -> None:
+        """Let the tracker send the rest, for a minute at most."""
+        closing = threading.Thread(target=self._attempt, args=(lambda tracker: tracker.close(),), daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning(
+                "%s: not all records were uploaded within %.0f s; the run folder is complete",
+                self._flag,
+                CLOSE_SECONDS,
+            )
+
+    def _attempt(self, act: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            act(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            log.warning("%s: %s; the run continues without it", self._flag, explained(error))
+
+
+def explained(error: Exception) -> str:
+    """Return an exception of a library in one line."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+class TensorBoard:
+    """`--tensorboard`: TensorBoard's event files in `OUT/tensorboard`, through tensorboardX. Raises OSError.
+
+    Its file writer is used directly: its SummaryWriter passes each scalar through a queue between processes,
+    which costs more and loses the queue's content when a job is killed. Each job writes a file and begins it
+    with the mark at which TensorBoard discards the steps that are repeated.
+    """
+
+    def __init__(self, job: TrackedJob, wish: bool) -> None:
+        writer, self._events, self._summaries = self.check(wish)
+        self._folder = job.out / "tensorboard"
+        self._folder.mkdir(exist_ok=True)
+        # TensorBoard reads files in the order of their names, which begin with the time in seconds.
+        self._writer = writer.EventsWriter(str(self._folder / "events"), f".{time.time_ns() % 10**9:09d}")
+        mark = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(self._events.Event(step=job.done + 1, session_log=mark))
+
+    @staticmethod
+    def check(wish: bool) -> Any:
+        needed = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
+        return import_optional("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in needed))
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        value = self._summaries.Summary.Value
+        values = [value(tag=tag, simple_value=number) for tag, number in numbers(record)]
+        self._write(self._events.Event(step=record["step"], summary=self._summaries.Summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        with naming(self._folder):
+            self._writer.write_event(event)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with naming(self._folder):
+            self._writer.close()
+
+
+class Prometheus:
+    """`--prometheus FOLDER`: the newest record in a file for node_exporter's textfile collector.
+
+    The file is replaced by a rename, once per second at most, so a scrape never sees half of it. Its name
+    contains the folder of the run, as does the label `run`.
+    """
+
+    def __init__(self, job: TrackedJob, wish: str) -> None:
+        self._client, self._run = self.check(wish), os.path.abspath(job.out)
+        digest = hashlib.sha256(os.fsencode(self._run)).hexdigest()[:8]
+        self.path = Path(wish) / f"{PREFIX}{re.sub(r'[^A-Za-z0-9]+', '_', job.out.name)}_{digest}.prom"
+        self._written, self._record = 0.0, dict[str, Any]()
+
+    @staticmethod
+    def check(wish: str) -> Any:
+        if not os.path.isdir(wish):
+            folder = shown(Path(wish))
+            raise UsageError(f"--prometheus: {folder}: expected the folder of the textfile collector")
+        return import_optional("--prometheus", "prometheus", "prometheus_client")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Write a record, unless one was written a moment ago; numbers that it lacks stay as they were."""
+        self._record |= record
+        if time.monotonic() - self._written >= EVERY_SECONDS:
+            self._write(running=1)
+            self._written = time.monotonic()
+
+    def close(self) -> None:
+        self._write(running=0)
+
+    def _write(self, running: int) -> None:
+        registry, gauges = self._client.CollectorRegistry(), dict[str, Any]()
+        run = self._run.encode(errors="replace").decode()
+        found = [("step", self._record.get("step", 0)), *numbers(self._record), ("running", running)]
+        for tag, value in found:
+            of_rank = RANK.fullmatch(tag)
+            labels = {"run": run} | ({"rank": str(int(of_rank["rank"]))} if of_rank else {})
+            name = PREFIX + re.sub(r"\W", "_", of_rank["name"] if of_rank else tag, flags=re.ASCII)
+            if name not in gauges:
+                about = f"{tag} in the newest record of the run"
+                gauges[name] = self._client.Gauge(name, about, list(labels), registry=registry)
+            gauges[name].labels(**labels).set(value)
+        self._client.write_to_textfile(str(self.path), registry)
+
+
+class WandB:
+    """`--wandb PROJECT`: W&B run in a project, in a group with the name of OUT.
+
+    With WANDB_MODE=offline it is a folder below OUT. Records go through the library's own process, so no step
+    waits for a network.
+    """
+
+    def __init__(self, job: TrackedJob, wish: str) -> None:
+        wandb = self.check(wish)
+        # The terminal and its output stay the run's own, and the run measures machines itself.
+        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
+        self._run = wandb.init(
+            project=wish,
+            group=job.out.name,
+            name=f"{job.out.name} from step {job.done}",
+            dir=str(job.out),
+            config=dict(job.settings),
+            settings=settings,
+        )
+
+    @staticmethod
+    def check(wish: str) -> Any:
+        return import_optional("--wandb", "wandb", "wandb")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._run.log(dict(numbers(record)), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """`--mlflow EXPERIMENT`: MLflow run with the tag `zero_mpi.run`, at MLFLOW_TRACKING_URI.
+
+    Records are handed over once per second at most, and sent by a thread, so no step waits for a server.
+    """
+
+    def __init__(self, job: TrackedJob, wish: str) -> None:
+        self._entities, tracking = self.check(wish)
+        self._client = tracking.MlflowClient()
+        known = self._client.get_experiment_by_name(wish)
+        number = known.experiment_id if known else self._client.create_experiment(wish)
+        tags = {"zero_mpi.run": os.path.abspath(job.out), "zero_mpi.from_step": str(job.done)}
+        made = self._client.create_run(number, run_name=job.out.name, tags=tags)
+        self._id, self._metrics, self._handed_over = made.info.run_id, list[Any](), 0.0
+        self._queue: SimpleQueue[list[Any]] = SimpleQueue()
+        self._failure: Exception | None = None
+        self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
+        self._sender.start()
+        said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
+        for first in range(0, len(said), MOST_PARAMS):
+            self._client.log_batch(self._id, params=said[first : first + MOST_PARAMS])
+
+    @staticmethod
+    def check(wish: str) -> Any:
+        return import_optional("--mlflow", "mlflow", "mlflow.entities", "mlflow.tracking")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        now, metric = int(time.time() * 1000), self._entities.Metric
+        self._metrics += [metric(tag, value, now, record["step"]) for tag, value in numbers(record)]
+        if time.monotonic() - self._handed_over >= EVERY_SECONDS:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._metrics:
+            self._queue.put(self._metrics)
+        self._metrics, self._handed_over = [], time.monotonic()
+
+    def _send(self) -> None:
+        try:
+            while metrics := self._queue.get():
+                for first in range(0, len(metrics), MOST_METRICS):
+                    self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+        except Exception as error:  # reported by the thread of the run, at its next step
+            self._failure = error
+
+    def close(self) -> None:
+        """End the run there, after all numbers were taken."""
+        self._hand_over()
+        self._queue.put([])
+        self._sender.join()
+        if self._failure is not None:
+            raise self._failure
+        self._client.set_terminated(self._id)
+
+
+TABLE: Mapping[str, Any] = {
+    "tensorboard": TensorBoard,
+    "prometheus": Prometheus,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+
+
+def check(config: object) -> None:
+    """Raise UsageError if a tracker that the settings ask for cannot work here."""
+    for name, made in TABLE.items():
+        if wish := getattr(config, name):
+            made.check(wish)
+
+
+def begin(config: object, job: TrackedJob) -> list[Tracker]:
+    """Return the trackers of a job that begins. Raises JobError or OSError if one cannot begin."""
+    found = list[Tracker]()
+    for name, made in TABLE.items():
+        if wish := getattr(config, name):
+            one = partial(made, job, wish)
+            found.append(one() if made is TensorBoard else Guarded(f"--{name}", one))
+    return found
