@@ -183,7 +183,7 @@ class Simulator:
         """Return the loss of a micro-batch, as training makes it."""
         case, shape = self.case, (self.case.micro_batch, self.case.context)
         if case.preference is not None:
-            half, targets, segments = case.context // 2, np.zeros(shape, np.int64), []
+            half, targets, segments = case.context // 2, np.zeros(shape, np.int64), list[Segment]()
             for row in range(shape[0]):
                 for begin in (0, half):
                     answer = begin + half // 2 * case.preference.learns_prompts
