@@ -174,16 +174,15 @@ class Simulator:
 
     def input(self) -> Array | Packed:
         """Return the ids of a micro-batch."""
-        ids, begins = (
-            self.memory.outside((self.case.micro_batch, self.case.context), np.int64) for _ in "12"
-        )
+        shape = self.case.micro_batch, self.case.context
+        ids, begins = self.memory.outside(shape, np.int64), self.memory.outside(shape, np.int64)
         return Packed(ids, begins) if self.case.packed else ids
 
     def loss(self) -> HeadLoss:
         """Return the loss of a micro-batch, as training makes it."""
         case, shape = self.case, (self.case.micro_batch, self.case.context)
         if case.preference is not None:
-            half, targets, segments = case.context // 2, np.zeros(shape, np.int64), []
+            half, targets, segments = case.context // 2, np.zeros(shape, np.int64), list[Segment]()
             for row in range(shape[0]):
                 for begin in (0, half):
                     answer = begin + half // 2 * case.preference.learns_prompts
@@ -192,14 +191,8 @@ class Simulator:
                         segments.append(Segment(row, slice(begin, answer), targets))
             return SequenceLoss(segments, lambda sums: (0.0, [1.0] * len(sums)))
         if case.teacher:
-            return FakeDistilled(
-                np.zeros(shape, np.int64),
-                1.0,
-                np.zeros(shape[0] * shape[1], RECORD),
-                0.5,
-                1.0,
-                case.model.vocab_size,
-            )
+            targets, records = np.zeros(shape, np.int64), np.zeros(shape[0] * shape[1], RECORD)
+            return FakeDistilled(targets, 1.0, records, 0.5, 1.0, vocab=case.model.vocab_size)
         return CrossEntropy(self.memory.outside(shape, np.int64), 1.0)
 
 
