@@ -10,11 +10,10 @@ from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.batch import BatchContext, Documents, Given, Packed
 from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
-from zero_mpi.nn.packed import Documents, Packed
 from zero_mpi.sharding.loss_scale import LossScale
 from zero_mpi.sharding.parameters import Views
 from zero_mpi.sharding.tallies import Tallies

@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import compare, compare_checkpoints, compare_records, is_run
 from zero_mpi.commands.inspect.examine import examine
 from zero_mpi.commands.inspect.pieces import Report
 from zero_mpi.errors import UsageError
@@ -58,6 +56,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     path = Path(options.path)
     try:
         if options.other is not None:
+            from zero_mpi.commands.inspect.compare import (
+                compare,
+                compare_checkpoints,
+                compare_records,
+                is_run,
+            )
+
             other = Path(options.other)
             found = compare(path, other)
             if is_run(path) and is_run(other):
@@ -158,6 +163,8 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
 
 def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
     """Yield the progress of the run, and its settings."""
+    from zero_mpi.checkpoint.state import COUNTS
+
     yield ", ".join(f"{name} {told(training[name])}" for name in COUNTS.values() if name in training)
     yield f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}"
     for title in ("settings", "plan", "machine"):

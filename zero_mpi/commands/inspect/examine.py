@@ -28,7 +28,6 @@ from zero_mpi.checkpoint.sound import (
     from_lines,
     keys_of,
 )
-from zero_mpi.checkpoint.state import COUNTS, read_json
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, open_subject, read_tensor
 from zero_mpi.data import ByteTokenizer
@@ -197,6 +196,8 @@ def about_training(subject: Subject) -> Report | None:
     metadata = [part.metadata for part in subject.parts.values()][-1]
     if ID not in metadata:
         return None
+    from zero_mpi.checkpoint.state import COUNTS, read_json  # slow, and few files need it
+
     found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
     found |= {
         "id": as_json(metadata[ID], True),

@@ -27,6 +27,7 @@ from zero_mpi.checkpoint.sound import (
 from zero_mpi.checkpoint.state import ARCHITECTURE, STATE
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.ops.block_kinds import PACKED, is_finite
 
 READ_AT_ONCE = 1 << 20  # bytes read at a time
 
@@ -102,9 +103,10 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
     def digested() -> Iterator[bytes]:
         nonlocal odd
         for raw in pieces(source, spec):
-            values = elements(raw, spec.type)
-            known = values is not None and odd is not None
-            odd = odd + values.size - int(np.count_nonzero(np.isfinite(values))) if known else None
+            if spec.type.name not in PACKED or not is_finite(np.frombuffer(raw, np.uint8), spec.type.name):
+                values = elements(raw, spec.type)
+                known = values is not None and odd is not None
+                odd = odd + values.size - int(np.count_nonzero(np.isfinite(values))) if known else None
             yield piece_digests(raw)
 
     digest = digest_of_pieces(digested())
