@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from zero_mpi.checkpoint.weights import open_weights
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.export.safetensors_folder import write_tokenizer
+from zero_mpi.commands.export.huggingface import write_tokenizer
 from zero_mpi.config.inputs import read_model, tokenizer_of
 from zero_mpi.data.conversations.tokenized import ConversationReader
 

@@ -30,8 +30,7 @@ from zero_mpi.models import ARCHITECTURES, ModelConfig
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import PRECISIONS
 from zero_mpi.train.resolve import set_threads
-from zero_mpi.train.setup import make_optimizer
-from zero_mpi.train.transport import choose_transport, layout_config
+from zero_mpi.train.setup import choose_transport, layout_config, make_optimizer
 
 TRANSPORTS = ("auto", "mpi", "staged", "nccl")
 

@@ -30,8 +30,7 @@ from zero_mpi.device.arrays import pool_of
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import ARCHITECTURES
 from zero_mpi.nn import CrossEntropy
-from zero_mpi.train.setup import make_optimizer
-from zero_mpi.train.transport import layout_config
+from zero_mpi.train.setup import layout_config, make_optimizer
 
 WARM_UP = 4
 

@@ -35,7 +35,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding import strategy_named
 from zero_mpi.sharding.precision import PRECISIONS, precision_named
 from zero_mpi.train.resolve import set_threads
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import choose_transport
 
 GEMM = 1024
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard")

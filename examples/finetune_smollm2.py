@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_merged
 from zero_mpi.commands.generate.command import Chat, Speaker
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.inputs import tokenizer_of

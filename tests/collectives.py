@@ -1,9 +1,14 @@
-"""What tests of transports for device memory start, and compare with the host's."""
+"""What tests of transports start, and the tests of those for device memory, which compare with the host's."""
 
 import functools
 import time
 
+import ml_dtypes
 import numpy as np
+import pytest
+
+from zero_mpi.comm import Partition
+from zero_mpi.comm.mpi import MPIComm
 
 # (length, quantum): even, ragged, empty slices, nothing at all
 LENGTHS = [(48, 1), (101, 1), (101, 10), (3, 1), (5, 7), (0, 1)]
@@ -48,3 +53,90 @@ def poll(ready, patience=20.0):
     while not ready():
         assert time.monotonic() < end, "not complete in time"
         time.sleep(1e-4)
+
+
+KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]
+over_kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+set_or_add = pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+
+
+@functools.cache
+def on_host():
+    return MPIComm(threaded=False)
+
+
+class OfDevices:
+    """Every collective on device memory has the bits of the same one on the host.
+
+    A module has the fixtures `comm`, `exact` and `fast`, transports, and `side`, which has `upload` and
+    `download`. All of a kind are started before the first is waited for.
+    """
+
+    lengths = LENGTHS
+
+    def same_bits(self, side, array, expected):
+        found = side.download(array)
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
+
+    @over_kinds
+    @pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
+    def test_allgather(self, comm, side, kind, in_place):
+        started = []
+        for length, quantum in self.lengths:
+            partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
+            part, before = partition.part(comm.rank), np.full(length, 77, kind)
+            if in_place:
+                before[part] = whole[part]
+            full, shard = side.upload(before), side.upload(whole[part])
+            handle = comm.allgather(None if in_place else shard, full, partition, "test")
+            started.append((handle, full, whole, shard, whole[part]))
+        for handle, full, whole, shard, own in started:
+            handle.wait()
+            self.same_bits(side, full, whole)
+            self.same_bits(side, shard, own)
+
+    @over_kinds
+    def test_broadcast_from_each_root(self, comm, side, kind):
+        for root in range(comm.size):
+            whole = wild(root, max(length for length, _ in self.lengths), kind)
+            array = side.upload(whole if comm.rank == root else np.zeros_like(whole))
+            comm.broadcast(array, root, "test").wait()
+            self.same_bits(side, array, whole)
+
+    @over_kinds
+    @set_or_add
+    def test_exact_reduction_has_the_bits_of_the_host(self, exact, side, kind, accumulate):
+        cases = [
+            (Partition(length, exact.size, quantum), contributors)
+            for length, quantum in self.lengths
+            for contributors in range(exact.size + 1)
+        ]
+        started = [reduced(exact, *case, accumulate, kind, side.upload) for case in cases]
+        wanted = [reduced(on_host(), *case, accumulate, kind, np.copy) for case in cases]
+        for (other, given, expected), (handle, full, out) in zip(wanted, started, strict=True):
+            other.wait()
+            handle.wait()
+            self.same_bits(side, out, expected)
+            self.same_bits(side, full, given)
+
+    @set_or_add
+    def test_fast_reduction_is_close(self, fast, side, accumulate):
+        assert not fast.exact
+        for length, quantum in self.lengths:
+            partition = Partition(length, fast.size, quantum)
+            part = partition.part(fast.rank)
+            for contributors in range(1, fast.size + 1):
+                handle, _, out = reduced(fast, partition, contributors, accumulate, KINDS[0], side.upload)
+                handle.wait()
+                parts = [wild(rank, length)[part] for rank in range(contributors)]
+                assert near(side.download(out), parts + ([wild(1000, length)[part]] if accumulate else []))
+
+    @pytest.mark.parametrize("length", [30_000, 101, 1, 0])
+    def test_allreduce(self, comm, side, length):
+        array = side.upload(wild(comm.rank, length))
+        comm.allreduce(array, "test").wait()
+        parts = [wild(rank, length) for rank in range(comm.size)]
+        assert near(side.download(array), parts)
+        if comm.exact:
+            self.same_bits(side, array, functools.reduce(np.add, parts))

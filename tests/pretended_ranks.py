@@ -25,8 +25,8 @@ from zero_mpi.launch.world import StopAwareComm, World
 from zero_mpi.train import setup
 from zero_mpi.train.command import stand_guard
 from zero_mpi.train.resolve import resolve
+from zero_mpi.train.setup import TransportChoice
 from zero_mpi.train.trainer import Trainer
-from zero_mpi.train.transport import TransportChoice
 
 PER_NODE = 8
 OF_OBJECTS = tracemalloc.DomainFilter(inclusive=True, domain=0)  # NumPy's arrays are in one of their own

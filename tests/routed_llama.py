@@ -35,7 +35,7 @@ class Router(Layer):
         weights /= weights.sum(axis=-1, keepdims=True)
         chosen = np.argsort(-weights, axis=-1, kind="stable")[:, :USED]
         starts = np.searchsorted(np.sort(chosen.ravel()), np.arange(EXPERTS + 1))
-        self.losses.report(batch_of(p), logits, weights, starts)
+        self.losses.report(batch_of(p), logits, weights, chosen, starts)
         return x, (rows, logits, weights)
 
     def backward(self, p, saved, dy, g):

@@ -18,6 +18,7 @@ SCALES = {  # where float16 lie in a block
     "Q3_K": (108,),
     "Q6_K": (208,),
 }
+EXPERTS = {"experts": 5, "experts_used": 2, "expert_ffn": 256}
 SIZES = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "context": 11, "vocab_size": 61}
 
 
@@ -38,9 +39,9 @@ def floats_of(raw, name):
     return dequantize(raw, GGMLQuantizationType[name]).astype(np.float32)
 
 
-def base(tied):
+def base(tied, **more):
     """A model with adapters, and the bytes of everything else by name, in types of all sorts."""
-    model = Llama.from_flags(SIZES | {"tied": tied})
+    model = Llama.from_flags(SIZES | {"tied": tied} | more)
     kinds = {}
     for number, (name, param) in enumerate(model.params().items()):
         of_norm = len(param.shape) == 1

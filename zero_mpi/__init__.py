@@ -20,7 +20,7 @@ portable.prepare()
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zero_mpi.checkpoint.module_files import load, save
+    from zero_mpi.checkpoint.saver import load, save
     from zero_mpi.comm import Comm, Partition, SerialComm
     from zero_mpi.comm.nodes.hybrid import MPIComm
     from zero_mpi.compat.accumulation import GradAccum
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zero_mpi.train.timeline import tracing
 
 MODULES = {
-    "checkpoint.module_files": ("load", "save"),
+    "checkpoint.saver": ("load", "save"),
     "comm": ("Comm", "Partition", "SerialComm"),
     "comm.nodes.hybrid": ("MPIComm",),
     "errors": ("UsageError",),

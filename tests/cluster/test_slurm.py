@@ -18,7 +18,7 @@ from test_command_bits import assert_same_run, fields, tensors, train, write_tex
 REQUEUE, BAD_USAGE = 75, 2
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--kv-heads", "1", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--sample", "0"]
-STEPS = 600  # some seconds: a signal takes a while on a busy machine
+STEPS = 300  # some seconds: a signal takes a while on a busy machine
 ENDLESS = ["--schedule", "constant", "--steps", "1000000"]  # a constant rate: whatever the steps to come
 ONE_NODE = "examples/slurm/one_node.sbatch"
 OPENMPI_AS_ROOT = {
@@ -105,7 +105,6 @@ def assert_same_state(out: Path, reference: Path) -> None:
         ("one_node.sbatch", "mpirun", "mpich"),
         ("one_node.sbatch", "srun --mpi=pmix", "openmpi"),
         ("one_node.sbatch", "mpirun", "openmpi"),
-        ("many_nodes.sbatch", "srun --mpi=pmi2", "mpich"),
     ],
 )
 def test_a_job_told_to_stop_saves_is_requeued_and_goes_on(
@@ -133,10 +132,9 @@ def test_a_job_told_to_stop_saves_is_requeued_and_goes_on(
     assert_same_run(out, unbroken)
 
 
-@pytest.mark.parametrize("launch", ["srun --mpi=pmi2", "mpirun"])
-def test_a_job_that_is_preempted_saves_and_goes_on(launch, here, flags, unbroken, tmp_path):
+def test_a_job_that_is_preempted_saves_and_goes_on(here, flags, unbroken, tmp_path):
     """Slurm itself sends SIGTERM, for the sake of a job that takes the whole node."""
-    _, environ = prepared(here, launch, "mpich")
+    _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
     out = tmp_path / "out"
     job = here.submit(
         on_one_node("", 4), ONE_NODE, ["--out", str(out), *flags, "--steps", str(STEPS)], env=environ
@@ -154,7 +152,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(launch, here, flags, unbroken
 def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
     """A rank is killed, with which the job would end: it is done all the same, and was not requeued."""
     _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
-    out, steps = tmp_path / "out", ["--steps", "400", "--save-every", "30"]
+    out, steps = tmp_path / "out", ["--steps", "200", "--save-every", "30"]
     launch = f"zero-mpi supervise --backoff 0.2 -- {environ['LAUNCH']} -w {{hosts}} -N {{nodes}} -n {{ranks}}"
     job = here.submit(
         [*on_one_node("many_nodes.sbatch", 3), "--no-kill"],
@@ -188,24 +186,6 @@ def test_a_run_saves_before_its_job_is_ended_at_the_limit(here, flags, tmp_path)
     here.command("scancel", job)
     train(1, tmp_path / "reference", *flags, *ENDLESS[:-1], str(stopped), timeout=150)
     assert_same_state(out, tmp_path / "reference")
-
-
-def test_the_signal_before_the_limit_saves(here, flags, tmp_path):
-    """Slurm sends it when less than 100 s of two minutes are left, or some seconds later.
-
-    On a machine that is busy this may be before the first step: then there is nothing to save, and the job is
-    requeued once more.
-    """
-    out = tmp_path / "out"
-    job = here.submit(
-        [*on_one_node("", 3), "--time=2", "--signal=B:USR1@100"],
-        ONE_NODE,
-        ["--out", str(out), *flags, *ENDLESS],
-    )
-    here.until(lambda: "stopped after step" in here.log(job), job, "not stopped")
-    stopped = assert_saved(out)
-    assert f"stopped after step {stopped}; " in here.log(job)
-    here.until(lambda: here.facts(job)["Restarts"] != "0", job, "not requeued")
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(here, flags, tmp_path):

@@ -15,8 +15,8 @@ from test_slurm import SMALL, prepared, until_steps
 from zero_mpi.commands.report.runs import read_events
 
 SCRIPT = "examples/slurm/many_nodes.sbatch"
-STEPS = ["--steps", "1200", "--save-every", "40", "--keep", "2", "--transport", "mpi"]
-LOST_AFTER = 100  # step
+STEPS = ["--steps", "400", "--save-every", "40", "--keep", "2", "--transport", "mpi"]
+LOST_AFTER = 60  # step
 TIMEOUT = 12  # --timeout: a machine that stands still for some seconds is not to cost a restart
 
 pytestmark = [

@@ -1,27 +1,24 @@
 """A run over three hosts loses a rank, a host, and another host that hangs: it is done, with the same bytes.
 
 `supervise` runs inside the first host, as in a batch job, and goes to the others as its launcher does. The
-events come one after the other in one run. `losses.py` does it at random times.
+events come one after the other in one run.
 """
 
 import contextlib
+import os
 import re
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from faults import Trial
-from hosts import hosts, installed, why_no_hosts
-from losses import (
-    EVENTS,
-    SECONDS,
-    assert_done,
-    restarted,
-    supervised,
-    undisturbed,
-)
-from test_command_bits import needs_mpiexec
+from hosts import Hosts, hosts, installed, why_no_hosts
+from jobs import run_command
+from test_command_bits import assert_same_run, needs_mpiexec
+from test_faults import flags, read_status, write_tokens
 
 from zero_mpi.commands.report.runs import read_events
 
@@ -30,7 +27,71 @@ pytestmark = [
     pytest.mark.timeout_seconds(240),
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
 ]
+SECONDS = 60  # for the next thing to happen, on a busy machine
+SUPERVISE = ["--backoff", "0.2", "--probe-timeout", "10"]
+TIMEOUT = 12.0  # --timeout: a machine that stands still for some seconds is not to cost a restart
 HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # what, which host, after which step
+
+
+def processes_of(here: Hosts, host: str) -> Iterator[int]:
+    """All processes inside a host: those of its namespace of processes."""
+    name = os.readlink(f"/proc/{here.process(host)}/ns/pid")
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and os.readlink(entry / "ns" / "pid") == name:
+                yield int(entry.name)
+
+
+def kill_a_rank(here: Hosts, trial: Trial, host: str) -> None:
+    """The rank of a host is killed; the host is well."""
+    inside = set(processes_of(here, host))
+    os.kill(next(process for process in trial.ranks().values() if process in inside), signal.SIGKILL)
+
+
+def lose(here: Hosts, trial: Trial, host: str) -> None:
+    here.lose(host)
+
+
+def hang(here: Hosts, trial: Trial, host: str) -> None:
+    for process in processes_of(here, host):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGSTOP)
+
+
+Event = Callable[[Hosts, Trial, str], None]
+EVENTS: dict[str, Event] = {"rank": kill_a_rank, "lost": lose, "hung": hang}
+
+
+def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
+    enter, first, *job = here.job(3, 1, [], mpi=mpi)
+    place = job.index("--hostfile" if "--hostfile" in job else "-machinefile") + 1
+    hostfile, job[place], job[job.index("-n") + 1] = job[place], "{hostfile}", "{ranks}"
+    of_hosts = ["--hostfile", hostfile, "--for", mpi, "--probe", f"{here.state / 'ssh'} {{host}} true"]
+    start = [enter, first, sys.executable, "-m", "zero_mpi", "supervise", *SUPERVISE, *of_hosts, "--", *job]
+    write_tokens(trial.out.parent / "tokens.npy")
+    trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
+
+
+def restarted(trial: Trial) -> int:
+    return (
+        trial.errors.count(" on 3 hosts (")
+        + trial.errors.count(" on 2 hosts (")
+        + trial.errors.count(" on 1 host (")
+    )
+
+
+def assert_done(trial: Trial, unbroken: Path) -> None:
+    assert trial.job.wait(2 * SECONDS) == 0, trial.errors
+    assert read_status(trial.out)["state"] == "done"
+    assert_same_run(trial.out, unbroken)
+
+
+def undisturbed(folder: Path) -> Path:
+    write_tokens(folder / "tokens.npy")
+    start = [sys.executable, "-m", "zero_mpi.train", "--out", str(folder / "out"), *flags(folder)]
+    status, printed, errors = run_command(start, timeout=90)
+    assert (status, errors) == (0, ""), printed
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def step_on(self):
 train.Trainer.step = step_on
 train_command.main()
 """
-DELAYS = [0.0, 0.0, random.Random(7).random() * 5, 5.0]
+DELAYS = [0.0, random.Random(7).random() * 5]
 Start = Callable[[str], subprocess.Popen[str]]
 
 

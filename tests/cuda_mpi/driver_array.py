@@ -1,6 +1,6 @@
 """Arrays in the memory of a CUDA driver, made by it alone, and what a transport needs of their device.
 
-They have what `comm.gpu.streams.GpuStreams` asks of an array and no more; mpi4py finds their memory by
+They have what `comm.gpu.exchanges.GpuStreams` asks of an array and no more; mpi4py finds their memory by
 `__cuda_array_interface__`. There are no kernels: sums are made on the host, of copies. On the pretend driver
 of a CUDA-aware MPI's archive, as on a GPU, a process that takes the address for the host's dies.
 """

@@ -5,24 +5,20 @@ that give nothing. The memory is a driver's: whoever reads or writes it by its a
 """
 
 import functools
-import subprocess
-import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
-from collectives import LENGTHS, near, poll, reduced, wild
+from collectives import LENGTHS, OfDevices, poll, wild
 from driver_array import DriverSide
 
 from zero_mpi.comm import Partition
-from zero_mpi.comm.gpu import detect as device_detect
+from zero_mpi.comm.gpu import select as device_detect
 from zero_mpi.comm.gpu.backends import CudaAwareBackend
 from zero_mpi.comm.gpu.comm import DeviceComm
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
 
-KINDS = [np.dtype(kind) for kind in (np.float32, ml_dtypes.bfloat16, np.float16)]
 LONG = [*LENGTHS, (100_001, 1024)]  # longer than what libraries send at once
 SMALL = {"most_bytes": 40 << 10, "summed": 5 << 10}
 SETTINGS = {"whole": {}, "pieces": SMALL, "thread": SMALL, "fast": {}, "fast pieces": SMALL}
@@ -38,11 +34,6 @@ def streams():
 def communicator(name):
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
     return DeviceComm(inner, CudaAwareBackend(streams(), **SETTINGS[name]), streams(), name)
-
-
-@functools.cache
-def on_host():
-    return MPIComm(threaded=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,20 +53,20 @@ def exact(request):
     return communicator(request.param)
 
 
+@pytest.fixture(params=["fast", "fast pieces"])
+def fast(request):
+    return communicator(request.param)
+
+
+@pytest.fixture
+def side():
+    return streams()
+
+
 def same_bits(array, expected):
     found = streams().download(array)
     assert found.dtype == expected.dtype
     assert found.tobytes() == expected.tobytes()
-
-
-def test_the_host_cannot_touch_this_memory():
-    """Otherwise these tests would show nothing."""
-    code = (
-        "import ctypes, numpy as np; from zero_mpi.comm.gpu.probe import Driver; driver = Driver(); "
-        "driver.open(); ctypes.string_at(driver.upload(np.ones(9, np.uint8)).address, 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert done.returncode == -11, done.stderr
 
 
 def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
@@ -88,66 +79,8 @@ def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
     assert (refused.yes, refused.why) == (False, "ZERO_MPI_GPU_AWARE=0")
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
-def test_allgather(comm, kind, in_place):
-    for length, quantum in LONG:
-        partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
-        part = partition.part(comm.rank)
-        before = np.full(length, 77, kind)
-        if in_place:
-            before[part] = whole[part]
-        full, shard = streams().upload(before), streams().upload(whole[part])
-        comm.allgather(None if in_place else shard, full, partition, "test").wait()
-        same_bits(full, whole)
-        same_bits(shard, whole[part])
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_broadcast_from_each_root(comm, kind):
-    for root in range(comm.size):
-        whole = wild(root, 30_000, kind)
-        array = streams().upload(whole if comm.rank == root else np.zeros_like(whole))
-        comm.broadcast(array, root, "test").wait()
-        same_bits(array, whole)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
-    for length, quantum in LONG:
-        partition = Partition(length, exact.size, quantum)
-        for contributors in range(exact.size + 1):
-            handle, full, out = reduced(exact, partition, contributors, accumulate, kind, streams().upload)
-            other, given, expected = reduced(on_host(), partition, contributors, accumulate, kind, np.copy)
-            other.wait()
-            handle.wait()
-            same_bits(out, expected)
-            same_bits(full, given)
-
-
-@pytest.mark.parametrize("name", ["fast", "fast pieces"])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_the_librarys_reduction(name, accumulate):
-    comm = communicator(name)
-    for length, quantum in LONG:
-        partition = Partition(length, comm.size, quantum)
-        part = partition.part(comm.rank)
-        for contributors in range(1, comm.size + 1):
-            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], streams().upload)
-            handle.wait()
-            parts = [wild(rank, length)[part] for rank in range(contributors)]
-            assert near(streams().download(out), parts + ([wild(1000, length)[part]] if accumulate else []))
-
-
-@pytest.mark.parametrize("length", [30_000, 101, 1, 0])
-def test_allreduce(comm, length):
-    array = streams().upload(wild(comm.rank, length))
-    comm.allreduce(array, "test").wait()
-    parts = [wild(rank, length) for rank in range(comm.size)]
-    assert near(streams().download(array), parts)
-    if comm.exact:
-        same_bits(array, functools.reduce(np.add, parts))
+class TestCollectives(OfDevices):
+    lengths = LONG
 
 
 def test_many_at_once_beside_vectors_of_the_host(comm):

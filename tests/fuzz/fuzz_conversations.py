@@ -1,4 +1,4 @@
-"""Files of conversations and chat templates that lie: other values in every place, programs without end."""
+"""Files of conversations and questions, and chat templates, that lie or go on without end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import fuzz_gguf
+import numpy as np
 from chat_templates import CALLING, TEMPLATES, chat_keys
-from fuzz_choices import ODD, lines
-from fuzz_texts import zstd
+from fuzz_texts import ODD, lines, zstd
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
+from zero_mpi.data import ByteTokenizer
+from zero_mpi.models import GPT2
 
 TURNS = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 FORMS: list[dict[str, Any]] = [
@@ -202,15 +205,127 @@ def variables(random: Random, folder: Path) -> list[str]:
     return samples(folder, lines(*FORMS), "{{ v }}{{ strftime_now('%c') }}" + TEMPLATES["chatml"], *chosen)
 
 
-CASES = {
-    "calls": calls,
-    "variables": variables,
-    "sound": sound,
-    "values": values,
-    "others": others,
-    "pairs": pairs,
-    "damaged": damaged,
-    "packed": packed,
-    "programs": programs,
-    "templates": templates,
-}
+SIZES = {"layers": 1, "dim": 8, "heads": 2, "ffn": 8, "context": 32, "vocab_size": ByteTokenizer.vocab_size}
+QUESTION = {"question": "Two and two are", "answers": [" four", " five"], "right": 0}
+
+
+def evaluate(folder: Path, raw: bytes) -> list[str]:
+    """The command on a file of these bytes, with a small model."""
+    config = GPT2.from_flags(SIZES | {"tied": True})
+    params = config.params()
+    table = [(name, param.shape) for name, param in params.items()]
+    keys = config.metadata() | ByteTokenizer().metadata()
+    with GGUFStream(folder / "model.gguf", config.arch, keys, table) as stream:
+        for name, shape in table:
+            stream.write(name, np.ones(shape, np.float32))
+    (folder / "choices.jsonl").write_bytes(raw)
+    return ["-m", "zero_mpi", "evaluate", "model.gguf", "--choices", "choices.jsonl"]
+
+
+def sound_questions(random: Random, folder: Path) -> list[str]:
+    return evaluate(folder, lines(*[QUESTION] * random.randint(1, 5)))
+
+
+def questions(random: Random, folder: Path) -> list[str]:
+    """Another value in the place of a line or in one; bytes changed; what is no JSON at all."""
+    kind, odd = random.randrange(4), random.choice(ODD)
+    if kind == 0:
+        return evaluate(folder, lines(QUESTION, odd))
+    if kind == 1:
+        return evaluate(folder, lines(QUESTION, QUESTION | {random.choice([*QUESTION, "context"]): odd}))
+    if kind == 2:
+        raw = bytearray(lines(QUESTION, QUESTION))
+        for _ in range(random.randint(1, 4)):
+            raw[random.randrange(len(raw))] = random.randrange(256)
+        return evaluate(folder, bytes(raw[: random.randint(1, len(raw))]))
+    texts = [b"", b"\n" * 9999, b"[" * 99999, b"\0" * 99, b"{}", b"\xff\xfe{}"]
+    return evaluate(folder, random.choice(texts))
+
+
+# Templates that need no filter to take all time or memory: loops, products, slices, comparisons.
+NUMBERS = ("0", "1", "-1", "2", "99", "9999", "99999", "10 ** 7", "10 ** 9", "2 ** 70", "9 ** 9 ** 9")
+
+
+def number_of(random: Random) -> str:
+    return random.choice(NUMBERS)
+
+
+def text_of(random: Random, depth: int) -> str:
+    """An expression that is a text."""
+    if not depth:
+        return random.choice(["'xy'", "messages[0].content", "s", "n.s"])
+    one = text_of(random, depth - 1)
+    many, other = number_of(random), text_of(random, 0)
+    kinds = (
+        *(f"({one} * {many})", f"({one} * {many})", f"{one}[{many}:{number_of(random)}]", f"{one}[::{many}]"),
+        *(f"({one} ~ {other})", f"({one} + {one})", f"{one}.replace('x', {other})", f"('%{many}d' % 1)"),
+        *(
+            f"'{{:{many}}}'.format(1)",
+            f"{one}.ljust({many})",
+            f"{other}.join([{one}, {one}])",
+            f"({one} ~ {many})",
+        ),
+    )
+    return random.choice(kinds)
+
+
+def sequence(random: Random, depth: int) -> str:
+    """An expression that can be gone through."""
+    if not depth:
+        return random.choice(["messages", "range(9999)", "range(99999)", "'xy'", "['x', 'y']", "n.l", "s"])
+    one, many = sequence(random, depth - 1), number_of(random)
+    kinds = (
+        *(f"(['x'] * {many})", f"([{one}] * {many})", f"range({many})", f"([{one}, {one}] * 9)"),
+        *(f"{one}[{many}:]", f"{one}[::-1]", text_of(random, depth), f"{text_of(random, depth)}.split('x')"),
+    )
+    return random.choice(kinds)
+
+
+def condition(random: Random, depth: int) -> str:
+    one, other = text_of(random, depth), text_of(random, depth)
+    many = sequence(random, depth)
+    return random.choice([f"{one} in {other}", f"{one} == {other}", f"{one} < {other}", f"{one} in {many}"])
+
+
+def statement(random: Random, depth: int) -> str:
+    """A statement, most of them in others."""
+    kind, inner = random.randrange(6), statement(random, depth - 1) if depth else "{{ s }}"
+    deep = random.choice([0, 0, 1, 1, 2, 3])
+    if kind <= 1:
+        return f"{{% for i in {sequence(random, deep)} %}}{inner}{{% endfor %}}"
+    if kind == 2:
+        return f"{{% set n.s = {text_of(random, deep)} ~ n.s[1:] %}}{{% set n.l = n.l + [n.s] %}}{inner}"
+    if kind == 3:
+        return f"{{% if {condition(random, deep)} %}}{inner}{{% else %}}{{{{ s }}}}{{% endif %}}"
+    if kind == 4:
+        return (
+            f"{{% macro m(s) %}}{inner}{{{{ m({text_of(random, deep)}) }}}}{{% endmacro %}}{{{{ m('x') }}}}"
+        )
+    return f"{{{{ {text_of(random, deep)} }}}}{inner}"
+
+
+def program(random: Random) -> str:
+    """A template."""
+    begin = "{% set s = 'xy' %}{% set n = namespace(s='xy', l=['x']) %}"
+    return begin + "".join(
+        statement(random, random.choice([0, 1, 2, 4])) for _ in range(random.choice([1, 2]))
+    )
+
+
+def grown_programs(random: Random, folder: Path) -> list[str]:
+    return samples(folder, lines(*FORMS), program(random))
+
+
+def chats(random: Random, folder: Path) -> list[str]:
+    """In a model that is to answer."""
+    file = fuzz_gguf.model(random, odd_frequencies=0)
+    file.keys = [pair for pair in file.keys if pair[0] != "tokenizer.chat_template"]
+    file.keys.append(("tokenizer.chat_template", fuzz_gguf.typed(fuzz_gguf.STRING, program(random))))
+    (folder / "x.gguf").write_bytes(file.bytes())
+    return ["-m", "zero_mpi", "generate", "x.gguf", "--chat", "--prompt", "ab", "--tokens", "2"]
+
+
+CASES = {"sound": sound, "calls": calls, "variables": variables, "values": values, "others": others}
+CASES |= {"pairs": pairs, "damaged": damaged, "packed": packed, "programs": programs, "templates": templates}
+CASES |= {"questions.sound": sound_questions, "questions": questions}
+CASES |= {"loops": grown_programs, "chats": chats}

@@ -282,17 +282,6 @@ def noise(random: Random, folder: Path) -> list[str]:
     return command(random, folder)
 
 
-def numbers(random: Random, folder: Path) -> list[str]:
-    file = model(random)
-    size = file.table()[1]
-    data = np.frombuffer(values(size), np.float32).copy()
-    for _ in range(random.choice([1, 10, 1000])):
-        data[random.randrange(len(data))] = np.float32(random.choice([np.nan, np.inf, 1e38, -1e38, 1e-45]))
-    file.data = data.tobytes()
-    (folder / "x.gguf").write_bytes(file.bytes())
-    return command(random, folder)
-
-
 def many(random: Random, folder: Path) -> list[str]:
     """Very many keys, tensors, tokens or letters."""
     file, count = model(random), random.choice([10_000, 70_000, 300_000])
@@ -338,4 +327,4 @@ def special(random: Random, folder: Path) -> list[str]:
 
 
 CASES = {"sound": sound, "keys": keys, "tensors": tensors, "counts": counts, "noise": noise}
-CASES |= {"numbers": numbers, "many": many, "special": special}
+CASES |= {"many": many, "special": special}

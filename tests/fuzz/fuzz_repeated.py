@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import fuzz_choices
 import fuzz_conversations
 import fuzz_gguf
 import fuzz_run_folder
@@ -78,7 +77,7 @@ def lines(random: Random, folder: Path) -> list[str]:
         return fuzz_conversations.samples(folder, twice(random, form) + b"\n")
     if kind == 1:
         return fuzz_texts.tokenize(random, folder, "t.jsonl", twice(random, {"text": "a", "id": 1}) + b"\n")
-    command = fuzz_choices.sound(random, folder)
+    command = fuzz_conversations.sound_questions(random, folder)
     path = next(folder.glob("*.jsonl"))
     rows = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([twice(random, json.loads(rows[0])), *rows[1:]]) + b"\n")

@@ -194,23 +194,10 @@ def checkpoints(random: Random, folder: Path) -> list[str]:
     return random.choice([inspect, [*inspect, "run/step-00000002"], command(random)])
 
 
-def names(random: Random, folder: Path) -> list[str]:
-    """Runs in folders of odd names, several at once, and what is none."""
-    run = write_run(folder)
-    odd = clean(wild.text(random)).replace("\0", "")[:60_000] or "x"
-    if random.random() < 0.5:
-        return ["-m", "zero_mpi", "report", *random.choice([[odd], ["run", odd], ["run", f"--out={odd}"]])]
-    name = (odd.replace("/", "_").strip(".") or "x")[:60]
-    run.rename(folder / name)
-    (folder / "run").symlink_to(name)
-    others = random.choice([["run"], [f"./{name}"], ["run", f"./{name}", "run"]])
-    return ["-m", "zero_mpi", "report", *others]
-
-
 def sound(random: Random, folder: Path) -> list[str]:
     write_run(folder)
     return random.choice([command(random), ["-m", "zero_mpi", "inspect", "run"]])
 
 
 CASES = {"sound": sound, "types": types, "numbers": numbers, "signed": signed, "broken": broken}
-CASES |= {"places": places, "checkpoints": checkpoints, "names": names}
+CASES |= {"places": places, "checkpoints": checkpoints}

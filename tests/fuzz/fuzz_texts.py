@@ -10,8 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzz_choices import ODD
-
+ODD: list[Any] = [
+    None, True, -1, 0, 1, 2, 1e300, 10**30, "", "\x1b[31m", "\ud800", "x" * 5000, [], {}, ["a"],
+    ["a", "\ud800"], ["a", ""], ["a", 1], [[["a"]]], ["a"] * 99, {"a": "b"}, "\u2028\u202e",
+]  # fmt: skip
 TEXTS = [f"{number} " * (number % 40) for number in range(90)]
 Written = Callable[[bytes], bytes]
 

@@ -11,12 +11,6 @@ from typing import Any
 import numpy as np
 import wild
 
-ARRAYS: list[Any] = [
-    np.zeros((3, 3), np.uint16), np.zeros(9), np.array([{}, "x"], object), np.zeros((), np.uint16),
-    np.zeros(9, ">u2"), np.zeros((4, 4), np.uint16, order="F"), np.zeros(0, np.uint16),
-    np.zeros(3, [("a", "<u2"), ("b", "<f4")]), np.array(["a", "b"]), np.zeros(9, "M8[s]"), np.zeros(5, "V7"),
-]  # fmt: skip
-
 
 def header(text: bytes, version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
     width = "<H" if version == (1, 0) else "<I"
@@ -146,17 +140,6 @@ def bytes_of(random: Random, folder: Path) -> list[str]:
     return command(folder, random)
 
 
-def arrays(random: Random, folder: Path) -> list[str]:
-    """Arrays that NumPy wrote, of other types and shapes; archives."""
-    path = folder / "ids.npy"
-    if random.random() < 0.2:
-        with path.open("wb") as out:
-            np.savez(out, a=np.zeros(9, np.uint16))
-    else:
-        np.save(path, random.choice(ARRAYS), allow_pickle=True)
-    return command(folder, random)
-
-
 def special(random: Random, folder: Path) -> list[str]:
     """Something else in its place, or a header before 8 GiB of nothing."""
     path = folder / "ids.npy"
@@ -168,4 +151,4 @@ def special(random: Random, folder: Path) -> list[str]:
     return command(folder, random)
 
 
-CASES = {"sound": sound, "bytes": bytes_of, "arrays": arrays, "special": special, "others": others}
+CASES = {"sound": sound, "bytes": bytes_of, "special": special, "others": others}

@@ -1,10 +1,11 @@
-"""Settings in TOML that lie, given to `train --config ... --dry-run` and to `plan`.
+"""Settings and machines in TOML that lie, given to `train --config ... --dry-run` and to `plan`.
 
 Sizes of a model stay moderate here: what a run of a size needs is another question than what a file says.
 """
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -127,4 +128,66 @@ def sound(random: Random, folder: Path) -> list[str]:
     return command(random, folder)
 
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
+# Of a size that a node has room for a few of: the plan looks for the largest that fits.
+MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
+
+
+def described(random: Random) -> dict[str, Any]:
+    return tomllib.loads((EXAMPLES / random.choice(["small.toml", "large.toml"])).read_text())
+
+
+def machine_command(random: Random, folder: Path, machine: dict[str, Any] | bytes) -> list[str]:
+    raw = machine if isinstance(machine, bytes) else as_toml(machine).encode()
+    (folder / "machine.toml").write_bytes(raw)
+    asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
+    return ["-m", "zero_mpi", "plan", *MODEL, *asked, "--strategy", "full-shard", "--machine", "machine.toml"]
+
+
+def machine_types(random: Random, folder: Path) -> list[str]:
+    """Values of other types and sizes, and keys that are none, anywhere."""
+    machine = described(random)
+    for _ in range(random.choice([1, 1, 3])):
+        places = [machine, *machine.values(), *machine["network"]]
+        tables = [table for table in places if isinstance(table, dict) and table]
+        table = random.choice(tables)
+        name = random.choice([*table] * 3 + [wild.name(random, list(table))])
+        table[name] = wild.value(random)
+        if not isinstance(machine.get("network"), list):
+            break
+    return machine_command(random, folder, machine)
+
+
+def machine_missing(random: Random, folder: Path) -> list[str]:
+    """A key or a table that is not there, or levels in another order."""
+    machine = described(random)
+    table = random.choice([machine, machine["node"], machine["rates"], random.choice(machine["network"])])
+    if random.random() < 0.7:
+        del table[random.choice(list(table))]
+    else:
+        random.shuffle(machine["network"])
+    return machine_command(random, folder, machine)
+
+
+def machine_broken(random: Random, folder: Path) -> list[str]:
+    raw = as_toml(described(random)).encode()
+    cut = raw[: random.randrange(len(raw) + 1)]
+    return machine_command(
+        random, folder, random.choice([cut, wild.edited(random, raw), raw + raw, b"[[network]]\n" * 9999])
+    )
+
+
+def machine_places(random: Random, folder: Path) -> list[str]:
+    args = machine_command(random, folder, described(random))
+    (folder / "machine.toml").unlink()
+    wild.special(random, folder / "machine.toml")
+    return args
+
+
+def machine_sound(random: Random, folder: Path) -> list[str]:
+    return machine_command(random, folder, described(random))
+
+
 CASES = {"sound": sound, "types": types, "broken": broken, "places": places, "flags": flags}
+CASES |= {"machine.sound": machine_sound, "machine.types": machine_types, "machine.missing": machine_missing}
+CASES |= {"machine.broken": machine_broken, "machine.places": machine_places}

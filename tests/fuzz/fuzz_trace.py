@@ -67,21 +67,6 @@ def types(random: Random, folder: Path) -> list[str]:
     return named(random, folder, as_lines(random, wild.changed_json(random, time_line(random))))
 
 
-def events(random: Random, folder: Path) -> list[str]:
-    """Values of events that are odd numbers and texts, all the rest sound."""
-    found = time_line(random)
-    for _ in range(random.choice([1, 1, 3])):
-        event = random.choice(found["traceEvents"])
-        if random.random() < 0.4 and event["ph"] == "X":
-            event["args"][random.choice(["step", "bytes", "unit", "kind"])] = wild.value(random, 1)
-        else:
-            odd = random.choice([wild.number, wild.text])(random)
-            event[random.choice(["pid", "ts", "dur", "name", "cat", "ph", "tid"])] = odd
-    if random.random() < 0.3:
-        found["otherData"][random.choice(["zero_mpi", "ends_in", "clock_error_us"])] = wild.value(random, 2)
-    return named(random, folder, as_lines(random, found))
-
-
 def broken(random: Random, folder: Path) -> list[str]:
     """What is no JSON any more, or JSON that hurts; pieces of a large file end anywhere."""
     if random.random() < 0.6:
@@ -137,4 +122,4 @@ def sound(random: Random, folder: Path) -> list[str]:
     return named(random, folder, as_lines(random, time_line(random)))
 
 
-CASES = {"sound": sound, "types": types, "events": events, "broken": broken, "bombs": bombs, "places": places}
+CASES = {"sound": sound, "types": types, "broken": broken, "bombs": bombs, "places": places}

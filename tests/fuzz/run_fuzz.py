@@ -212,10 +212,6 @@ def run_command(args: list[str]) -> None:
         runpy.run_path(args[0], run_name="__main__")
 
 
-def run_alone(args: list[str]) -> None:
-    os.execv(sys.executable, [sys.executable, *args])
-
-
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
     """MODULE.CASE -> function, of all modules of a folder or of those named: "gguf" or "gguf.types"."""
     found: dict[str, Case] = {}
@@ -243,7 +239,6 @@ class Fuzz:
 
     keep: Path
     seed: int
-    alone: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)  # by traceback, hang, slow, memory, ...
@@ -259,9 +254,8 @@ class Fuzz:
             args = self.made(name, case, number, place)
             if isinstance(args, Ending):
                 return self.failed(label, place, ["the fuzzer itself failed"], args)
-            action = (lambda: run_alone(args)) if self.alone else (lambda: run_command(args))
             before = contents(folder / "outside")
-            end = run_in_child(action, folder, place / "run", MOST_WRITTEN)
+            end = run_in_child(lambda: run_command(args), folder, place / "run", MOST_WRITTEN)
             command = ""
             if args[0] == "-m":
                 command = args[2] if args[1] == "zero_mpi" else args[1].rpartition(".")[2]
@@ -329,13 +323,12 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="run this one of each case, and no other")
     parser.add_argument("--keep", type=Path, help="where failures are kept")
     parser.add_argument("--cases", type=Path, default=HERE, help="the folder with fuzz_*.py")
-    parser.add_argument("--alone", action="store_true", help="each run in an interpreter of its own")
     options = parser.parse_args()
     prepare()
     found = list(find_cases(options.only, options.cases.absolute()).items())
     cases = dict(Random(options.seed).sample(found, len(found)))  # any may be those that time is left for
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
-    fuzz, begun = Fuzz(keep.absolute(), options.seed, options.alone), time.monotonic()
+    fuzz, begun = Fuzz(keep.absolute(), options.seed), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))
     for number in numbers if options.number is None else [options.number]:
         for name, case in cases.items():

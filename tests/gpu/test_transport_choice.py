@@ -6,17 +6,15 @@ import sys
 import pytest
 
 from zero_mpi import device
-from zero_mpi.comm import SerialComm, kinds, transfer
-from zero_mpi.comm.gpu import detect as device_detect
+from zero_mpi.comm import SerialComm, kinds
 from zero_mpi.comm.gpu import select as device_choice
 from zero_mpi.comm.gpu.backends import CudaAwareBackend
-from zero_mpi.comm.gpu.detect import Answer
-from zero_mpi.comm.mpi import MPIComm
+from zero_mpi.comm.gpu.select import Answer
 from zero_mpi.comm.transfer import MPI
 from zero_mpi.config.settings import Config
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import find_world
-from zero_mpi.train.transport import choose_transport
+from zero_mpi.train.setup import choose_transport
 
 WORLD = MPI.COMM_WORLD
 RANKS = WORLD.Get_size()
@@ -61,9 +59,9 @@ class Library:
     ("kinds", "yes"), [("mpi,system", False), ("mpi,system,cuda", True), ("system,cuda:device", True)]
 )
 def test_the_kinds_of_memory_that_a_library_names(kinds, yes):
-    (answer,) = device_detect.memory_kinds(Library(kinds))
+    (answer,) = device_choice.memory_kinds(Library(kinds))
     assert answer == Answer(yes, f"mpi_memory_alloc_kinds is {kinds}")
-    assert list(device_detect.memory_kinds(Library(None))) == []
+    assert list(device_choice.memory_kinds(Library(None))) == []
 
 
 @one_rank
@@ -78,8 +76,8 @@ def test_the_kinds_of_memory_that_a_library_names(kinds, yes):
     ],
 )
 def test_what_is_said_without_a_test(environ, said, monkeypatch):
-    monkeypatch.setattr(device_detect, "library_says", lambda: iter(()))
-    answer = device_detect.claim(Library(None), environ)
+    monkeypatch.setattr(device_choice, "library_says", lambda: iter(()))
+    answer = device_choice.claim(Library(None), environ)
     assert answer == said if said else not answer.yes
     assert answer.why
 
@@ -94,13 +92,13 @@ def test_the_loaded_library_is_asked():
         "7f03-7f04 r-xp 0 0:0 1 /usr/lib/libmpi_mpifh.so.40\n"
         "7f04-7f05 r-xp 0 0:0 1 /usr/lib/python/mpi4py/MPI.so\n"
     )
-    assert device_detect.loaded_libraries(maps) == [
+    assert device_choice.loaded_libraries(maps) == [
         "/opt/cray/lib/libmpi_gnu_123.so.12.0.0",
         "/usr/lib/libmpi.so.40.30.4",
     ]
     with open("/proc/self/maps") as real:
-        assert device_detect.loaded_libraries(real.read()), "the library that is loaded was not found"
-    for answer in device_detect.library_says():
+        assert device_choice.loaded_libraries(real.read()), "the library that is loaded was not found"
+    for answer in device_choice.library_says():
         assert "support says" in answer.why
 
 
@@ -116,7 +114,7 @@ def test_the_loaded_library_is_asked():
     ],
 )
 def test_nobody_is_believed_without_a_test(command, yes, why):
-    assert device_detect.probe_says(Answer(True, "the site says so"), command) == Answer(yes, why)
+    assert device_choice.probe_says(Answer(True, "the site says so"), command) == Answer(yes, why)
 
 
 @pytest.mark.parametrize(("mode", "tried"), [(0, True), (3, False)])
@@ -124,22 +122,22 @@ def test_a_gpu_of_one_process_is_not_tried_by_a_child(gpu, monkeypatch, mode, tr
     monkeypatch.setattr(
         gpu.cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, _: {20: mode}[attribute]
     )
-    answer = device_detect.find_answer(WORLD, {"ZERO_MPI_GPU_AWARE": "1"}, CRASHES)
+    answer = device_choice.find_answer(WORLD, {"ZERO_MPI_GPU_AWARE": "1"}, CRASHES)
     assert answer.yes != tried
     assert ("SIGSEGV" in answer.why) == tried
 
 
 def test_all_ranks_have_one_answer(monkeypatch):
     forced = {"ZERO_MPI_GPU_AWARE": "1"}
-    answer = device_detect.find_answer(WORLD, forced, WORKS)
+    answer = device_choice.find_answer(WORLD, forced, WORKS)
     assert answer == Answer(True, "ZERO_MPI_GPU_AWARE=1, and it arrived")
     last = WORLD.Get_rank() == RANKS - 1
-    one_says_no = device_detect.find_answer(
+    one_says_no = device_choice.find_answer(
         WORLD, forced | ({"ZERO_MPI_GPU_AWARE": "0"} if last else {}), WORKS
     )
     assert one_says_no == Answer(False, "ZERO_MPI_GPU_AWARE=0")
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "1")
-    one_node_fails = device_detect.find_answer(WORLD, forced, CRASHES if last else WORKS)
+    one_node_fails = device_choice.find_answer(WORLD, forced, CRASHES if last else WORKS)
     assert one_node_fails == Answer(False, "ZERO_MPI_GPU_AWARE=1, but the test died of SIGSEGV")
 
 
@@ -163,13 +161,6 @@ def test_memory_of_gpus_is_not_shared():
         made("shared")
 
 
-@pytest.mark.parametrize("transport", ["staged", "nccl"])
-def test_transports_of_a_gpu_need_one(transport):
-    device.adopt(device.HOST)
-    with pytest.raises(UsageError, match=f"--transport {transport}"):
-        made(transport)
-
-
 @several_ranks
 def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")
@@ -187,7 +178,7 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
-    monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
+    monkeypatch.setattr(device_choice, "find_answer", lambda world: Answer(True, "it arrived"))
     comm, said = made(transport, reduction=reduction)
     assert comm.exact == (reduction == "exact")
     assert said == "mpi, from GPU to GPU, because it arrived"
@@ -197,15 +188,15 @@ def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
 @several_ranks
 @pytest.mark.carries("mpi")
 def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
-    monkeypatch.setattr(device_detect, "find_answer", lambda world: Answer(True, "it arrived"))
-    real = CudaAwareBackend._post
+    monkeypatch.setattr(device_choice, "find_answer", lambda world: Answer(True, "it arrived"))
+    real = CudaAwareBackend._one
 
-    def altered(self, round_, tag):
+    def altered(self, exchange, *more):
         if WORLD.Get_rank() == 0:
-            round_.sends[0][0].fill(7)
-        return real(self, round_, tag)
+            exchange.sends[0][0].fill(7)
+        return real(self, exchange, *more)
 
-    monkeypatch.setattr(CudaAwareBackend, "_post", altered)
+    monkeypatch.setattr(CudaAwareBackend, "_one", altered)
     comm, said = made("auto")
     comm.close()
     why = "it arrived, but ranks received wrong bytes"
@@ -213,20 +204,6 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     assert said.endswith(f", because {why}")
     with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
         made("mpi")
-
-
-@several_ranks
-@pytest.mark.carries("nccl")
-def test_a_thread_that_pushes_looks_seldom_and_not_at_nccl(monkeypatch):
-    """Each look takes the interpreter from the thread that launches kernels."""
-    monkeypatch.setattr(MPIComm, "_thread_pays", lambda self: True)
-    comm, _ = made("staged")
-    assert comm._library._progress._thread is not None
-    assert comm._library._progress._poll > transfer.POLL_SECONDS
-    comm.close()
-    comm, _ = made("nccl")
-    assert comm._library._progress._thread is None
-    comm.close()
 
 
 @several_ranks

@@ -7,19 +7,19 @@ pieces are under way at once: counted, not timed.
 
 import functools
 import threading
-import time
 from collections import Counter
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from collectives import LENGTHS, near, poll, reduced, wild
+from collectives import KINDS, OfDevices, on_host, poll, reduced, wild
 
 from zero_mpi import device, ops
 from zero_mpi.comm import Partition, SerialComm
 from zero_mpi.comm.gpu.backends import CudaAwareBackend, NcclBackend, StagedBackend
 from zero_mpi.comm.gpu.comm import DeviceComm
-from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.gpu.exchanges import GpuStreams
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.transfer import MPI
@@ -28,7 +28,6 @@ from zero_mpi.errors import UsageError
 
 RANKS = MPI.COMM_WORLD.Get_size()
 BF16 = np.dtype(ml_dtypes.bfloat16)
-KINDS = [np.dtype(np.float32), BF16, np.dtype(np.float16)]
 SMALL = {"most_bytes": 40, "summed": 7}
 PIECES = {"stage_bytes": 40, "least_bytes": 40}
 WIRES = {
@@ -89,11 +88,6 @@ def communicator(name):
     return DeviceComm(inner, backend(streams, **options), streams, name)
 
 
-@functools.cache
-def on_host():
-    return MPIComm(threaded=False)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def threads_end():
     yield
@@ -120,6 +114,16 @@ def exact(request, gpu):
     return communicator(request.param)
 
 
+@pytest.fixture(params=FAST)
+def fast(request, gpu):
+    return communicator(request.param)
+
+
+@pytest.fixture
+def side():
+    return SimpleNamespace(upload=on_device, download=host)
+
+
 def on_device(values):
     array = device.in_use().empty(values.size, values.dtype)
     array.set(values, stream=device.in_use().stream)
@@ -136,76 +140,8 @@ def same_bits(array, expected):
     assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
-def test_allgather(comm, kind, in_place):
-    started = []
-    for length, quantum in LENGTHS:
-        partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
-        own = whole[partition.part(comm.rank)]
-        full, shard = on_device(np.full(length, 77, kind)), on_device(own)
-        if in_place:
-            device.in_use().copy(full[partition.part(comm.rank)], shard)
-        handle = comm.allgather(None if in_place else shard, full, partition, "test")
-        started.append((handle, full, whole, shard, own))
-    for handle, *_ in started:
-        handle.wait()
-    for _, full, whole, shard, own in started:
-        same_bits(full, whole)
-        same_bits(shard, own)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_broadcast_from_each_root(comm, kind):
-    for root in range(comm.size):
-        whole = wild(root, 35, kind)
-        array = on_device(whole if comm.rank == root else np.zeros(35, kind))
-        comm.broadcast(array.reshape(7, 5), root, "test").wait()
-        same_bits(array, whole)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_exact_reduction_has_the_bits_of_the_host(exact, kind, accumulate):
-    """All of them started before the first is waited for."""
-    cases = [
-        (Partition(length, exact.size, quantum), contributors)
-        for length, quantum in LENGTHS
-        for contributors in range(exact.size + 1)
-    ]
-    started = [reduced(exact, *case, accumulate, kind, on_device) for case in cases]
-    wanted = [reduced(on_host(), *case, accumulate, kind, np.copy) for case in cases]
-    for handle, _, _ in wanted + started:
-        handle.wait()
-    for (_, full, out), (_, given, expected) in zip(started, wanted, strict=True):
-        same_bits(out, expected)
-        same_bits(full, given)
-
-
-@several_ranks
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_fast_reduction_is_close(name, accumulate):
-    comm = communicator(name)
-    assert not comm.exact
-    for length, quantum in LENGTHS:
-        partition = Partition(length, comm.size, quantum)
-        part = partition.part(comm.rank)
-        for contributors in range(1, comm.size + 1):
-            handle, _, out = reduced(comm, partition, contributors, accumulate, KINDS[0], on_device)
-            handle.wait()
-            parts = [wild(rank, length)[part] for rank in range(contributors)]
-            assert near(host(out), parts + ([wild(1000, length)[part]] if accumulate else []))
-
-
-@pytest.mark.parametrize("length", [1030, 101, 1, 0])
-def test_allreduce(comm, length):
-    array = on_device(wild(comm.rank, length))
-    comm.allreduce(array, "test").wait()
-    parts = [wild(rank, length) for rank in range(comm.size)]
-    assert near(host(array), parts)
-    if comm.exact:
-        same_bits(array, functools.reduce(np.add, parts))
+class TestCollectives(OfDevices):
+    pass
 
 
 def test_arrays_of_the_host_go_as_ever(comm):
@@ -221,17 +157,6 @@ def test_arrays_of_the_host_go_as_ever(comm):
     assert other.rank == comm.rank
     if other is not comm:
         other.close()
-
-
-def test_the_stream_that_computes_stays_the_current_one(gpu):
-    """CuPy forgets a stream that `use` has chosen at the end of the next `with` block."""
-    streams, current = Streams(gpu), gpu.cupy.cuda.get_current_stream
-    out = streams.empty(16, np.float32)
-    assert current() is gpu.stream
-    streams.add(out, [gpu.zeros(16)], False)
-    assert current() is gpu.stream
-    gpu.to_host(gpu.zeros(16).reshape(4, 4)[:, 0])  # CuPy's `get` packs gaps inside such a block
-    assert current() is gpu.stream
 
 
 def is_pretend():
@@ -316,27 +241,6 @@ def test_a_transfer_begins_after_what_was_computed(name, gpu):
     assert late.wrong() == set()
 
 
-@several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_without_the_mark_old_values_travel(name, gpu, monkeypatch):
-    """Otherwise the test before this one would show nothing."""
-    if not is_pretend():
-        pytest.skip(only_pretend)
-    comm = communicator(name)
-    late = Late(comm)
-    monkeypatch.setattr(comm.streams, "begin", device.Done)
-    monkeypatch.setattr(comm.streams, "follow", lambda mark: None)
-    gate = hold(gpu.stream)
-    handles = late.start()
-    poll(lambda: all(handle.test() for handle in handles))
-    comm.barrier()  # nobody's memory is right before everybody has sent it
-    gate.set()
-    for handle in handles:
-        handle.wait()
-    wrong = comm.allgather_object(late.wrong())
-    assert set().union(*wrong) == {"gather", "sum", "broadcast"}
-
-
 def gathered(comm):
     partition, whole = Partition(2 * comm.size, comm.size), wild(7, 2 * comm.size)
     full = device.in_use().zeros(whole.size)
@@ -378,23 +282,6 @@ def test_sums_are_sent_on_when_they_are_done(name, gpu, monkeypatch):
     array = on_device(wild(comm.rank, 9))
     comm.allreduce(array).wait()
     same_bits(array, functools.reduce(np.add, [wild(rank, 9) for rank in range(comm.size)]))
-
-
-@several_ranks
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "nccl"])
-def test_without_joining_computing_reads_too_early(name, gpu, monkeypatch):
-    """Otherwise the test before this one would show nothing."""
-    if not is_pretend():
-        pytest.skip(only_pretend)
-    comm = communicator(name)
-    monkeypatch.setattr(comm.streams, "join", lambda mark: None)
-    handle, full, whole, gate = gathered(comm)
-    handle.wait()
-    found = host(full)
-    gate.set()
-    poll(handle.test)
-    assert found.tobytes() != whole.tobytes()
-    same_bits(full, whole)
 
 
 def start_many(comm, count):
@@ -518,36 +405,6 @@ def test_waits_and_bytes_are_counted(name, gpu):
     comm.reduce_scatter(gpu.zeros(101), gpu.zeros(own), partition, label="gradients of x").wait()
     assert meter.what == ("reduce_scatter", "gradients of x")
     assert meter.sent_bytes - before == 2 * own * (comm.size - 1) + 4 * (101 - own)
-
-
-@several_ranks
-@pytest.mark.parametrize("name", ["mpi", "staged"])
-def test_a_wait_for_a_late_rank_is_counted(name, gpu):
-    comm = communicator(name)
-    full, out = gpu.zeros(4 * comm.size), gpu.zeros(4)
-    comm.barrier()
-    if comm.rank == comm.size - 1:
-        time.sleep(0.2)
-    began, before = time.monotonic(), comm.meter.wait_seconds
-    comm.reduce_scatter(full, out, Partition(full.size, comm.size)).wait()
-    waited = comm.meter.wait_seconds - before
-    starts = comm.allgather_object(began)
-    assert waited > 0.5 * (starts[-1] - began)
-
-
-@several_ranks
-def test_an_error_inside_a_transfer_comes_out_where_it_is_waited_for(gpu, monkeypatch):
-    comm = communicator("staged")
-
-    def failing(self, *arguments):
-        raise OverflowError("in the middle")
-        yield
-
-    monkeypatch.setattr(StagedBackend, "_one", failing)
-    handle = comm.allgather(gpu.zeros(1), gpu.zeros(comm.size), Partition(comm.size, comm.size))
-    poll(handle.test)
-    with pytest.raises(OverflowError, match="in the middle"):
-        handle.wait()
 
 
 @several_ranks

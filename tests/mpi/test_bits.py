@@ -5,13 +5,15 @@ Each rank also trains the model alone, so that all world sizes are held to the s
 
 import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny
 from test_shared import spoil_what_is_given_back
 
-from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi.sharding.precision import BF16, FP32
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
 COVERING = [
@@ -123,3 +125,23 @@ def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
 def test_nothing_reads_a_buffer_that_was_given_back(exact, name, monkeypatch):
     spoil_what_is_given_back(monkeypatch)
     assert tiny.train(exact, tiny.MODELS[name], prefetch=2) == alone(name, 5)
+
+
+MIXTURES = tiny.OTHERS | {"mixtral": replace(tiny.MODELS["llama"], expert_count=5, expert_used_count=2)}
+# architecture, strategy, precision, recompute: every pair of the last three occurs
+ROUTED = [
+    ("qwen3moe", FULL_SHARD, BF16, True),
+    ("olmoe", SHARD_GRAD_OP, BF16, False),
+    ("granitemoe", NO_SHARD, BF16, True),
+    ("mixtral", HYBRID_SHARD, FP32, True),
+    ("olmoe", FULL_SHARD, FP32, False),
+    ("qwen3moe", NO_SHARD, FP32, False),
+    ("granitemoe", SHARD_GRAD_OP, FP32, True),
+]
+
+
+@pytest.mark.parametrize(("arch", "strategy", "precision", "recompute"), ROUTED)
+def test_mixtures_with_their_losses(exact, arch, strategy, precision, recompute):
+    options = {"steps": 2, "precision": precision, "auxiliary": {"balance_loss": 0.1, "z_loss": 0.01}}
+    found = tiny.train(exact, MIXTURES[arch], strategy, recompute=recompute, **options)
+    assert found == tiny.train(SerialComm(), MIXTURES[arch], **options)

@@ -11,7 +11,7 @@ import tiny
 from mpi4py import MPI
 from transports import ON_ONE_NODE
 
-from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from zero_mpi.comm import Comm, Partition
 from zero_mpi.comm.guarded import CheckedComm
 from zero_mpi.errors import JobError
@@ -91,15 +91,6 @@ def test_any_difference_is_found_before_anything_starts(checked, number):
     assert checked.allgather_object(checked.rank) == list(range(RANKS))
 
 
-@several
-def test_the_difference_is_spelled_out(checked):
-    values = np.zeros(8 if checked.rank == ODD else 12)
-    with pytest.raises(JobError) as found:
-        checked.allreduce(values, "vector")
-    assert "is allreduce of vector (8 float64)" in str(found.value)
-    assert "allreduce of vector (12 float64)" in str(found.value)
-
-
 def test_the_background_is_checked_too(checked):
     behind = checked.background()
     assert isinstance(behind, CheckedComm)
@@ -108,10 +99,3 @@ def test_the_background_is_checked_too(checked):
             behind.barrier() if behind.rank == ODD else behind.gather_object(0)
     behind.barrier()
     behind.close()
-
-
-@pytest.mark.world(1)
-def test_one_process_is_never_at_odds():
-    comm = CheckedComm(SerialComm())
-    assert comm.sum_vector(np.arange(3.0)).tolist() == [0.0, 1.0, 2.0]
-    assert comm.sums_in_place

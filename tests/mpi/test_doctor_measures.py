@@ -33,10 +33,11 @@ def test_links_inside_and_between(monkeypatch, mpi):
     link = where.figures["links"]
     assert (link["between"] is None) == (mpi.size == 2)
     assert all(found["alpha_seconds"] > 0 for found in filter(None, link.values()))
-    rings = where.gather(measures.between(where))
-    for rank, ring in enumerate(rings):
-        assert ring.after is None or rings[ring.after].before == rank
-    assert sum(ring.after is not None for ring in rings) == rings[0].sharing * len(where.nodes)
+    rings = where.gather(measures.across(where))
+    assert all(
+        not ring or (mine in ring and rings[ring[0]][0] == ring) for mine, (ring, _) in enumerate(rings)
+    )
+    assert sum(bool(ring) for ring, _ in rings) == rings[0][1] * len(where.nodes)
 
 
 def test_a_shared_window_works(monkeypatch, mpi):

@@ -29,7 +29,7 @@ from zero_mpi import (
     tracing,
 )
 from zero_mpi.models import GPT2, Llama
-from zero_mpi.nn import GELU, Chain, Layer, Linear, Param, RMSNorm, Stage
+from zero_mpi.nn import GELU, Chain, Layer, Linear, Param, Stage
 from zero_mpi.sharding.precision import BF16
 
 SIZES = {"layers": 1, "dim": 8, "heads": 2, "context": 4, "vocab_size": 16}
@@ -99,45 +99,29 @@ def stages(**params):
 
 MODULES = {
     "no stages": (lambda c: ShardedModule([], c), r"stages: .*got none"),
-    "stages: None": (lambda c: ShardedModule(None, c), "expected a list of Stage.*got None"),
     "stages: a text": (lambda c: ShardedModule("llama", c), "expected a list of Stage.*got 'llama'"),
     "stages: a model": (lambda c: ShardedModule(MODEL, c), "expected a list of Stage.*got a Llama"),
-    "stages: a layer": (lambda c: ShardedModule(Linear("a", 2, 2), c), "got a Linear"),
     "stages: layers": (lambda c: ShardedModule([GELU()], c), r"stages\[0\]: expected a Stage.*got a GELU"),
     "no layer": (lambda c: ShardedModule([Stage("a", None)], c), r"stages\[0\]\.layer: .*got None"),
     "scope": (lambda c: ShardedModule([Stage(1, GELU())], c), r"stages\[0\]\.scope: expected a name, got 1"),
     "no parameters": (lambda c: ShardedModule([Stage("a", GELU())], c), "expected a model with parameters"),
     "comm: None": (lambda c: ShardedModule(MODEL.stages(), None), r"comm: expected a communicator.*got None"),
     "strategy: name": (lambda c: ShardedModule(MODEL.stages(), c, "no-shard"), "a Strategy .*'no-shard'"),
-    "strategy: None": (lambda c: ShardedModule(MODEL.stages(), c, None), "a Strategy such as.*None"),
     "precision": (lambda c: ShardedModule(MODEL.stages(), c, precision="bf16"), "a Precision .*'bf16'"),
     "prefetch: half": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=0.5), r"prefetch: .*got 0.5"),
-    "prefetch: text": (lambda c: ShardedModule(MODEL.stages(), c, prefetch="1"), "prefetch: .*got '1'"),
-    "prefetch: True": (lambda c: ShardedModule(MODEL.stages(), c, prefetch=True), "prefetch: .*got True"),
-    "bucket: 0": (lambda c: DDP(MODEL.stages(), c, bucket_mb=0), "bucket_mb"),
     "bucket: nan": (lambda c: DDP(MODEL.stages(), c, bucket_mb=np.nan), "bucket_mb: .*got nan"),
-    "bucket: text": (lambda c: DDP(MODEL.stages(), c, bucket_mb="25"), "bucket_mb: .*got '25'"),
     "frozen: a text": (lambda c: ShardedModule(MODEL.stages(), c, frozen="blk.*"), r"got 'blk\.\*'"),
-    "frozen: None": (lambda c: ShardedModule(MODEL.stages(), c, frozen=None), "got None"),
     "frozen: numbers": (lambda c: ShardedModule(MODEL.stages(), c, frozen=[0]), "name patterns, got 0"),
     "offload": (
         lambda c: ShardedModule(MODEL.stages(), c, precision=BF16, offload_masters=True),
         "expected a GPU",
     ),
     "0-d": (lambda c: ShardedModule(stages(w=Param(())), c), r"parameter w: .*got \(\)"),
-    "0-d by rows": (lambda c: ShardedModule(stages(w=Param(())), c, by_rows=True), "at least one dimension"),
     "float size": (lambda c: ShardedModule([Stage("a", Linear("a", 2.0, 3))], c), r"a\.weight: .*got 2\.0"),
-    "size 0": (lambda c: ShardedModule([Stage("a", RMSNorm("a", 0, 1e-5))], c), r"a\.weight: .*got 0"),
-    "size -1": (lambda c: ShardedModule(stages(w=Param((2, -1))), c), "w: .*at least 1, got -1"),
-    "a list": (lambda c: ShardedModule(stages(w=Param([2, 2])), c), "w: .*got a list"),
-    "a number": (lambda c: ShardedModule(stages(w=Param(7)), c), "w: .*got 7"),
     "no Param": (lambda c: ShardedModule(stages(w=np.ones(3)), c), r"parameter w: .*got a ndarray"),
     "init": (lambda c: ShardedModule(stages(w=Param((3,), "one")), c), "init 'one' is not known"),
     "std": (lambda c: ShardedModule(stages(w=Param((3,), std=np.nan)), c), "parameter w: std: .*got nan"),
-    "linear: 0": (lambda c: ShardedLinear(c, 0, 3), "ShardedLinear: .*at least 1, got 0"),
-    "linear: float": (lambda c: ShardedLinear(c, 4.0, 3), "ShardedLinear: .*got 4.0"),
     "linear: comm": (lambda c: ShardedLinear(None, 4, 3), "comm: expected a communicator"),
-    "linear: name": (lambda c: ShardedLinear(c, 4, 3, name=None), "name: expected a text, got None"),
     "shapes": (
         lambda c: ShardedModule([Stage("a", Linear("a", 2, 3)), Stage("b", Linear("a", 3, 2))], c),
         r"parameter a\.weight has the shapes \(3, 2\) and \(2, 3\)",
@@ -145,7 +129,6 @@ MODULES = {
     "mpi: comm": (lambda c: MPIComm("world"), r"MPIComm: .*got 'world'"),
     "mpi: piece": (lambda c: MPIComm(exact_piece=0), "exact_piece: .*at least 1, got 0"),
     "trace: comm": (lambda c: tracing(None, "a.json").__enter__(), "tracing: comm: expected"),
-    "trace: path": (lambda c: tracing(c, None).__enter__(), r"tracing: .*got None"),
     "trace: place": (lambda c: tracing(c, "/nowhere/a.json").__enter__(), "cannot write there"),
     "connect: timeout": (lambda c: connect(timeout="long"), "connect: timeout: .*got 'long'"),
     "connect: negative": (lambda c: connect(timeout=-1), "connect: timeout: .*got -1"),
@@ -169,17 +152,9 @@ USES = {
     "accum: module": (lambda k: GradAccum(MODEL, 4), r"GradAccum: .*got a Llama"),
     "accum: text": (lambda k: GradAccum(k.module, "4"), "GradAccum: micro-batches.*whole number.*got '4'"),
     "accum: 0": (lambda k: GradAccum(k.module, 0), "GradAccum: micro-batches.*at least 1, got 0"),
-    "accum: -1": (lambda k: GradAccum(k.module, -1), "at least 1, got -1"),
-    "accum: float": (lambda k: GradAccum(k.module, 2.0), "got 2.0"),
-    "accum: None": (lambda k: GradAccum(k.module, None), "got None"),
-    "accum: True": (lambda k: GradAccum(k.module, True), "got True"),
     "adam: module": (lambda k: ShardedAdamW(k.module.parameters()), r"module: .*got a list"),
-    "adam: lr text": (lambda k: ShardedAdamW(k.module, lr="0.1"), "ShardedAdamW: lr: .*got '0.1'"),
     "adam: lr nan": (lambda k: ShardedAdamW(k.module, lr=np.nan), "lr: .*got nan"),
-    "adam: lr -1": (lambda k: ShardedAdamW(k.module, lr=-1), "lr: expected a number of at least 0.*got -1"),
-    "adam: lr None": (lambda k: ShardedAdamW(k.module, lr=None), "lr: .*got None"),
     "adam: one beta": (lambda k: ShardedAdamW(k.module, betas=0.9), "betas: expected two numbers, got 0.9"),
-    "adam: short": (lambda k: ShardedAdamW(k.module, betas=(0.9,)), "betas: expected two numbers"),
     "adam: beta 1": (lambda k: ShardedAdamW(k.module, betas=(0.9, 1.0)), "betas: .*below 1, got 1.0"),
     "adam: eps": (lambda k: ShardedAdamW(k.module, eps=0), "eps: .*above 0.*got 0"),
     "adam: decay": (lambda k: ShardedAdamW(k.module, weight_decay=-0.1), "weight_decay: .*got -0.1"),
@@ -187,10 +162,8 @@ USES = {
     "step at first": (lambda k: k.optimizer.step(), r"GradAccum\.accumulate"),
     "step in between": (lambda k: (k.round(), k.optimizer.step()), "last round"),
     "step twice": (lambda k: (k.rounds(), k.optimizer.step(), k.optimizer.step()), "no gradients yet"),
-    "step: lr": (lambda k: (k.rounds(), k.optimizer.step(lr="0.1")), "step: lr: .*got '0.1'"),
     "step: norm": (lambda k: (k.rounds(), k.optimizer.step(max_norm=0)), "step: max_norm: .*above 0.*got 0"),
     "clip at first": (lambda k: clip_grad_norm(k.module, 1.0), "clip_grad_norm: there are no gradients yet"),
-    "clip: module": (lambda k: clip_grad_norm(None, 1.0), "clip_grad_norm: module: expected a ShardedModule"),
     "clip: norm": (lambda k: (k.rounds(), clip_grad_norm(k.module, None)), "max_norm: .*got None"),
     "one round more": (lambda k: k.rounds(2), "all 2 rounds of this step are done; call ShardedAdamW.step"),
     "no criterion": (lambda k: k.accum.accumulate(TOKENS), "accumulate needs a criterion"),
@@ -202,43 +175,31 @@ USES = {
     "backward twice": (lambda k: (k.module.backward(k.forward()), k.module.backward(1)), "a forward"),
     "backward None": (lambda k: (k.forward(), k.module.backward(None)), "a gradient.*None"),
     "contributors": (lambda k: k.module.backward(k.forward(), contributors=-1), r"contributors: .*got -1"),
-    "seed None": (lambda k: k.module.initialize(None), "initialize: seed: .*got None"),
-    "seed text": (lambda k: k.module.initialize("0"), "initialize: seed: .*got '0'"),
     "seed float": (lambda k: k.module.initialize(0.5), "initialize: seed: .*got 0.5"),
-    "state None": (lambda k: k.module.load_state_dict(None), "got None"),
     "state empty": (lambda k: k.module.load_state_dict({}), "missing token_embd.weight.* more; surplus none"),
     "state surplus": (lambda k: k.module.load_state_dict(k.state | {"a": 1, 2: 3}), "surplus a, 2"),
     "state lists": (lambda k: k.load(lambda x: x.tolist()), "token_embd.weight: .*got a list"),
     "state shape": (lambda k: k.load(lambda x: x.T[None]), r"token_embd.weight: .*\(16, 8\).*\(1, 8, 16\)"),
     "state type": (lambda k: k.load(lambda x: x.astype(complex)), "token_embd.weight: .*complex128"),
-    "shards None": (lambda k: k.module.update_shards(None), "update_shards: expected an array, got None"),
-    "shards text": (lambda k: k.module.update_shards(np.array("a")), "update_shards: .*got one of str"),
     "shards size": (lambda k: k.module.update_shards(np.zeros(1)), "update_shards: expected a flat array of"),
     "name": (lambda k: k.module.all_gather_param("w"), "parameter 'w' is not known"),
-    "name None": (lambda k: k.module.all_gather_param(None), "parameter None is not known"),
-    "name list": (lambda k: k.module.all_gather_param([]), "parameter a list is not known"),
     "prefetch twice": (lambda k: [k.module.prefetch_forward_params() for _ in range(2)], "already started"),
     "plain: array": (lambda k: k.optimizer.step_on_params(np.ones(3), [np.ones(3)]), "params: .*a list"),
-    "plain: numbers": (lambda k: k.optimizer.step_on_params([1.0], [1.0]), r"params\[0\]"),
     "plain: whole": (lambda k: k.optimizer.step_on_params([np.ones(2, int)], [np.ones(2)]), "floating"),
-    "plain: fewer": (lambda k: k.optimizer.step_on_params([np.ones(2)], []), "gradients differ"),
     "plain: names": (lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, {"b": np.ones(2)}), "differ"),
-    "plain: mixed": (lambda k: k.optimizer.step_on_params({"a": np.ones(2)}, [np.ones(2)]), "differ"),
     "logits list": (lambda k: cross_entropy([[1.0]], TOKENS), "logits: expected an array, got a list"),
-    "logits whole": (lambda k: cross_entropy(np.ones((2, 4, 16), int), TOKENS), "logits: .*floating numbers"),
     "targets float": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS * 1.0), "targets: .*whole numbers"),
     "targets shape": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS[0]), r"\(2, 4\), got \(4,"),
     "targets above": (lambda k: cross_entropy(np.ones((2, 4, 7)), TOKENS), "targets from 0 to 6.*got 0 to 7"),
-    "targets below": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS - 2), "got -2"),
     "no targets": (lambda k: cross_entropy(np.ones((0, 16)), np.ones(0, int)), "at least one target"),
-    "scale": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, "1"), "scale: .*got '1'"),
     "scale nan": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, np.nan), "scale: .*got nan"),
-    "strategy": (lambda k: Strategy("mine", True, False, False), "mine: expected shards_moments"),
+    "strategy": (
+        lambda k: Strategy("mine", True, False, False),
+        "mine: shards_parameters needs",
+    ),
     "strategy nodes": (lambda k: Strategy("mine", False, True, False, True), "within_nodes"),
     "strategy type": (lambda k: Strategy("mine", 1, True, False), "shards_parameters"),
     "partition": (lambda k: Partition(-1, 2), "Partition: length: .*at least 0, got -1"),
-    "partition parts": (lambda k: Partition(4, 0), "Partition: parts: .*at least 1, got 0"),
-    "partition float": (lambda k: Partition(4.0, 2), "Partition: length: .*got 4.0"),
 }
 
 
@@ -260,31 +221,33 @@ def test_no_rank_to_broadcast_from(comm, root):
     fails(comm, lambda: replicas.broadcast_parameters(root), rf"root: .* from 0 to {SIZE - 1}, got {root!r}")
 
 
-COMPUTES = {
-    "forward": lambda m: m.forward(TOKENS),
-    "forward_backward": lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),
-    "evaluate": lambda m: m.evaluate(TOKENS, TOKENS, 1e-2),
-    "given gradients": lambda m: m.add_gradients({name: np.zeros(p.shape) for name, p in m.params.items()}),
-}
-FILLS = {
-    "initialize": lambda m: m.initialize(0),
-    "state": lambda m: m.load_state_dict({name: np.ones(p.shape) for name, p in m.params.items()}),
-    "update_shards": lambda m: m.update_shards(np.concatenate([np.zeros(0), *m.parameters()])),
-    "in place": lambda m: m.broadcast_updated_params(),
+FILLED = {  # a way to compute, and one to give parameters values
+    "forward": (lambda m: m.forward(TOKENS), lambda m: m.initialize(0)),
+    "both": (
+        lambda m: m.forward_backward(TOKENS, TOKENS, 1e-2),
+        lambda m: m.load_state_dict({name: np.ones(p.shape) for name, p in m.params.items()}),
+    ),
+    "evaluate": (
+        lambda m: m.evaluate(TOKENS, TOKENS, 1e-2),
+        lambda m: m.update_shards(np.concatenate([np.zeros(0), *m.parameters()])),
+    ),
+    "given gradients": (
+        lambda m: m.add_gradients({name: np.zeros(p.shape) for name, p in m.params.items()}),
+        lambda m: m.broadcast_updated_params(),
+    ),
 }
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=["full-shard", "no-shard"])
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("call", COMPUTES)
-def test_no_micro_batch_goes_through_parameters_without_values(comm, call, fill, strategy):
-    module = ShardedModule(MODEL.stages(), comm, strategy)
+@pytest.mark.parametrize("way", FILLED)
+def test_no_micro_batch_goes_through_parameters_without_values(comm, way, strategy):
+    module, (compute, fill) = ShardedModule(MODEL.stages(), comm, strategy), FILLED[way]
     names = list(module.params)
-    fails(comm, lambda: COMPUTES[call](module), "initialize, load_state_dict or zero_mpi.load")
+    fails(comm, lambda: compute(module), "initialize, load_state_dict or zero_mpi.load")
     module.initialize(0, names[:-1])
-    fails(comm, lambda: COMPUTES[call](module), names[-1])
-    FILLS[fill](module)
-    COMPUTES[call](module)
+    fails(comm, lambda: compute(module), names[-1])
+    fill(module)
+    compute(module)
     module.sync_gradients()
 
 
@@ -301,16 +264,11 @@ def test_nothing_to_prefetch(comm):
 
 
 FLAGS = {
-    "another name": ({"layer": 2}, r"missing layers, dim, heads and 2 more; surplus layer"),
     "surplus": (SIZES | {"kv_head": 2}, "missing none; surplus kv_head"),
     "float": (SIZES | {"dim": 48.0}, "--dim: expected a whole number, got 48.0"),
-    "text": (SIZES | {"layers": "2"}, "--layers: expected a whole number, got '2'"),
-    "None": (SIZES | {"heads": None}, "--heads: expected a whole number, got None"),
     "True": (SIZES | {"heads": True}, "--heads: expected a whole number, got True"),
-    "0": (SIZES | {"context": 0}, "--context 0: expected at least 1"),
     "negative": (SIZES | {"vocab_size": -5}, "--vocab-size -5: expected at least 1"),
     "kv_heads": (SIZES | {"kv_heads": 1.5}, "--kv-heads: expected a whole number, got 1.5"),
-    "ffn": (SIZES | {"ffn": "wide"}, "--ffn: expected a whole number, got 'wide'"),
     "no mapping": ([2, 48], "expected a mapping such as {'layers': 2}, got a list"),
 }
 
@@ -389,7 +347,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_differ_all_learn_of_it(comm, case):
     call, message = DIFFERENT[case]
-    fails(comm, partial(call, comm), f"the ranks differ in .*: rank {ODD} on .* has {message}.*, ranks? 0")
+    fails(comm, partial(call, comm), f"the ranks differ in .*: rank {ODD} on .* has .*{message}.*, ranks? 0")
 
 
 @several

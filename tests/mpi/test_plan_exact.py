@@ -1,11 +1,14 @@
 """The plan's bytes against those of real modules, rank by rank: what buffers hold, what others are given."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import tiny_blocks
+from planned_losses import LOSSES, make_step, objective_of
 from recording import RecordingComm
 
-from zero_mpi import GradAccum, SerialComm, ShardedOptimizer
+from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedOptimizer
 from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
 from zero_mpi.comm.kinds import EXACT_PIECE, PAGE, RANK_BYTES
@@ -111,6 +114,21 @@ def test_traffic_of_ragged_rounds(mpi, strategy, kind):
 def test_traffic_of_other_settings(mpi, strategy, options):
     for config in (tiny.MODELS["llama"], tiny.MODELS["gpt2 tied"]):
         check_traffic(mpi, case_of(mpi, config, strategy, mpi.size + 1, **options))
+
+
+@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_traffic_of_other_losses(mpi, name, strategy):
+    """Passes that measure the reference gather parameters too, and their sums are one more vector."""
+    changes = dict(LOSSES[name])
+    model = replace(MIDDLE["llama"], lora=changes.pop("lora", None))
+    case = case_of(mpi, model, strategy, mpi.size + 1, **changes)
+    module = tiny.make(mpi, model, strategy_named(strategy), frozen=case.frozen)
+    optimizer, accumulator = ShardedAdamW(module), GradAccum(module, case.rounds.micro_batches)
+    before = mpi.meter.sent_bytes
+    make_step(objective_of(case, module), accumulator, optimizer)
+    sent = mpi.allgather_object(mpi.meter.sent_bytes - before)
+    assert sent == plan_traffic(case, flags=0).sent.tolist()
 
 
 @pytest.mark.parametrize("kind", RAGGED)

@@ -4,9 +4,7 @@ Ranks that dawdle at random between all their steps make a missing wait show. Wh
 (bits, collectives, checkpoints) is tested on this one too, through the fixture `exact`.
 """
 
-import errno
 import gc
-import os
 import random
 import re
 import time
@@ -27,9 +25,8 @@ from zero_mpi import (
     clip_grad_norm,
     cross_entropy,
 )
-from zero_mpi.comm import Partition, base, kinds
+from zero_mpi.comm import Partition, kinds
 from zero_mpi.comm.nodes.comm import NodesComm
-from zero_mpi.comm.shared import memory as window
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.shared.memory import MPI, NodesApart, NoSharedMemory
 from zero_mpi.comm.topology import PRETEND
@@ -39,8 +36,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.sharding import STRATEGIES
-from zero_mpi.sharding.layout import LayoutConfig, lay_out
-from zero_mpi.train.transport import choose_transport, layout_config
+from zero_mpi.train.setup import choose_transport, layout_config
 
 CONFIG = tiny.MODELS["llama"]
 SIZE = MPI.COMM_WORLD.Get_size()
@@ -315,23 +311,6 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
     assert isinstance(digest, str)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-@pytest.mark.parametrize("by_rows", [False, True])
-@strategies
-def test_slots_are_as_many_as_a_pool_would_have(mpi, strategy, by_rows, rounds):
-    """The simulation asks for no more than twice what free allocation comes to, and never for less."""
-    config = tiny.MODELS["gpt2 tied"]
-    module = tiny.make(mpi, config, strategy, by_rows=by_rows, bucket_mb=0.01)
-    buffers = lay_out(config.stages(), LayoutConfig(strategy, bucket_mb=0.01, by_rows=by_rows)).buffers
-    count = rounds * mpi.size
-    for step in range(2):
-        tiny.run_step(module, tiny.GradAccum(module, count), config, step, count)
-        module.sync_gradients()
-        module.zero_gradients()
-    if strategy is not NO_SHARD:  # there, private gradients need no pool
-        assert module.gradient_pool.nbytes <= 4 * sum(buffers) <= 2 * module.gradient_pool.nbytes
-
-
 def test_a_pool_of_slots_does_not_grow(shared):
     """Another buffer would lie where no other rank can read it."""
     pool = shared.memory([], [100, 10]).buffers
@@ -369,22 +348,6 @@ def test_more_reductions_than_the_table_has_entries(shared):
     assert np.all(out == shared.size * slots[0][0])
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_waiting_hands_the_core_over(crowded, monkeypatch):
-    """At once where others need it, after a while where they do not."""
-    done = []
-    monkeypatch.setattr(base.os, "sched_yield", lambda: done.append("yield"))
-    monkeypatch.setattr(base.time, "sleep", done.append)
-    base.wait_until(lambda: True, crowded)
-    assert done == []
-    base.wait_until(lambda: len(done) == base.SPINS + 20, crowded)
-    spins = 0 if crowded else base.SPINS
-    assert done[:spins] == ["yield"] * spins
-    sleeps = done[spins:]
-    assert sleeps == sorted(sleeps)
-    assert (sleeps[0], sleeps[-1]) == (base.SHORTEST, base.LONGEST)
-
-
 def test_more_than_there_is_is_refused_on_all_ranks(shared):
     before = shared.shared_bytes
     with pytest.raises(NoSharedMemory, match=r"MiB of shared memory .*/dev/shm has .* MiB free"):
@@ -394,24 +357,6 @@ def test_more_than_there_is_is_refused_on_all_ranks(shared):
     assert shared.shared_bytes <= before
     assert shared.allgather_object(shared.rank) == list(range(shared.size))
     assert tiny.train(shared, CONFIG) == tiny.train(SerialComm(), CONFIG)
-
-
-@pytest.mark.world(1)
-def test_why_there_is_no_room(monkeypatch, tmp_path):
-    assert window.room_problem(1 << 20) == ""
-    monkeypatch.setattr(window, "PLACE", tmp_path / "nowhere")
-    assert re.fullmatch(
-        r"1.0 MiB of shared memory .*nowhere: No such file or directory",
-        window.room_problem(1 << 20),
-    )
-
-    def quota(handle, offset, size):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(window, "PLACE", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", quota)
-    assert "shared memory" in window.room_problem(1)
-    assert list(tmp_path.iterdir()) == []
 
 
 class TwoNodes:

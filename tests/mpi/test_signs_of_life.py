@@ -62,9 +62,3 @@ def test_a_signal_ends_the_work_and_no_beat(heard, world, monkeypatch):
     with pytest.raises(Stopped):
         world.from_root_with_beat(told)
     assert len(heard) == 2, "a beat and the end"
-
-
-def test_work_that_is_quick_is_no_traffic(heard, world, monkeypatch):
-    monkeypatch.setattr(world_module, "BEAT", 1e9)
-    assert world.from_root_with_beat(work) == "done"
-    assert len(heard) == 3, "the first beat, the end and the answer"

@@ -28,9 +28,16 @@ from zero_mpi.sharding.precision import BF16, FP32
 __all__ = ["apart"]  # a fixture
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "own head"])
+MODELS = {
+    "tied": {"tied": True},
+    "own head": {"tied": False},
+    "experts": {"tied": True, **tiny_blocks.EXPERTS},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def base(request):
-    return tiny_blocks.base(request.param)
+    return tiny_blocks.base(**MODELS[request.param])
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from test_resume import refused
 
 from zero_mpi import SerialComm, ShardedAdamW, load, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import lora_of
 from zero_mpi.checkpoint.sound import check_digests, open_checkpoint
+from zero_mpi.checkpoint.weights import lora_of
 from zero_mpi.errors import UsageError
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.plan.case import Case

@@ -14,7 +14,7 @@ from zero_mpi import SerialComm, UsageError
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.command_line import parse
 from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance
-from zero_mpi.nn.batch import BatchContext
+from zero_mpi.nn.batch import BatchContext, Documents, Packed
 from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.train.steps import load_figures
 
@@ -30,11 +30,10 @@ def routed(logits):
     return p, chosen, np.searchsorted(np.sort(chosen.ravel()), np.arange(EXPERTS + 1))
 
 
-def reported(layers, factors):
-    batch = BatchContext(factors=factors)
+def reported(layers, factors, documents=None):
+    batch = BatchContext(documents, factors)
     for number, logits in enumerate(layers):
-        p, _, starts = routed(logits)
-        RouterLosses(f"blk.{number}", EXPERTS).report(batch, logits, p, starts)
+        RouterLosses(f"blk.{number}", EXPERTS).report(batch, logits, *routed(logits))
     return batch
 
 
@@ -62,6 +61,24 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
         told += np.vdot(dlogits, way)
     slope = (objective(layers + h * ways) - objective(layers - h * ways)) / (2 * h)
     assert slope == pytest.approx(told, rel=1e-7)
+
+
+def test_padding_does_not_count():
+    """Behind the last document of a row, also one of a single token, every position is alone and has id 0."""
+    begins = np.array([[0, 0, 0, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
+    ids = np.array([[7, 0, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    documents = Documents(Packed(ids, begins))
+    real = np.array([1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0], bool)
+    assert documents.counted.tolist() == real.tolist()
+    logits = np.random.default_rng(2).standard_normal((LAYERS, real.size, EXPERTS))
+    padded, alone = reported(logits, FACTORS, documents), reported(logits[:, real], FACTORS)
+    for name, value in alone.sums.items():
+        np.testing.assert_allclose(padded.sums[name], value, rtol=1e-12)
+    found, expected = np.zeros_like(logits[0]), np.zeros_like(logits[0][real])
+    RouterLosses("blk.0", EXPERTS).add_gradient(padded, found, logits[0], routed(logits[0])[0])
+    RouterLosses("blk.0", EXPERTS).add_gradient(alone, expected, logits[0][real], routed(logits[0][real])[0])
+    np.testing.assert_allclose(found[real], expected, rtol=1e-12)
+    assert not found[~real].any()
 
 
 def test_without_a_scale_only_loads_are_reported():

@@ -250,20 +250,6 @@ def test_tensors_that_were_swapped_or_renamed_are_refused(name, bench):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_digests_that_were_changed_are_refused(name, bench):
-    """Any of them, at its first and at its last digit."""
-    content = bench.pair[name]
-    found = [match.start() for match in re.finditer(rb"[0-9a-f]{64} [a-z]", content)]
-    tensors = bench.file(bench.folder / "whole" / "latest", MODEL).tensors
-    assert len(found) == len(tensors) * (1 if name == MODEL else 3)
-    for at in found:
-        for place in (at, at + 63):
-            digit = b"0" if content[place : place + 1] != b"0" else b"1"
-            edited = content[:place] + digit + content[place + 1 :]
-            assert not bench.run(bench.pair | {name: edited}), content[at : at + 100]
-
-
-@pytest.mark.parametrize("name", FILES)
 def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert bench.load(bench.pair)
     assert not bench.run(bench.pair | {name: bench.other[name]})

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from zero_mpi import environment
-from zero_mpi.config.bounds import CONTRADICTIONS, IDLE, FlagContext, remarks, threads_within, without_effect
+from zero_mpi.config.bounds import CONTRADICTIONS, IDLE, DataKind, remarks, threads_within, without_effect
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
@@ -20,7 +20,7 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--optimizer muon --lora 2 --init m.gguf": ("--lora", "--optimizer adamw"),
     "--optimizer muon --offload moments --device cuda": ("--offload moments", "--offload none"),
     "--precision fp64 --offload moments": ("--offload", "--offload none"),
-    "--qat q4_0 --lora 2 --init m.gguf": ("--lora", None),
+    "--qat q4_0 --lora 2 --init m.gguf --precision bf16": ("--lora", None),
     "--qat q4_0 --freeze blk.0.*": ("--freeze", None),
     "--qat q4_0 --optimizer muon": ("--optimizer muon", "--optimizer adamw"),
     "--qat q4_0 --ema 0.9": ("--ema", None),
@@ -69,7 +69,7 @@ IDLE_WITH_TOKENS = {  # flags without effect beside token files, and what gives 
 
 
 def said(*flags, is_text=True):
-    return list(without_effect(FlagContext(parse(" ".join(flags).split()), is_text)))
+    return list(without_effect(parse(" ".join(flags).split()), DataKind(is_text)))
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -99,7 +99,7 @@ def test_what_is_for_text_does_nothing_for_tokens(flags):
 
 def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
     given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
-    found = [*without_effect(FlagContext(parse(given), is_text=True, are_ids=True))]
+    found = [*without_effect(parse(given), DataKind(is_text=True, are_ids=True))]
     assert [line.partition(" has ")[0] for line in found] == ["--bos always", "--control-tokens parse"]
 
 
@@ -120,11 +120,11 @@ def test_defaults_are_no_flags_that_were_given(flags, tmp_path):
 def test_a_model_that_is_trained_further_has_another_rate_and_it_is_said():
     config = parse(["--init", "m.gguf", "--data", "text"])
     assert config.lr == 5e-5
-    assert [line[:13] for line in remarks(config, is_text=True)] == ["--lr 5e-05: t"]
+    assert [line[:13] for line in remarks(config, DataKind(True))] == ["--lr 5e-05: t"]
     assert parse(["--init", "m.gguf", "--lr", "0.01"]).lr == 0.01
-    assert list(remarks(parse(["--init", "m.gguf", "--data", "text", "--lr", "0.01"]), is_text=True)) == []
+    assert list(remarks(parse(["--init", "m.gguf", "--data", "text", "--lr", "0.01"]), DataKind(True))) == []
     assert parse([]).lr == 4e-3
-    _, line = remarks(parse(["--init", "m.gguf"]), is_text=True)
+    _, line = remarks(parse(["--init", "m.gguf"]), DataKind(True))
     assert line.startswith("--init without --data")
 
 
@@ -162,7 +162,7 @@ def test_variables_of_more_threads_than_cores(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 4)
     monkeypatch.setenv("MKL_NUM_THREADS", "4")
-    assert list(remarks(Config(), is_text=True)) == []
+    assert list(remarks(Config(), DataKind(True))) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "1000")
-    (line,) = remarks(Config(), is_text=True)
+    (line,) = remarks(Config(), DataKind(True))
     assert re.match("OMP_NUM_THREADS=1000: .*4 cores", line)

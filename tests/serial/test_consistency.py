@@ -138,16 +138,12 @@ def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("change", ["version", "source"])
-def test_another_package_on_one_rank_is_refused(change, flags, tmp_path):
-    copy, host, version = copy_of_package(tmp_path / "other"), platform.node(), zero_mpi.__version__
-    path = copy / {"version": "__init__.py", "source": "optim/optimizer.py"}[change]
-    path.write_text(path.read_text().replace(f'"{version}"', '"9.9.9"') + "# another line\n")
+def test_another_package_on_one_rank_is_refused(flags, tmp_path):
+    copy = copy_of_package(tmp_path / "other")
+    path = copy / "optim/optimizer.py"
+    path.write_text(path.read_text() + "# another line\n")
     said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
-    if change == "version":
-        assert f"rank 1 on {host} has zero_mpi 9.9.9, ranks 0, 2 (on {host}) {version};" in said
-    else:
-        assert f"rank 1 on {host} has zero_mpi's source" in said
+    assert f"rank 1 on {platform.node()} has zero_mpi's source" in said
 
 
 @needs_mpiexec

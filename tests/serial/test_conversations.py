@@ -25,7 +25,7 @@ from zero_mpi.data.conversations.formats import (
 )
 from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader, marked
 from zero_mpi.errors import UsageError
-from zero_mpi.files import json_lines
+from zero_mpi.files import text_streams
 from zero_mpi.files.gguf_keys import TEMPLATE
 
 
@@ -367,7 +367,7 @@ def test_blank_lines_are_passed_over_and_numbers_stay(tmp_path):
 
 
 def test_a_line_has_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "MOST", 99)
+    monkeypatch.setattr(text_streams, "MOST", 99)
     path = written(tmp_path, {"messages": AB}, {"prompt": "a" * 99, "completion": "b"})
     found = read_conversations("x", path, lambda each: each)
     assert next(found).messages == tuple(AB)

@@ -12,7 +12,7 @@ from test_chat_data import SAME, TALK, write_lines
 from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, write_model
 
-from zero_mpi.config.settings import Config, batch_size
+from zero_mpi.config.settings import batch_size
 from zero_mpi.data import ByteTokenizer
 
 FLAGS = ["--init", "m.gguf", "--data", "chat.jsonl", "--lora", "2", "--sample", "0", "--val-fraction", "0"]
@@ -40,15 +40,6 @@ def model(folder, context):
 )
 def test_few_windows_make_a_small_batch(windows, size):
     assert batch_size(windows) == size
-
-
-def test_what_flags_say_data_do_not_decide():
-    fixed = {"lr", "context", "batch_size", "warmup"}
-    assert Config(init="m").unsaid == fixed | {"steps", "epochs"}
-    for given in ({"steps": 9}, {"epochs": 2}):
-        assert Config(init="m", **given).unsaid == fixed
-    assert Config(init="m", lr=1.0, context=1, batch_size=1, warmup=1, steps=1).unsaid == set()
-    assert (Config(init="m").steps, Config(init="m", epochs=2).steps, Config().steps) == (None, None, 440)
 
 
 @needs_mpiexec

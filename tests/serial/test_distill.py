@@ -15,7 +15,7 @@ from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import HEAD, TeacherFile, open_teacher
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.train.objective import Distilled
+from zero_mpi.nn.distilled import Distilled
 
 KNOWN = TeacherFile(3, 1.0, 4, 6, "d", "byte")
 
@@ -30,7 +30,7 @@ def records(*rows):
 
 def test_the_divergence_has_a_known_value():
     student = np.log([[0.4, 0.3, 0.05, 0.1, 0.1, 0.05]]).astype(np.float32)
-    loss = Distilled(np.array([0]), 1.0, records(([0, 1, 2], [0.5, 0.2, 0.1])), 1.0, KNOWN)
+    loss = Distilled(np.array([0]), 1.0, records(([0, 1, 2], [0.5, 0.2, 0.1])), 1.0, 1.0, 6)
     found, slopes = loss.divergence(student, np.array([0]), np.array([True]), loss.records)
     assert found == pytest.approx(0.055164761828624655, rel=1e-6)
     others = np.array([0.1, 0.1, 0.05]) * (0.25 - 0.2) / 0.25
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
     module.sync_gradients()
     expected = {name: value.copy() for name, value in module.named_gradients()}
     module.zero_gradients()
-    found = module.forward_backward(x, Distilled(targets, scale, made, weight, teacher))
+    found = module.forward_backward(x, Distilled(targets, scale, made, weight, temperature, 61))
     module.sync_gradients()
     assert found == pytest.approx(loss, rel=2e-6)
     for name, value in module.named_gradients():

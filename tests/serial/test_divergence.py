@@ -3,13 +3,15 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, write_text
 
 from zero_mpi.errors import JobError
-from zero_mpi.train.observers import MOST, Divergence, check_recorded
+from zero_mpi.optim.optimizer import StepResult
+from zero_mpi.train.observers import MOST, Divergence, StepMade, check_recorded
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
@@ -18,9 +20,10 @@ LOST = (math.nan, True, True)
 
 
 def steps(*made: tuple[float, bool, bool]) -> Divergence:
-    found = Divergence()
-    for number, step in enumerate(made, 1):
-        found.saw(number, *step)
+    """The state after steps: (loss, whether the update was skipped, whether float16 tries a lower scale)."""
+    found = Divergence(scale := SimpleNamespace(dynamic=False, exponent=1))
+    for number, (loss, skipped, scale.dynamic) in enumerate(made, 1):
+        found.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0))
     return found
 
 

@@ -25,7 +25,6 @@ from zero_mpi.commands.doctor import hosts, measures, ranks
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
 from zero_mpi.files.file_systems import KINDS, file_system
-from zero_mpi.launch.consistency import is_first
 from zero_mpi.launch.limits import Limits
 from zero_mpi.launch.world import World
 
@@ -51,9 +50,6 @@ def test_a_row_shows_its_remedy_below_and_fits_the_width():
     assert max(map(len, told)) <= cli_text.WIDTH
     assert " ".join(" ".join(told).split()).count("many words") == 60
     assert sum("-> do" in line for line in told) == 1
-    for row in (("a", "b", OK, "do"), ("a", "b", NOTE, ""), ("a", "b", BAD, "")):
-        with pytest.raises(AssertionError):
-            Row(*row)
 
 
 def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
@@ -110,7 +106,7 @@ ROWS = [
     (lambda: hosts.launcher(1, {}), OK, "none, 1 rank"),
     (lambda: hosts.progress([[], ["I_MPI_ASYNC_PROGRESS"]]), NOTE, "unset I_MPI_ASYNC_PROGRESS"),
     (lambda: hosts.progress([[], []]), OK, ""),
-    (lambda: hosts.thread_level(level("SERIALIZED")), NOTE, "serialized"),
+    (lambda: hosts.thread_level(level("SERIALIZED")), NOTE, "MPI_THREAD_MULTIPLE"),
     (lambda: hosts.thread_level(level("MULTIPLE")), OK, "multiple"),
     (lambda: hosts.thread_level(None), NOTE, "zero-mpi[mpich]"),
     (lambda: hosts.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
@@ -128,7 +124,7 @@ ROWS = [
     (lambda: hosts.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
     (lambda: hosts.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
     (lambda: hosts.order(dealt((0, 1), (2, 3))), OK, ""),
-    (lambda: hosts.order(dealt((0, 1), (2,))), NOTE, "1 to 2 ranks"),
+    (lambda: hosts.order(dealt((0, 1), (2,))), NOTE, "1-2 ranks"),
     (lambda: hosts.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
     (lambda: hosts.binding([node(*map(seat, ([0], [1])))]), OK, ""),
     (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
@@ -162,9 +158,7 @@ def test_verdicts(row, verdict, text, monkeypatch):
     assert (found.verdict, text in found.value + found.remedy) == (verdict, True), found
 
 
-def test_names_of_ranks_and_hosts():
-    assert is_first(OPEN_MPI)
-    assert not is_first(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"})
+def test_few_of_many_hosts_are_named():
     told = list(hosts.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
     assert (len(told), "22 more" in told[-1].value) == (cli_text.FEW + 1, True)
 
@@ -177,10 +171,8 @@ def test_a_rank_yields_by_the_settings_that_its_library_reads():
 
 
 def test_bits_that_are_not_portable_though_they_should_be(monkeypatch):
-    assert measures.pins_fault() == ""
     monkeypatch.setenv("ZERO_MPI_BITS", "portable")
     assert "NumPy" in measures.pins_fault()
-    assert "compiled for haswell" in measures.bits_row(["0a"], "blas", "").value
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
@@ -270,22 +262,17 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
     ]
 
 
-def test_a_driver_that_does_not_work_is_a_note():
+def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
     """The probe itself, where there is no driver, and one that cannot be started."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
+    kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
+    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
+    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], present=True).error
     if hosts.has_driver():
         pytest.skip("this machine has a driver")
     found = hosts.look_at_devices(present=True)
     assert "libcuda.so.1" in found.error
     assert only(hosts.device_rows([found], ("a",))).verdict == NOTE
-    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], present=True).error
-
-
-def test_the_live_test_knows_nothing_of_the_job():
-    names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
-    kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
-    about = probe.DeviceArray(4096, 10).__cuda_array_interface__
-    assert about == {"shape": (10,), "typestr": "|u1", "data": (4096, False), "version": 3}
 
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
@@ -298,7 +285,7 @@ def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
         (tmp_path / "kept").mkdir(exist_ok=True)
 
 
-@pytest.mark.parametrize("name", ["rename", "symlink_to", "replace", ""])
+@pytest.mark.parametrize("name", ["rename", "symlink_to", ""])
 def test_a_file_system_that_cannot_publish_is_bad(name, tmp_path, monkeypatch):
     def refuse(self, *arguments, **options):
         raise OSError(95, "Operation not supported", str(self))
@@ -348,7 +335,7 @@ def examine(count, tmp_path, *flags, env=None):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_are_true(ranks, tmp_path):
     status, told, found, said = examine(ranks, tmp_path)
     assert status == 0, said
@@ -359,10 +346,8 @@ def test_rows_are_true(ranks, tmp_path):
     assert told["shared window"]["verdict"] == OK
     assert said.splitlines().count("") == 0
     assert found["links"]["between"] is None
-    assert (found["links"]["node"] is None) == (ranks == 1)
-    if ranks > 1:
-        assert 0 < found["links"]["node"]["alpha_seconds"] < 0.5
-        assert 0 <= found["links"]["node"]["beta_seconds_per_byte"] < 1e-6
+    assert 0 < found["links"]["node"]["alpha_seconds"] < 0.5
+    assert 0 <= found["links"]["node"]["beta_seconds_per_byte"] < 1e-6
 
 
 @needs_mpiexec
@@ -399,14 +384,13 @@ def test_processes_that_are_no_job_say_so_once(tmp_path):
 
 
 STANDING = """
-import signal, os
-from zero_mpi.commands.doctor import measures
-from zero_mpi.commands.doctor.command import main
+import signal
+from zero_mpi.commands.doctor import command, measures
 from zero_mpi.environment import launch_rank
 
 if launch_rank() == 1:
     measures.rate = lambda *given: signal.pause()
-main()
+command.main()
 """
 
 

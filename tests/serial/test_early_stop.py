@@ -119,17 +119,6 @@ def test_events_and_status_say_it(stopped, endless):
     assert WHY in status["reason"]
 
 
-@needs_mpiexec
-def test_three_ranks_end_with_the_same_bytes(stopped, flags, tmp_path):
-    train(3, tmp_path / "out", *flags, "--steps", "40", "--patience", "3", "--async-save")
-    assert_same_run(tmp_path / "out", stopped[0])
-    assert checkpoints(tmp_path / "out") == checkpoints(stopped[0])
-    assert os.readlink(tmp_path / "out" / "best") == os.readlink(stopped[0] / "best")
-    for name in ("model.gguf", "optimizer.gguf"):
-        found, expected = (out / "best" / name for out in (tmp_path / "out", stopped[0]))
-        assert found.read_bytes() == expected.read_bytes()
-
-
 STOPS = """
 from zero_mpi.launch.stopping import signals
 from zero_mpi.train import command, trainer
@@ -204,15 +193,6 @@ def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, 
     assert losses(other)[last + 1] > endless[best]
     assert f"of step {best}: its checkpoint is not in this folder" in said
     assert not (other / "best").is_symlink()
-
-
-@needs_mpiexec
-def test_without_patience_there_are_no_keys_and_no_link(flags, tmp_path):
-    train(1, tmp_path / "out", *flags, "--steps", "0")
-    assert not (tmp_path / "out" / "best").is_symlink()
-    train(1, tmp_path / "out", *flags, "--steps", "2")
-    assert not {LOSS, STEP, SINCE} & GGUFFile.open(tmp_path / "out/latest/optimizer.gguf").metadata.keys()
-    assert sorted(path.name for path in (tmp_path / "out").glob("[!.]*") if path.is_symlink()) == ["latest"]
 
 
 @needs_mpiexec

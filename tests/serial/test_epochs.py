@@ -6,15 +6,13 @@ import tomllib
 
 import numpy as np
 import pytest
-from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
-from test_resume import refused
 
 from zero_mpi.commands.plan.command import read
 from zero_mpi.config.bounds import cautions, in_steps
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
-from zero_mpi.data import Windows, window_of
+from zero_mpi.data import window_of
 from zero_mpi.errors import UsageError
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
@@ -32,11 +30,6 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
     if steps < 100:
         seen = window_of(np.arange(epochs * windows), windows, 0).tolist()
         assert {seen.count(window) for window in range(windows)} == {epochs}
-
-
-def test_a_run_of_steps_stays_as_it_is():
-    config = Config(steps=7)
-    assert in_steps(config, 100) is config
 
 
 @pytest.mark.parametrize(
@@ -148,29 +141,3 @@ def test_it_goes_on_from_a_checkpoint_on_other_ranks(flags, by_steps, tmp_path):
     assert "changed since the checkpoint: --steps was 8, now 15" in said
     assert_same_run(tmp_path / "out", tmp_path / "whole")
     assert "nothing to do: " in train(2, tmp_path / "out", *constant, "--epochs", "2")
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--epochs", "2", "--steps", "3"], "--epochs 2: "),
-        (["--epochs", "0"], "--epochs 0: expected at least 1"),
-        (["--epochs", "1", "--schedule", "wsd", "--decay-steps", "9"], "--decay-steps 9"),
-    ],
-)
-def test_bad_usage_is_one_line(more, expected, flags, tmp_path):
-    assert expected in refused(2, tmp_path / "out", *flags, *more)
-
-
-@needs_mpiexec
-def test_a_dry_run_counts_as_the_run_does(flags, tmp_path):
-    command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--epochs", "2", "--dry-run"]
-    status, printed, errors = run_job(2, command, timeout=30)
-    assert (status, errors) == (0, "")
-    assert re.search("steps      15 of 64 tokens: 960 .*, 2.0 epochs; rate 0.004 after 2", printed)
-
-
-def test_the_windows_that_are_counted_are_those_that_are_read():
-    for size, context in ((485, 16), (481, 16), (480, 16), (17, 16)):
-        assert len(Windows(list(range(size)), context)) == (size - 1) // context

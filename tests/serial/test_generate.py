@@ -236,17 +236,14 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
         (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
         (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
+        (0, 0, [0, 1, 0, 0]),
+        (1.0, 1, [0, 1, 0, 0]),
     ],
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four deviations of 4000 draws
     assert np.all((found == 0) == (np.array(expected) == 0))
-
-
-def test_temperature_zero_and_a_single_choice_take_the_likeliest():
-    assert drawn(0, 0).tolist() == [0, 1, 0, 0]
-    assert drawn(1.0, 1).tolist() == [0, 1, 0, 0]
 
 
 def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
@@ -262,6 +259,8 @@ def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
     assert kept([3, 3, 3, 3], 3) == {0, 1, 2}
     assert kept([0, 7, 5, 5, 5], 3) == {1, 2, 3}
     assert kept([5, 5, 5], 1) == {0}
+    assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
+    assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -288,11 +287,6 @@ def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
 def test_nucleus_and_least_share_keep_what_they_say(how, expected):
     """By the model's own probabilities, whatever the temperature; each of what the one before has left."""
     assert kept(LOGITS, **how) == expected
-
-
-def test_a_nucleus_takes_the_lowest_of_equally_likely_ids():
-    assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
-    assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
 
 
 @pytest.mark.filterwarnings("error")

@@ -19,7 +19,7 @@ pytestmark = needs_mpiexec
 def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
     """In a /dev/shm of its own, which holds no more at the end; by hand `random_kills.py` does a hundred."""
     driver = Path(__file__).parent.parent / "random_kills.py"
-    job = [sys.executable, driver, "--count", "8" if quick else "40", "--seed", "20", "--out", tmp_path]
+    job = [sys.executable, driver, "--count", "5" if quick else "30", "--seed", "20", "--out", tmp_path]
     job += ["--data", *write_text(tmp_path)]
     if why_no_mount():
         command = [*job, "--shared-shm"]

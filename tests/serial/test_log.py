@@ -32,32 +32,28 @@ def heard(capsys, rank, size, level):
 PLAIN = ["a fact", "warning: a worry", "error: a fault"]
 
 
-@pytest.mark.parametrize(("level", "lines"), [("info", PLAIN), ("warning", PLAIN[1:]), ("error", PLAIN[2:])])
-def test_rank_0_speaks_from_its_level_on(level, lines, capsys):
-    assert heard(capsys, 0, 8, level) == (lines, [])
-
-
-def test_at_debug_all_is_said_with_the_rank(capsys):
-    assert heard(capsys, 0, 8, "debug") == ([f"[0/8] {line}" for line in ["a detail", *PLAIN]], [])
-
-
 @pytest.mark.parametrize(
-    ("level", "lines"), [("debug", PLAIN[1:]), ("info", PLAIN[1:]), ("error", PLAIN[2:])]
+    ("rank", "level", "lines"),
+    [
+        (0, "info", PLAIN),
+        (0, "warning", PLAIN[1:]),
+        (0, "error", PLAIN[2:]),
+        (0, "debug", [f"[0/8] {line}" for line in ["a detail", *PLAIN]]),
+        (3, "debug", [f"[3/8] {line}" for line in PLAIN[1:]]),
+        (3, "info", [f"[3/8] {line}" for line in PLAIN[1:]]),
+        (3, "error", [f"[3/8] {line}" for line in PLAIN[2:]]),
+    ],
 )
-def test_other_ranks_say_warnings_with_their_number(level, lines, capsys):
-    assert heard(capsys, 3, 8, level) == ([], [f"[3/8] {line}" for line in lines])
+def test_rank_0_speaks_from_its_level_on_and_others_warn_on_stderr(rank, level, lines, capsys):
+    assert heard(capsys, rank, 8, level) == (([], lines) if rank else (lines, []))
 
 
-def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog):
+def test_a_library_is_silent_and_can_be_listened_to(capsys, caplog, monkeypatch):
     with caplog.at_level(logging.DEBUG, "zero_mpi"):
         say_all()
     assert capsys.readouterr() == ("", "")
     assert [record.levelname for record in caplog.records] == ["DEBUG", "INFO", "WARNING", "ERROR"]
-
-
-def test_not_even_warnings_are_shown_to_users_of_the_library(capsys, monkeypatch):
-    """Python shows warnings of loggers for which there is no handler at all."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # Python then shows warnings by itself
     say_all()
     assert capsys.readouterr() == ("", "")
 

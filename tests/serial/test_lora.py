@@ -11,7 +11,7 @@ from test_resume import refused
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import lora_of, metadata, open_merged
+from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_merged
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -269,7 +269,7 @@ def test_an_adapter_that_is_not_finite_is_the_one_that_is_named(value, alone, ba
     for factor in list(factors.values())[:2]:
         factor.ravel()[0] = value
     table = [(name, factor.shape) for name, factor in factors.items()]
-    with GGUFStream(path, "llama", metadata(lora_of(source)), table) as stream:
+    with GGUFStream(path, "llama", adapter_metadata(lora_of(source)), table) as stream:
         for name, factor in factors.items():
             stream.write(name, factor)
     model = ["-m", "zero_mpi", "evaluate", str(base)]

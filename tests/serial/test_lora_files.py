@@ -25,8 +25,7 @@ from test_llamacpp import (
 )
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import lora_of, metadata, open_adapter, open_merged
-from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_adapter, open_merged, open_weights
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -61,7 +60,12 @@ def written(folder, config, lora):
     base = {name: array for name, array in weights.items() if not is_adapter(name)}
     factors = {name: array for name, array in weights.items() if is_adapter(name)}
     file = write_model(folder / "base.gguf", config, base)
-    return model, weights, file, write_tensors(folder / "adapter.gguf", config.arch, metadata(lora), factors)
+    return (
+        model,
+        weights,
+        file,
+        write_tensors(folder / "adapter.gguf", config.arch, adapter_metadata(lora), factors),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -71,7 +75,9 @@ def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
     ids = list(PROMPT)
     trained = log_softmax(training_forward(model, weights, ids))
     merged = log_softmax(TextModel(open_merged(base, adapter)).logits(ids))
-    np.testing.assert_allclose(merged, trained, rtol=0, atol=1e-4)
+    beside = log_softmax(TextModel(base, GGUFFile.open(adapter)).logits(ids))
+    for each in (merged, beside):
+        np.testing.assert_allclose(each, trained, rtol=0, atol=1e-4)
     alone = log_softmax(TextModel(base).logits(ids))
     assert abs(alone - trained).max() > 0.3, "the adapter does little"
     server = open_server(base, adapter)
@@ -103,7 +109,7 @@ def test_an_adapter_of_a_tied_head_makes_a_head_of_its_own(arch, tmp_path):
     shapes = (2, config.embedding_length), (config.vocab_size, 2)
     a, b = (rng.normal(0, 0.2, shape) for shape in shapes)
     factors = {"output.weight.lora_a": a.astype(np.float32), "output.weight.lora_b": b.astype(np.float32)}
-    write_tensors(tmp_path / "adapter.gguf", config.arch, metadata(LoRA(2, 4.0)), factors)
+    write_tensors(tmp_path / "adapter.gguf", config.arch, adapter_metadata(LoRA(2, 4.0)), factors)
     to_peft = [str(tmp_path / "adapter.gguf"), str(tmp_path / "peft"), "--base", str(base)]
     assert command(World(0, 1), to_peft) == 0
     for name in ("merged.gguf", "folder"):
@@ -133,6 +139,6 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UsageError, match="the model that it was trained on"):
         open_merged(other, adapter)
     half = {name: array for name, array in weights.items() if name.endswith("lora_a")}
-    lone = write_tensors(tmp_path / "half.gguf", "llama", metadata(ALL), half)
+    lone = write_tensors(tmp_path / "half.gguf", "llama", adapter_metadata(ALL), half)
     with pytest.raises(UsageError, match=r"of shapes \(3, 24\) and None"):
         open_merged(base, lone)

@@ -18,7 +18,7 @@ from test_lora_files import written
 from test_optim import gradients
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, cross_entropy
-from zero_mpi.checkpoint.merged import open_adapter
+from zero_mpi.checkpoint.weights import open_adapter
 from zero_mpi.models.lora import FROZEN, LoRA
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

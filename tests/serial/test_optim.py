@@ -319,22 +319,14 @@ def test_memory_bytes_counts_two_float32_moments_an_element():
     assert optimizer.memory_bytes() == 8 * (elements + 15)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
-def test_a_schedule_warms_up_to_lr_and_ends_at_min_lr(name):
+@pytest.mark.parametrize(("name", "quarter"), [("cosine", 0.5 + 0.5**1.5), ("linear", 0.75), ("constant", 1)])
+def test_a_schedule_warms_up_to_lr_and_ends_at_min_lr(name, quarter):
     rate = make_schedule(name, lr=0.6, min_lr=0.1, warmup=5, steps=25)
     assert [rate(step) for step in range(5)] == pytest.approx([0.12, 0.24, 0.36, 0.48, 0.6])
     end = 0.6 if name == "constant" else 0.1
-    assert (rate(5), rate(25), rate(1000)) == pytest.approx((0.6, end, end))
+    assert (rate(5), rate(10), rate(25), rate(1000)) == pytest.approx((0.6, 0.1 + 0.5 * quarter, end, end))
     rates = [rate(step) for step in range(5, 26)]
     assert rates == sorted(rates, reverse=True)
-
-
-@pytest.mark.parametrize(("name", "quarter"), [("cosine", 0.5 + 0.5**1.5), ("linear", 0.75), ("constant", 1)])
-def test_the_shapes_of_the_schedules(name, quarter):
-    rate = make_schedule(name, lr=1.0, min_lr=0.0, warmup=0, steps=40)
-    assert rate(0) == 1
-    assert rate(10) == pytest.approx(quarter)
-    assert rate(20) == pytest.approx(1 if name == "constant" else 0.5)
 
 
 def test_wsd_stays_at_lr_until_the_last_steps():
@@ -380,19 +372,6 @@ def test_any_range_of_initial_values_is_that_part_of_the_whole(way, monkeypatch)
     for start in ENDS:
         for stop in (end for end in ENDS if end >= start):
             assert draw(start=start, stop=stop).tobytes() == whole[start:stop].tobytes(), (start, stop)
-
-
-def test_no_more_is_drawn_of_a_block_than_comes_before_the_end_of_a_range(monkeypatch):
-    counts = []
-
-    def counted(generator, count):
-        counts.append(count)
-        return normals_by_numpy(generator, count)
-
-    monkeypatch.setattr(init_weights, "normals", counted)
-    draw(param=Param((24, 24), std=0.05))
-    draw(start=DRAW_BLOCK - 5, stop=DRAW_BLOCK + 9)
-    assert counts == [24 * 24, DRAW_BLOCK, 10]
 
 
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():

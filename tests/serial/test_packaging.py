@@ -55,7 +55,9 @@ def test_dependencies_of_spack():
 
 
 def test_dependencies_of_conda():
-    run = (PACKAGING / "conda/recipe.yaml").read_text().partition("  run:\n")[2].partition("\n\n")[0]
+    text = (PACKAGING / "conda/recipe.yaml").read_text()
+    assert f"- zero-mpi = {PROJECT['scripts']['zero-mpi']}\n" in text
+    run = text.partition("  run:\n")[2].partition("\n\n")[0]
     found = dict(re.findall(r"- ([\w-]+) >=([\d.]+)", run))
     assert found == {CONDA.get(name, name): floor for name, floor in FLOORS.items()} | {"python": PYTHON}
 

@@ -17,6 +17,11 @@ from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
 from zero_mpi.sharding.precision import BF16, FP32
 
+
+def documents_of(begins):
+    return Documents(Packed(np.ones_like(begins), begins))
+
+
 CONTEXT, CUTS = 150, (0, 70, 73, 130)  # more than a block of either kind, and a document of three
 MODELS = {
     name: replace(config, context_length=CONTEXT) for name, config in (tiny.MODELS | tiny.OTHERS).items()
@@ -89,7 +94,7 @@ def test_in_float64_they_are_to_the_last_digits(name):
     rng, (ids, targets), begins = np.random.default_rng(0), drawn(), begins_of()
     p = {name: rng.standard_normal(param.shape) / 8 for name, param in model.params().items()}
     g, expected = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
-    packed = Given(p, BatchContext(Documents(begins)))
+    packed = Given(p, BatchContext(documents_of(begins)))
     logits, saved = model.forward(packed, ids)
     loss, dlogits = cross_entropy(logits, targets, 0.01)
     model.backward(packed, saved, dlogits, g)
@@ -149,7 +154,7 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
         first = np.maximum(begins, np.arange(length) - window + 1)
         expected, p = reference.causal_attention(*exact[:3], 0.4, first)
         wanted = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
-        p = Given({}, BatchContext(Documents(begins) if len(cuts) > 1 else None))
+        p = Given({}, BatchContext(documents_of(begins) if len(cuts) > 1 else None))
         y, saved = layer.forward(p, (q, k, v))
         found = y, *layer.backward(p, saved, dy, {})
         for mine, want in zip(found, wanted, strict=True):

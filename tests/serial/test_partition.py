@@ -50,17 +50,6 @@ def test_slices_cover_the_buffer_in_order_and_are_even_to_one_quantum(partition)
 
 @settings(deadline=None)
 @given(partitions, st.integers(1, 4000))
-def test_pieces_tile_the_buffer(partition, most):
-    pieces = list(partition.cut(most))
-    edges = [0, *(piece.stop for piece in pieces)]
-    assert [piece.start for piece in pieces] == edges[:-1]
-    assert edges[-1] == partition.length
-    assert all(0 < piece.stop - piece.start <= most for piece in pieces)
-    assert len(pieces) == -(-partition.length // most)
-
-
-@settings(deadline=None)
-@given(partitions, st.integers(1, 4000))
 def test_pieces_give_each_element_to_its_owner(partition, most):
     owner = np.repeat(np.arange(partition.parts), partition.counts)
     seen = np.full(partition.length, -1)

@@ -11,7 +11,7 @@ from test_llamacpp import BIASES, GPT, LLAMA, PROMPT, QWEN3, training_forward
 from test_lora_files import written
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import open_adapter, open_merged
+from zero_mpi.checkpoint.weights import open_adapter, open_merged
 from zero_mpi.commands.export.command import command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World

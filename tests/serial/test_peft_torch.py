@@ -10,7 +10,7 @@ from test_export import export
 from test_llamacpp import GPT, LLAMA, PROMPT, QWEN2, random_weights, training_forward, write_model
 from test_lora_files import written
 
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_merged
 from zero_mpi.models.lora import LoRA
 from zero_mpi.train.text_model import TextModel
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jobs import COMPILED, run_job
+from planned_losses import LOSSES, make_step, objective_of
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
 from zero_mpi.comm import kinds
@@ -60,6 +61,10 @@ def recycled_bytes(case, monkeypatch):
     module = ShardedModule(stages, SerialComm(), strategy, **options)
     module.initialize(seed=0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, case.rounds.micro_batches)
+    if case.teacher or case.preference:
+        for _ in range(2):
+            make_step(objective_of(case, module), accumulator, optimizer)
+        return arrays.recycled_stats().held
     shape = (case.micro_batch, case.context + 1)
     drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
     for _ in range(2):
@@ -107,6 +112,16 @@ def test_fakes_of_bfloat16_take_what_its_kernels_take(name, changes, monkeypatch
     case = Case(model, **{"batch_size": 4, "micro_batch": 2, "precision_name": "bf16"} | changes)
     wide = replace(case, precision_name="fp32")
     assert simulate(case).recycled == recycled_bytes(case, monkeypatch) < simulate(wide).recycled
+
+
+@needs_numba
+@pytest.mark.parametrize("name", LOSSES)
+def test_fakes_of_other_losses(name, monkeypatch):
+    """Preferences with their reference, and a teacher, take what training takes."""
+    changes = dict(LOSSES[name])
+    model = replace(MODELS["llama"], vocab_size=4321, lora=changes.pop("lora", None))
+    case = Case(model, batch_size=4, micro_batch=2, context=192, **changes)
+    assert simulate(case).recycled == recycled_bytes(case, monkeypatch)
 
 
 @needs_numba

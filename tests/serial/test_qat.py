@@ -18,18 +18,18 @@ from zero_mpi.commands.export.command import command
 from zero_mpi.launch.world import World
 from zero_mpi.ops import ggml
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
-from zero_mpi.optim.rounded import round_to
+from zero_mpi.ops.rounding import round_to
 
 SIZES = "--layers 2 --dim 256 --heads 4 --ffn 288 --context 16 --batch-size 3 --micro-batch 1 --warmup 1"
-MORE = "--lr 0.01 --sample 0 --eval-windows 2 --save-every 2 --no-tied"
-RUN = f"{SIZES} {MORE}".split()
+MORE = ["--lr", "0.01", "--sample", "0", "--eval-windows", "2", "--save-every", "2", "--no-tied"]
+RUN = [*SIZES.split(), *MORE]
 TYPES = ("q4_0", "q8_0", "q4_k")
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16"])
 def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With ggml's library and, where the package gguf has the type, without it; pieces leave no seam."""
-    monkeypatch.setattr("zero_mpi.optim.rounded.PIECE", 1 << 11)
+    monkeypatch.setattr("zero_mpi.ops.rounding.PIECE", 1 << 11)
     x, kind = np.random.default_rng(0).standard_normal(5 << 10).astype(np.float32), Kind[name]
     x[:256] = 0
     width = BLOCK_KINDS[name].elements
@@ -104,6 +104,44 @@ def test_bits_are_the_same_on_any_ranks_and_after_a_resume(
     expected = fields(runs / name)
     assert (fields(tmp_path / "all"), fields(tmp_path / "half")) == (expected, expected[2:])
     assert len({digest_of(folder) for folder in (runs / name, tmp_path / "all", tmp_path / "half")}) == 1
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(("name", "ranks"), [("q4_0", 3), ("q4_k", 1)])
+def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, name: str, ranks: int) -> None:
+    """The merged file has the loss of the run's end, to the bit; its base stays in blocks of 8 bits."""
+    text, base, file = write_text(runs), tmp_path / "base.gguf", tmp_path / "x.gguf"
+    assert command(World(0, 1), [str(runs / "q8_0/latest"), str(base), "--type", "q8_0"]) == 0
+    flags = [
+        "--context",
+        "16",
+        "--batch-size",
+        "3",
+        "--micro-batch",
+        "1",
+        "--warmup",
+        "1",
+        *MORE[:-1],
+        "--data",
+    ]
+    adapt = ["--init", str(base), "--lora", "4", "--lora-targets", "blk.*", "--qat", name, "--steps", "2"]
+    train_compiled(ranks, tmp_path / "run", *flags, *text, *adapt)
+    assert (
+        command(World(0, 1), [str(base), str(file), "--merge", str(tmp_path / "run/latest"), "--type", name])
+        == 0
+    )
+    train_compiled(1, tmp_path / "next", *flags, *text, "--init", str(file), "--steps", "1")
+    ran, after = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("run", "next")
+    )
+    assert ran[-1]["val_loss"] == after[0]["val_loss_before"] != ran[0]["val_loss_before"]
+    exported = GGUFFile.open(file)
+    assert {exported.tensors[end].type for end in ENDS} == {Kind.Q8_0}
+    assert "training.qat" not in exported.metadata
+    if ranks > 1:
+        train_compiled(1, tmp_path / "one", *flags, *text, *adapt)
+        assert fields(tmp_path / "one") == fields(tmp_path / "run")
 
 
 @needs_mpiexec

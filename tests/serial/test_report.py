@@ -16,14 +16,7 @@ from report_runs import EVENTS, event, record, records, status, write_run
 
 from zero_mpi.commands.report import command
 from zero_mpi.commands.report.command import about, figures, page
-from zero_mpi.commands.report.runs import (
-    MEMORY,
-    NUMBERS,
-    Curves,
-    Entry,
-    read_run,
-    read_runs,
-)
+from zero_mpi.commands.report.runs import MEMORY, NUMBERS, Curves, Entry, read_run, read_runs
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
@@ -104,15 +97,11 @@ def test_what_is_not_finite_is_a_gap_and_what_is_absent_is_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [True, "1", [True], {}, 1e300, -1e300, 10**400, [], [None], ["x"]],
-    ids=lambda value: str(value)[:9],
+    "value", [True, "1", [True], {}, 1e300, 10**400, [], [None]], ids=lambda value: repr(value)[:9]
 )
 def test_values_of_other_types_are_gaps(tmp_path, value):
-    rows = [record(1), record(2, **dict.fromkeys(NUMBERS, value))]
-    run = read_run(write_run(tmp_path, rows))
-    for name in NUMBERS:
-        assert math.isnan(run.curves.last[name])
+    run = read_run(write_run(tmp_path, [record(1), record(2, **dict.fromkeys(NUMBERS, value))]))
+    assert all(math.isnan(run.curves.last[name]) for name in NUMBERS)
     Tree(page_of(tmp_path))
 
 

@@ -84,13 +84,6 @@ def test_goes_on_from_a_named_folder_into_another(stopped, flags, unbroken, tmp_
     assert files(tmp_path / "new") == files(unbroken)
 
 
-def test_goes_back_to_an_older_checkpoint_of_the_same_run(stopped, flags, unbroken):
-    """What came after it is written again, also when it was another training."""
-    train(2, stopped, *flags, *CONSTANT, "--steps", "5", "--lr", "0.1")
-    train(2, stopped, *flags, *CONSTANT, "--steps", "6", "--resume", str(stopped / "step-00000003"))
-    assert_same_run(stopped, unbroken)
-
-
 def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
     train(2, stopped, *flags, *CONSTANT, "--steps", "2", "--resume", "never")
     assert fields(stopped) == fields(unbroken)[:2]
@@ -227,11 +220,6 @@ def test_another_training_is_refused_by_the_first_difference(more, named, stoppe
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
 
-def test_another_corpus_is_refused(stopped, flags, tmp_path):
-    line = refused(2, stopped, *SMALL, *CONSTANT, "--data", *write_text(tmp_path, seed=1))
-    assert "--data" in line
-
-
 def test_the_same_corpus_elsewhere_is_the_same(stopped, flags, unbroken, tmp_path):
     moved = [shutil.copy(path, tmp_path) for path in flags[flags.index("--data") + 1 :]]
     train(1, stopped, *SMALL, *CONSTANT, "--steps", "6", "--data", *moved)
@@ -281,13 +269,3 @@ def test_a_run_starts_from_the_weights_of_a_file(trained, flags, tmp_path):
     loss = loss_of_first_step(trained, flags[flags.index("--data") + 1 :])
     assert float(record[1]) == pytest.approx(loss, rel=2e-6)
     assert loss < 5.3  # fresh weights have ln 260 = 5.56
-
-
-def test_a_run_from_a_file_goes_on_from_its_checkpoint(trained, flags, tmp_path):
-    """The same command again: --init says where it once began, not where it begins again."""
-    sizes = ["--context", "16", "--batch-size", "7", "--micro-batch", "2", "--sample", "0"]
-    start = [*flags[flags.index("--data") :], "--init", str(trained), *sizes, *CONSTANT]
-    train(1, tmp_path / "whole", *start, "--steps", "4")
-    train(2, tmp_path / "parts", *start, "--steps", "2")
-    train(3, tmp_path / "parts", *start, "--steps", "4")
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")

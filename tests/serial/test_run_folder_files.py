@@ -121,7 +121,7 @@ def test_events_go_to_a_file_and_nowhere_else(tmp_path, kind, caplog):
     events = Events(tmp_path, 0)
     for _ in range(2000):
         events.note("saved", text="x" * 100)
-    log.logger.handlers[:] = [one for one in log.logger.handlers if one is not events._listener]
+    log.logger.handlers[:] = [one for one in log.logger.handlers if one is not events]
     assert [line for line in caplog.messages if "cannot be written" in line] == [caplog.messages[0]]
 
 

@@ -93,12 +93,6 @@ def test_four_plain_stages(prefetch):
     assert [moves.stage for moves in map(Around, by_stage(made.backward))] == [3, 2, 1, 0]
 
 
-def test_evaluation_keeps_nothing():
-    made = schedule("0123", 1)
-    assert around(made.inference)[:3] == plans(("01", "0", "0"), ("2", "1", "1"), ("3", "2", "2"))
-    assert around(made.inference)[3] == ((), (3,), (3,), ())
-
-
 def test_the_last_stage_runs_both_ways_at_once_in_training():
     made = schedule("0123", 1)
     apart, joint = (*made.forward, *made.backward), made.training
@@ -284,16 +278,6 @@ def test_units_are_there_when_needed_and_no_longer(model):
         assert any(unit in units for units in needs), "kept though backward does not need it"
     assert walk(made.inference, uses, prefetch, set()) == set()
     assert walk(made.backward, needs, prefetch, carried) == set()
-
-
-@settings(deadline=None, max_examples=300)
-@given(models())
-def test_what_is_shared_by_distant_stages_or_used_last_is_gathered_once(model):
-    uses, reads, _, _ = model
-    made = make_schedule(*model)
-    again = {action.unit for action in made.backward if isinstance(action, Gather)}
-    needed = {u for units in backward_needs(made, uses, reads) for u in units}
-    assert again == {u for u in needed if not apart(uses, u)} - set(uses[-1])
 
 
 @settings(deadline=None, max_examples=300)

@@ -204,14 +204,6 @@ def test_ids_and_documents_are_those_of_a_run_on_the_text(kind, asked, tmp_path)
     assert of_tokens.ends.tolist() == of_text.ends.tolist()
 
 
-def test_wide_ids(tmp_path, monkeypatch):
-    (tmp_path / "t.txt").write_text("wide")
-    monkeypatch.setattr(ByteTokenizer, "vocab_size", 1 << 17)
-    assert tokenize("t.txt") == 0
-    assert (tmp_path / "out" / "00000.bin").read_bytes() == np.array([*b"wide", EOS], "<i4").tobytes()
-    assert documents(tmp_path / "out") == expected(["wide"])
-
-
 def test_the_flags_must_mean_the_tokens_of_the_folder(tmp_path):
     def chosen(*data, **flags):
         return choose_tokenizer(Config(data=list(data), arch="llama", **flags), None, None)
@@ -269,9 +261,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("raw", "line", "problem"), BAD)
-def test_a_line_in_error_is_named_or_left_out(raw, line, problem, packed, tmp_path, monkeypatch):
+def test_a_line_in_error_is_named_or_left_out(raw, line, problem, tmp_path, monkeypatch):
+    packed = line == 2
     if problem == "3,000 bytes":
         for name in ("files.text_streams", "commands.tokenize.text_formats"):
             monkeypatch.setattr(f"zero_mpi.{name}.MOST", 3000)
@@ -324,26 +316,18 @@ def test_an_input_that_cannot_be_read_is_one_line(name, data, tmp_path, monkeypa
 def test_paths_that_cannot_be_meant(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "t.txt").write_text("text")
-    (tmp_path / "out").mkdir()
+    for out in ("out", "locked"):
+        (tmp_path / out).mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert len(found_files([], "out")) == len(stdlib_files())
+    lock = RunLock.take(tmp_path / "locked")
     for flags, out, named in (
         (["none.txt"], "out", "TEXT none.txt"), (["in"], "in/out", "--out in/out"), (["in"], "out", "'mine'"),
-        (["in", "--part-mb", "0"], "out", "--part-mb 0"),
+        (["in", "--part-mb", "0"], "out", "--part-mb 0"), (["in"], "locked", "--out locked"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=named):
             tokenize(*flags, out=out)
-
-
-def test_two_jobs_in_one_folder(tmp_path):
-    (tmp_path / "t.txt").write_text("text")
-    (tmp_path / "out").mkdir()
-    lock = RunLock.take(tmp_path / "out")
-    try:
-        with pytest.raises(UsageError, match=r"--out out"):
-            tokenize("t.txt")
-    finally:
-        lock.release()
+    lock.release()
 
 
 @pytest.fixture
@@ -387,19 +371,16 @@ def test_a_job_that_was_stopped_goes_on_with_what_is_missing(long, whole, tmp_pa
         (out / leftover).write_bytes(b"half")
     (out / ".tokenize" / "00001.json").write_bytes(b'{"files": 7}')
     (out / "00002.idx").unlink()
+    for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
+        (tmp_path / "new" / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "new" / leftover).write_bytes(b"half")  # of a job that had completed nothing
+    assert tokenize(long, *SMALL, out="new") == 0
+    assert files(tmp_path / "new") == whole
+    capsys.readouterr()
     assert tokenize(long, *SMALL) == 0
     assert f"{count - 1} parts to write of {count}" in capsys.readouterr().out
     assert files(out) == whole
     assert before == (out / "00003.bin").stat().st_ino, "a complete part stays"
-
-
-def test_leftovers_of_a_job_that_had_completed_nothing_go(long, whole, tmp_path):
-    """Other flags may follow it, and the pair that it had just named is of no use then."""
-    (tmp_path / "out" / ".tokenize").mkdir(parents=True)
-    for leftover in (".tokenize/plan.json", "00077.bin", "00077.idx", "tokenizer.gguf"):
-        (tmp_path / "out" / leftover).write_bytes(b"half")
-    assert tokenize(long, *SMALL) == 0
-    assert files(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -455,10 +436,9 @@ def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_pat
     assert files(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("watches", [False, True])
-def test_lines_tell_how_far_the_work_is(watches, long, monkeypatch, capsys):
-    monkeypatch.setattr(encode_parts, "watched", lambda: watches)
-    monkeypatch.setattr(encode_parts, "WATCHED" if watches else "LOGGED", 0.0)
+def test_lines_tell_how_far_the_work_is(long, monkeypatch, capsys):
+    monkeypatch.setattr(encode_parts, "watched", lambda: True)
+    monkeypatch.setattr(encode_parts, "WATCHED", 0.0)
     assert tokenize(long, *SMALL) == 0
     said = capsys.readouterr().out
     assert re.search(r"(?m)^100 %  .*  60 documents  3.46k tokens  .* MB/s  00:00 left$", said)

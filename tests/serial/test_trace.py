@@ -35,51 +35,58 @@ def columns(share):
 
 # --------------------------------------------------------------------------------------------- the table
 
+CASES = [  # events of a step of 100, the columns, and what was waited for
+    (
+        [
+            event(0, "data", "read", 0, 5),
+            event(0, "between stages", "before", 5, 30, unit="blk.0"),
+            event(0, "waits", "allgather", 10, 20, unit="blk.0"),
+            event(0, "compute", "forward", 30, 60, unit="blk.0"),
+            event(0, "optimizer", "norm", 60, 80),
+            event(0, "waits", "allreduce", 65, 75),
+            event(0, "optimizer", "update", 80, 90),
+            event(0, "gathers", "allgather", 6, 40, bytes=1000),  # 24 of 34 hidden
+        ],
+        {"data": 5, "moving": 15, "exposed": 20, "compute": 30, "optimizer": 20, "other": 10},
+        {"allgather": 10, "allreduce": 10},
+    ),
+    (  # a wait of the host while the device computes is hidden
+        [
+            event(0, "compute", "backward", 0, 50),
+            event(0, "waits", "allgather", 20, 70),
+            event(0, "stalls", "allgather", 70, 80),
+        ],
+        {"compute": 50, "exposed": 30, "other": 20},
+        {"allgather": 30},
+    ),
+    (  # evaluations and checkpoints have all of their time
+        [
+            event(0, "steps", "evaluation", 0, 30),
+            event(0, "compute", "forward", 5, 25),
+            event(0, "checkpoint", "save", 40, 60),
+            event(0, "waits", "gather", 45, 55),
+            event(0, "checkpoint behind training", "save", 60, 100),
+        ],
+        {"evaluation": 30, "checkpoint": 20, "other": 50},
+        {},
+    ),
+    (  # a wait without a unit is named by the stage that needs it
+        [
+            event(0, "between stages", "before", 0, 50, unit="blk.7"),
+            event(0, "waits", "updated parameters", 10, 30),
+        ],
+        {"moving": 30, "exposed": 20, "other": 50},
+        {"updated parameters (for blk.7)": 20},
+    ),
+]
 
-def test_each_moment_is_in_one_column(tmp_path):
-    (share,) = shares_of(
-        tmp_path,
-        STEP,
-        event(0, "data", "read", 0, 5),
-        event(0, "between stages", "before", 5, 30, unit="blk.0"),
-        event(0, "waits", "allgather", 10, 20, unit="blk.0"),
-        event(0, "compute", "forward", 30, 60, unit="blk.0"),
-        event(0, "optimizer", "norm", 60, 80),
-        event(0, "waits", "allreduce", 65, 75),
-        event(0, "optimizer", "update", 80, 90),
-        event(0, "gathers", "allgather", 6, 40, bytes=1000),
-    )
-    assert columns(share) == {
-        "data": 5, "moving": 15, "exposed": 20, "compute": 30, "optimizer": 20, "other": 10,
-    }  # fmt: skip
-    assert share.steps == {1: 100}
-    assert share.hidden == 34 - 10, "the transfer was under way for 34, and waited for in 10 of them"
-    assert share.sent == 1000
-    assert share.exposed == {"allgather": 10, "allreduce": 10}
 
-
-def test_a_wait_of_the_host_while_the_device_computes_is_hidden(tmp_path):
-    (share,) = shares_of(
-        tmp_path,
-        STEP,
-        event(0, "compute", "backward", 0, 50),
-        event(0, "waits", "allgather", 20, 70),
-        event(0, "stalls", "allgather", 70, 80),
-    )
-    assert columns(share) == {"compute": 50, "exposed": 30, "other": 20}
-
-
-def test_evaluations_and_checkpoints_have_all_of_their_time(tmp_path):
-    (share,) = shares_of(
-        tmp_path,
-        STEP,
-        event(0, "steps", "evaluation", 0, 30),
-        event(0, "compute", "forward", 5, 25),
-        event(0, "checkpoint", "save", 40, 60),
-        event(0, "waits", "gather", 45, 55),
-        event(0, "checkpoint behind training", "save", 60, 100),
-    )
-    assert columns(share) == {"evaluation": 30, "checkpoint": 20, "other": 50}
+@pytest.mark.parametrize(("events", "expected", "waits"), CASES)
+def test_each_moment_is_in_one_column(events, expected, waits, tmp_path):
+    (share,) = shares_of(tmp_path, STEP, *events)
+    assert (columns(share), share.exposed, share.steps) == (expected, waits, {1: 100})
+    has_transfer = events[-1]["cat"] == "gathers"
+    assert (share.hidden, share.sent) == ((34 - 10, 1000) if has_transfer else (0, 0))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,16 +124,6 @@ def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
     assert command(None, [str(recorded.path)]) == 0
     printed = capfdbinary.readouterr().out.decode()
     assert re.findall(r"([0-9.]+)  reduce_scatter", printed) == [f"{(50 + 20 + 50) / 3 / 1e3:.3f}"]
-
-
-def test_a_wait_without_a_unit_is_named_by_the_stage_that_needs_it(tmp_path):
-    (share,) = shares_of(
-        tmp_path,
-        STEP,
-        event(0, "between stages", "before", 0, 50, unit="blk.7"),
-        event(0, "waits", "updated parameters", 10, 30),
-    )
-    assert share.exposed == {"updated parameters (for blk.7)": 20}
 
 
 def test_only_steps_that_are_whole_on_all_ranks_count(tmp_path):
@@ -213,15 +210,10 @@ def test_what_is_under_way_at_the_end_says_so():
 # ----------------------------------------------------------------------------------------------- the flags
 
 
-@pytest.mark.parametrize(
-    "text", ["10", "10:", ":13", "13:10", "5:5", "0:3", "a:b", "1:2:3", "-1:3", "2 : 4", ""]
-)
+@pytest.mark.parametrize("text", ["10", "10:", ":13", "13:10", "5:5", "0:3", "a:b", "1:2:3", "-1:3", ""])
 def test_bad_steps_are_refused(text):
     with pytest.raises(UsageError, match=r"^--trace-steps .*FIRST:STOP"):
         parse([f"--trace-steps={text}"])
-
-
-def test_steps_after_the_last_one_are_refused():
     assert parse(["--trace-steps", "5:9", "--steps", "5", "--trace", "t.json"]).trace_steps == "5:9"
     with pytest.raises(UsageError, match=r"--trace-steps 6:9: .*--steps 5"):
         parse(["--trace-steps", "6:9", "--steps", "5"])
@@ -234,35 +226,28 @@ def run_of(tracer, first, last):
     tracer.end(last)
 
 
-NOTHING = "no timeline: the run ended after step {}, and --trace-steps 3:6 has no step of this run"
-
-
-def steps_in(path):
-    return read(path).steps
-
-
 @pytest.mark.parametrize(
-    ("steps", "done", "last", "found", "said"),
+    ("steps", "done", "last", "found", "warned"),
     [
-        ((3, 5), 0, 6, [3, 4], []),
-        ((3, 5), 0, 4, [3, 4], []),
-        ((3, 6), 0, 4, [3, 4], ["the run ended before step 5, the last step to trace"]),
-        ((3, 6), 3, 9, [4, 5], []),
-        ((3, 6), 0, 2, None, [NOTHING.format(2)]),
-        ((3, 6), 7, 9, None, [NOTHING.format(9)]),
-        (None, 0, 9, [3, 4, 5], []),
-        (None, 7, 20, [10, 11, 12], []),
+        ((3, 5), 0, 6, [3, 4], ""),
+        ((3, 5), 0, 4, [3, 4], ""),
+        ((3, 6), 0, 4, [3, 4], "step 5"),
+        ((3, 6), 3, 9, [4, 5], ""),
+        ((3, 6), 0, 2, None, "3:6"),
+        ((3, 6), 7, 9, None, "3:6"),
+        (None, 0, 9, [3, 4, 5], ""),
+        (None, 7, 20, [10, 11, 12], ""),
     ],
-)  # fmt: skip
-def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found, said):
+)
+def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found, warned):
     path = tmp_path / "trace.json"
     with caplog.at_level(logging.INFO, "zero_mpi"):
         run_of(Tracer(SerialComm(), str(path), steps, done), done + 1, last)
     assert spans.active is None
-    assert (steps_in(path) if found else path.exists()) == (found or False)
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == said
-    whole = f"timeline of steps {found[0]} to {found[-1]}: {path}" if found else ""
-    assert not found or any(record.message.startswith(whole) for record in caplog.records)
+    assert (read(path).steps if found else path.exists()) == (found or False)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert (len(said), warned in "".join(said)) == (bool(warned), True)
+    assert (f"steps {found[0]} to {found[-1]}: {path}" if found else "") in caplog.text
 
 
 def test_a_full_disk_costs_the_time_line_and_not_the_run(tmp_path, caplog, monkeypatch):
@@ -275,10 +260,9 @@ def test_a_full_disk_costs_the_time_line_and_not_the_run(tmp_path, caplog, monke
 
 
 def test_a_bad_place_is_refused_before_the_run(tmp_path):
-    with pytest.raises(UsageError, match=r"--trace .*: cannot write there: it is a folder"):
-        Tracer(SerialComm(), str(tmp_path), None, 0)
-    with pytest.raises(UsageError, match=r"--trace .*/no/trace.json: cannot write there: No such file"):
-        Tracer(SerialComm(), str(tmp_path / "no" / "trace.json"), None, 0)
+    for place in (tmp_path, tmp_path / "no" / "trace.json"):
+        with pytest.raises(UsageError, match=rf"--trace {place}: "):
+            Tracer(SerialComm(), str(place), None, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,6 +319,6 @@ def test_the_table_of_a_real_run(traced):
     program = [sys.executable, "-m", "zero_mpi", "trace", folder / "trace.json.gz"]
     status, printed, errors = run_command(program, timeout=30)
     assert (status, errors) == (0, "")
-    assert re.search(r"trace\.json\.gz: steps 2 to 4 of 2 ranks, zero_mpi ", printed)
+    assert "trace.json.gz: steps 2 to 4 of 2 ranks" in printed
     assert len(re.findall(r"(?m)^ +[01] +[0-9.]+ +[0-9.]+ +[0-9]+%", printed)) == 2
     assert "longest waits" in printed

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jobs import run_command
 
-from zero_mpi.cli.text import ranks as named
-from zero_mpi.comm.meter import Meter, collective, meters
+from zero_mpi.comm.meter import Meter, collective
 from zero_mpi.launch.watchdog import (
     FOLDER,
     STATUS,
@@ -56,15 +55,6 @@ def test_a_meter_tells_what_is_waited_for_and_since_when():
     assert meter.changed - entered >= 0.02
     assert meter.wait_seconds == pytest.approx(meter.changed - entered)
     assert collective(meter.what) == "allgather of parameters blk.1", "the last one"
-
-
-def test_meters_are_known_as_long_as_they_are_used():
-    meter = Meter()
-    assert meter in meters()
-    number = len(meters())
-    del meter
-    Meter()
-    assert len(meters()) < number + 1
 
 
 def test_a_watchdog_sees_every_wait_of_the_process():
@@ -171,19 +161,8 @@ def test_ranks_in_different_collectives_are_told_apart():
     lines = report(found, PLACES[:3])
     assert lines[0].startswith("rank 1 (process 101 on node0): step 3, waiting in allreduce of vector")
     assert lines[1].startswith("ranks 0, 2: step 3, waiting in barrier")
-
-
-def test_a_network_that_stands_still_is_nobodys_fault():
     found = {rank: waiting("barrier") for rank in range(2)}
     assert verdict(found, 2) == "all ranks wait in the same collective (step 3, waiting in barrier)"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([1], "rank 1"), ([2, 0, 1], "ranks 0-2"), ([0, 2], "ranks 0, 2"), ([5, 0, 6, 3, 7], "ranks 0, 3, 5-7")],
-)
-def test_ranks_are_named_in_runs(ranks, text):
-    assert named(ranks) == text
 
 
 def test_a_watchdog_that_is_stopped_ends_nothing():

@@ -2,7 +2,6 @@
 
 import pytest
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
-from test_resume import refused
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--lr", "0.01", "--min-lr", "0.002"]
@@ -49,21 +48,3 @@ def test_a_run_made_longer_before_it_decays_is_the_longer_run(whole, flags, tmp_
     said = train(1, tmp_path / "more", *flags, "--steps", "9", "--resume", folder)
     assert "--steps was 7, now 9" in said
     assert fields(tmp_path / "more") == fields(whole)[3:]
-
-
-def test_another_number_of_decay_steps_is_told_at_a_resume(whole, flags, tmp_path):
-    folder = str(whole / "step-00000009")
-    said = train(1, tmp_path / "out", *flags, "--steps", "12", "--resume", folder, "--decay-steps", "2")
-    assert "--steps was 9, now 12; --decay-steps was 4, now 2" in said
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--steps", "5"], "--decay-steps 4: "),
-        (["--schedule", "linear"], "--schedule wsd"),
-        (["--decay-steps", "-1"], "--decay-steps -1: expected at least 0"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(more, expected, flags, tmp_path):
-    assert expected in refused(2, tmp_path / "out", *flags, *more)

@@ -82,19 +82,6 @@ def put(folder: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def publish_alone(final: Path) -> None:
-    """Give the temporary folder of `final` its name; remove the folder that had the name before."""
-    put(beside(final), final)
-    for left in (beside(final), moved_aside(final)):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def restore(final: Path) -> None:
-    """Rename a checkpoint back that was moved aside for a new one which never took its place."""
-    if moved_aside(final).exists() and not final.exists():
-        moved_aside(final).rename(final)
-
-
 def moved_aside(final: Path) -> Path:
     """Return the name under which the old checkpoint `final` waits until a new one takes its place."""
     return final.with_name(f".{final.name}.old")

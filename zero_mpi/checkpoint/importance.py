@@ -11,67 +11,58 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.tensor_file import Floats
 from zero_mpi.errors import FileError, writing
+from zero_mpi.files.atomic import replacing
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-Floats = NDArray[np.float32]
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
     """Return the mean square of each column, (M, in), of the model's matrices that the file knows.
 
-    shapes: of the model's tensors. Raises FileError for another file, other sizes or numbers not finite.
+    shapes: of the model's tensors. An expert that no token chose has ones. Raises FileError for another
+    file, other sizes or numbers not finite.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":
         kind = show(said or "a model")
         raise FileError(f"{path}: expected an importance matrix in GGUF, found {kind}")
     found: dict[str, Floats] = {}
-    for name in file.tensors:
-        stem = name.removesuffix(SUMS)
-        if stem != name and stem in shapes:
-            found[stem] = one_matrix(file, stem, shapes[stem])
+    names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
+    for name in filter(shapes.__contains__, names):
+        shape, spec = shapes[name], file.tensors[name + SUMS]
+        matrices, columns = (shape[0] if len(shape) > 2 else 1), shape[-1]
+        if spec.size != matrices * columns or spec.shape[-1] != columns:
+            expected = f"expected ({matrices}, {columns}) numbers, found {spec.shape}"
+            raise FileError(f"{file.path}: {name + SUMS}: {expected}")
+        sums, counts = file.tensor(name + SUMS).reshape(matrices, columns), file.read(name + COUNTS)[:, None]
+        if len(counts) != matrices or not np.isfinite(sums).all() or not np.isfinite(counts).all():
+            raise FileError(f"{file.path}: {name}: expected finite sums and {matrices} counts")
+        with np.errstate(all="ignore"):
+            found[name] = np.where(counts > 0, sums / counts, np.float32(1))
     if not found:
         raise FileError(f"{path}: expected the importance of this model's matrices, found none of them")
     return found
 
 
-def one_matrix(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Floats:
-    """Return the mean squares of one matrix; ones for an expert that no token chose."""
-    matrices, columns = (shape[0] if len(shape) > 2 else 1), shape[-1]
-    if file.tensors[name + SUMS].size != matrices * columns or file.tensors[name + SUMS].shape[-1] != columns:
-        found = file.tensors[name + SUMS].shape
-        raise FileError(
-            f"{file.path}: {name + SUMS}: expected ({matrices}, {columns}) numbers, found {found}"
-        )
-    sums = file.tensor(name + SUMS).reshape(matrices, columns)
-    counts = file.tensor(name + COUNTS).reshape(-1, 1)
-    if len(counts) != matrices or not np.isfinite(sums).all() or not np.isfinite(counts).all():
-        raise FileError(f"{file.path}: {name}: expected finite sums and {matrices} counts")
-    with np.errstate(all="ignore"):
-        means: Floats = np.where(counts > 0, sums / counts, np.float32(1))
-    return means
-
-
 def write_importance(
-    path: Path, sums: Mapping[str, Floats], tokens: int, texts: list[str], chunks: int, context: int
+    path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
-    """Write the sums (1, in) of each matrix over `tokens` tokens, of `chunks` windows of `context` tokens."""
-    tensors: dict[str, Floats] = {}
-    for name, values in sums.items():
-        tensors |= {name + SUMS: values, name + COUNTS: np.full((1, 1), tokens, np.float32)}
+    """Write the sums (M, in) and counts (M, 1) of each matrix, of `chunks` windows of `context` tokens."""
+    tensors = {
+        name + end: np.ascontiguousarray(values)
+        for name, both in totals.items()
+        for end, values in zip((SUMS, COUNTS), both, strict=True)
+    }
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)
-    place = path.with_name(f".{path.name}.partial")
     table = [(name, array.shape) for name, array in tensors.items()]
-    with writing():
-        with GGUFStream(place, "imatrix", keys, table) as stream:
-            for name, array in tensors.items():
-                stream.write(name, array)
-        place.replace(path)
+    with writing(), replacing(path) as place, GGUFStream(place, "imatrix", keys, table) as stream:
+        for name, array in tensors.items():
+            stream.write(name, array)

@@ -18,25 +18,13 @@ from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
 
 FILE_TYPES = {  # types that all matrices may have, and their numbers in the key general.file_type
-    "f32": 0,
-    "f16": 1,
-    "bf16": 32,
-    "q8_0": 7,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 8,
-    "q5_1": 9,
-}
+    "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9,
+}  # fmt: skip
 COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
 ENDS = (EMBEDDING, HEAD)  # a tied model has only the first
-KEPT = (
-    "position_embd",
-    "token_types",
-    "rope_freqs",
-    "rope_factors_long",
-    "rope_factors_short",
-    "ffn_gate_inp",
-)
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+KEPT = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
+KEPT += ["ffn_gate_inp"]
 
 # Name, general.file_type, type of matrices; then parts with another type, TYPE:CONDITION where only some have
 # it. Conditions: `conditions`. v: attn_v and attn_qkv, head: output.weight or the tied embedding (Q6_K).
@@ -74,15 +62,7 @@ PARTS = (  # part of a tensor's name -> part of the table; the first that fits
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),
 )  # fmt: skip
-EIGHT_O = (
-    "q2_k",
-    "q3_k_s",
-    "q3_k_m",
-    "q4_k_s",
-    "q4_k_m",
-    "iq3",
-    "iq4",
-)  # their attn_output, of eight experts
+EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # attn_output of eight experts
 WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
@@ -169,9 +149,6 @@ def types_of(
         if name in found:
             found[name] = Kind.Q8_0
     return {name: fitting(found.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
-
-
-PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
 
 
 def fitting(kind: Kind, width: int) -> Kind:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from zero_mpi.checkpoint.tensor_file import StoredFile, TensorSpec, TensorStream, checked_range, output
+from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec, TensorStream
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file, read_file
@@ -52,7 +51,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class SafetensorsModel:
+class SafetensorsModel(Readable):
     """The index of one file or of several; data is read on demand. Holds no open file."""
 
     parts: tuple[StoredFile, ...]
@@ -63,7 +62,12 @@ class SafetensorsModel:
         """Read and check the header of one file, never the data. Raise UsageError if it is invalid."""
         with open_file(path, "a safetensors file") as file:
             stored = StoredFile(Path(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size)
-            length = _header_length(stored, bytes(stored.take(file, 0, min(8, stored.nbytes))))
+            first = bytes(stored.take(file, 0, min(8, stored.nbytes)))
+            length, most = int.from_bytes(first, "little"), min(MAX_HEADER, stored.nbytes - 8)
+            if len(first) < 8 or not 2 <= length <= most:
+                found = f"{length}" if len(first) == 8 else f"a file of {len(first)} bytes"
+                expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
+                raise FileError(f"{stored.path}: {expected}, found {found}")
             raw = bytes(stored.take(file, 8, length))
         if raw[:1] != b"{":
             raise FileError(f"{stored.path}: expected a header that starts with {{, found {raw[:1]!r}")
@@ -90,25 +94,18 @@ class SafetensorsModel:
         models = [cls.open(folder / name) for name in expected]
         entries: dict[str, Entry] = {}
         for number, (name, model) in enumerate(zip(expected, models, strict=True)):
-            _check_part(folder, name, expected[name], set(model.tensors))
+            has = set(model.tensors)
+            for what, names in (("without", expected[name] - has), ("besides", has - expected[name])):
+                if names:
+                    raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
             entries |= {key: replace(entry, part=number) for key, entry in model.tensors.items()}
         return cls(tuple(model.parts[0] for model in models), entries)
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
-    ) -> npt.NDArray[np.float32]:
-        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
-
-        F32, F16 and BF16 are supported. Others are refused, F64 too: float32 cannot hold the same numbers.
-        """
-        spec = self.spec(name)
-        start, stop = checked_range(spec, start, stop)
-        out = output(stop - start, out)
-        entry = self.tensors[name]
+    def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
+        entry = self.tensors[spec.name]
         self.parts[entry.part].values(entry.offset, spec, start, out)
-        return out
 
-    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> npt.NDArray[np.float32]:
+    def block(self, name: str, top: int, bottom: int, left: int, right: int) -> Floats:
         """Return rows [top, bottom) and columns [left, right) of a matrix, float32."""
         entry, spec = self.tensors[name], self.spec(name)
         width = spec.shape[1]
@@ -122,7 +119,10 @@ class SafetensorsModel:
         return out
 
     def spec(self, name: str) -> TensorSpec:
-        """Return a tensor's shape and type of weights; raise FileError for an unsupported dtype."""
+        """Return a tensor's shape and type of weights; FileError for another dtype than F32, F16 and BF16.
+
+        F64 too is refused: float32 cannot hold the same numbers.
+        """
         entry = self.tensors[name]
         if entry.dtype not in WEIGHTS:
             found = f"expected F32, F16 or BF16, found {entry.dtype}"
@@ -133,15 +133,6 @@ class SafetensorsModel:
         """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
         entry = self.tensors[name]
         return self.parts[entry.part].pieces(entry.offset, entry.nbytes, size)
-
-
-def _header_length(file: StoredFile, raw: bytes) -> int:
-    length, most = int.from_bytes(raw, "little"), min(MAX_HEADER, file.nbytes - 8)
-    if len(raw) < 8 or not 2 <= length <= most:
-        found = f"{length}" if len(raw) == 8 else f"a file of {len(raw)} bytes"
-        expected = f"expected a safetensors file with a header of 2 to {max(most, 2)} bytes"
-        raise FileError(f"{file.path}: {expected}, found {found}")
-    return length
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
 
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise fault("expected dtype, shape and data_offsets")
-    if not _is_text(name):
+    if any("\ud800" <= letter <= "\udfff" for letter in name):  # JSON can spell half a surrogate pair
         raise fault("expected a name that UTF-8 can hold")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -177,11 +168,6 @@ def _entry(path: Path, name: str, about: Any, start: int) -> Entry:
         found = f"found {offsets[1] - offsets[0]}"
         raise fault(f"expected {bits / 8:g} bytes for {dtype} {show(str(shape))}, {found}")
     return Entry(name, dtype, tuple(shape), start + offsets[0], bits // 8)
-
-
-def _is_text(name: str) -> bool:
-    """Return whether a name is text: JSON can spell half a surrogate pair, which is no character."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _are_counts(values: Any) -> bool:
@@ -211,12 +197,6 @@ def _weight_map(path: Path) -> dict[str, str]:
         if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
             raise FileError(f"{path}: weight_map: expected NAME.safetensors, found {show(str(name))}")
     return where
-
-
-def _check_part(folder: Path, name: str, expected: set[str], found: set[str]) -> None:
-    for what, names in (("without", expected - found), ("besides", found - expected)):
-        if names:
-            raise FileError(f"{folder / name}: {what} {show(min(names))}, which contradicts {INDEX}")
 
 
 class SafetensorsStream(TensorStream):

@@ -11,8 +11,8 @@ from zero_mpi.comm import Comm, Partition
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
 from zero_mpi.optim.optimizer import ShardedOptimizer
+from zero_mpi.sharding.module import ShardedUnit
 from zero_mpi.sharding.precision import FLOAT32, FP64
-from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.unit import Unit
 
 MASTER = "optimizer.master."  # names of float64 parameters, which the model's file has in float32
@@ -52,19 +52,17 @@ class Contribution:
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
     """Return slices of all parameters, or of the `trained` ones, views. Wait for pending gathers."""
-    comm, units = optimizer.module.comm, optimizer.units if trained else optimizer.module.units
+    units = optimizer.units if trained else optimizer.module.units
     for unit in units:
         unit.wait_gather()
-    found = masters(comm, "", units)
+    found = masters(optimizer.module.comm, "", units)
     return [replace(given, values=given.values.astype(FLOAT32, copy=False)) for given in found]
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
     """Return slices of parameters as they are updated, float32 or float64, views."""
-    return [
-        contribution(comm, prefix, unit, unit.parameters.master, unit.parameters.master_part)
-        for unit in units
-    ]
+    held = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
+    return [contribution(comm, prefix, *each) for each in held]
 
 
 def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -73,11 +71,8 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
     frozen = [] if trained else [unit for unit in optimizer.module.units if not unit.unit.trainable]
     for unit in frozen:
         unit.wait_gather()
-    found = [
-        contribution(comm, "", unit, unit.parameters.master, unit.parameters.master_part) for unit in frozen
-    ]
     units = [(unit, values[unit.name], unit.updated[2]) for unit in optimizer.units]
-    return found + [contribution(comm, "", unit, average, part) for unit, average, part in units]
+    return masters(comm, "", frozen) + [contribution(comm, "", *each) for each in units]
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:

@@ -23,10 +23,9 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.header import ARCHITECTURE_KEY, pack_key
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, keys_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
-from zero_mpi.files.gguf_keys import GGUFKeys
 
 PIECE_BYTES = 4096  # bytes
 
@@ -103,11 +102,6 @@ def open_checkpoint(folder: Path) -> CheckpointFiles:
 def average_beside(state: GGUFFile) -> GGUFFile | None:
     """Open the index of the average, if the state has digests of one."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
-
-
-def keys_of(file: WeightSource) -> GGUFKeys:
-    """Return the keys of a file, read with their types."""
-    return GGUFKeys(file.metadata, str(file.path))
 
 
 def check_files(files: CheckpointFiles) -> None:

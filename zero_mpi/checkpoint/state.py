@@ -30,10 +30,10 @@ from zero_mpi.checkpoint.sound import (
     CheckpointFiles,
     as_lines,
     digest_of_files,
-    keys_of,
     signature,
 )
 from zero_mpi.checkpoint.tensor_file import CHUNK
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
@@ -91,7 +91,7 @@ class TrainingProgress:
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None  # of the loss scale (`sharding.loss_scale`); None: there is none
+    scale_exponent: int | None = None  # of the loss scale (`sharding.precision`); None: there is none
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 
@@ -186,8 +186,11 @@ def state_tensors(optimizer: ShardedOptimizer) -> list[tuple[str, tuple[int, ...
 def read_progress(state: GGUFFile) -> TrainingProgress:
     """Return the progress of the run; raise UsageError if a count is missing."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    counts = {name: read_count(state, key) for key, name in known.items()}
-    return TrainingProgress(**counts, best=read_best(keys_of(state)))
+    counts = {name: keys_of(state).whole(key) for key, name in known.items()}
+    for key, name in known.items():
+        if counts[name] is None:
+            raise UsageError(f"{state.path}: the key {key} is missing or not a count")
+    return TrainingProgress(**counts, best=read_best(keys_of(state)))  # type: ignore[arg-type]
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
@@ -269,24 +272,11 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
         if optimizer.average is not None and files.average is not None:
             read = finite(files.average.read, files.average.path)
             fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
-    return take_up(read_progress(state), optimizer)
-
-
-def take_up(progress: TrainingProgress, optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Set the counts of an optimizer and of the loss scale to the progress of a run. Return the progress."""
+    progress, scale = read_progress(state), module.loss_scale
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
-    scale = optimizer.module.loss_scale
     if scale.dynamic and progress.scale_exponent is not None:
         scale.exponent, scale.good_steps = progress.scale_exponent, progress.scale_steps
     return progress
-
-
-def read_count(state: GGUFFile, key: str) -> int:
-    """Return a count of the state; raise UsageError if it is missing."""
-    value = keys_of(state).whole(key)
-    if value is None:
-        raise UsageError(f"{state.path}: the key {key} is missing or not a count")
-    return value
 
 
 def finite_blocks(file: GGUFFile) -> ReadBytes:

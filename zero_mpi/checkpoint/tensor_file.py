@@ -9,6 +9,7 @@ file straight into the result; other types pass through a buffer of bounded size
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +29,7 @@ from zero_mpi.errors import FileError, naming
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file
 
+Floats = npt.NDArray[np.float32]
 CHUNK = 1 << 20  # elements decoded at a time: temporaries stay small whatever the tensor
 NATIVE = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -104,14 +106,12 @@ class StoredFile:
             if out.size:
                 self.fill(file, offset, out.data)
 
-    def values(self, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]) -> None:
+    def values(self, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
         """Fill `out` (1-D) with elements of the tensor at byte `offset`, from element `start` on."""
         with self.opened() as file:
             self.values_from(file, offset, spec, start, out)
 
-    def values_from(
-        self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
-    ) -> None:
+    def values_from(self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
         """Fill `out` as `values` does, from a file that is open already."""
         if spec.type == GGMLQuantizationType.F32:
             if out.size:
@@ -120,9 +120,7 @@ class StoredFile:
         for at in range(0, out.size, CHUNK):
             self._decoded(file, offset, spec, start + at, out[at : at + CHUNK])
 
-    def _decoded(
-        self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: npt.NDArray[np.float32]
-    ) -> None:
+    def _decoded(self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
         """Decode a range of elements; blocks cut by the range are read in full, no other bytes are read."""
         block, width = GGML_QUANT_SIZES[spec.type]
         first, last = start // block, -(-(start + out.size) // block)
@@ -144,19 +142,11 @@ def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArra
     if kind in NATIVE:
         return raw.view(NATIVE[kind])
     with np.errstate(all="ignore"):
-        values: npt.NDArray[np.float32] = dequantize(raw, kind)
+        values: Floats = dequantize(raw, kind)
     return values
 
 
-def checked_range(spec: TensorSpec, start: int, stop: int | None) -> tuple[int, int]:
-    """Return (start, stop) of a range; raise ValueError outside the tensor. A stop of None is its end."""
-    stop = spec.size if stop is None else stop
-    if not 0 <= start <= stop <= spec.size:
-        raise ValueError(f"tensor {spec.name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
-    return start, stop
-
-
-def output(size: int, out: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+def output(size: int, out: Floats | None) -> Floats:
     """Return a new array of `size` float32, or `out` made flat; raise ValueError if `out` does not fit."""
     if out is None:
         return np.empty(size, np.float32)
@@ -164,6 +154,37 @@ def output(size: int, out: npt.NDArray[np.float32] | None) -> npt.NDArray[np.flo
         found = f"{out.dtype} {out.shape}, strides {out.strides}, writeable {out.flags.writeable}"
         raise ValueError(f"out: expected a writeable contiguous float32 array of {size}, got {found}")
     return out.reshape(-1)
+
+
+class Readable(ABC):
+    """Tensors that are read in ranges of their elements, as float32. Make one by `spec` and `fill`."""
+
+    @abstractmethod
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, shape and type of a tensor; raise UsageError for an unknown name."""
+
+    @abstractmethod
+    def fill(self, spec: Any, start: int, out: Floats) -> None:
+        """Fill out (n,) with the elements of a tensor from `start` on."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
+        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
+
+        Blocks cut by the range are read in full, no other bytes are read. Raise UsageError for an unknown
+        name, a type that holds no weights or a file that changed; ValueError for a range outside the tensor
+        or an `out` that does not fit.
+        """
+        spec = self.spec(name)
+        stop = spec.size if stop is None else stop
+        if not 0 <= start <= stop <= spec.size:
+            raise ValueError(f"tensor {name!r}: range [{start}, {stop}) is not inside [0, {spec.size})")
+        out = output(stop - start, out)
+        self.fill(spec, start, out)
+        return out
+
+    def tensor(self, name: str) -> Floats:
+        """Return the full tensor in its shape, float32. Errors are those of `read`."""
+        return self.read(name).reshape(self.spec(name).shape)
 
 
 Buffer = bytes | memoryview
@@ -209,7 +230,9 @@ class TensorStream:
         if self._file.closed:
             return
         try:
-            self._check_complete()
+            if missing := self._order[self._done :]:
+                where = f"{len(missing)} of {len(self._order)} tensors, from {show(missing[0])} on"
+                raise ValueError(f"{self.path}: expected all announced tensors, missing are {where}")
             with naming(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -250,9 +273,3 @@ class TensorStream:
         """Close the handle; suppress an error of the flush, so that the first error is reported."""
         with suppress(OSError):
             self._file.close()
-
-    def _check_complete(self) -> None:
-        missing = self._order[self._done :]
-        if missing:
-            where = f"{len(missing)} of {len(self._order)} tensors, from {show(missing[0])} on"
-            raise ValueError(f"{self.path}: expected all announced tensors, missing are {where}")

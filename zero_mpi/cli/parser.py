@@ -24,40 +24,27 @@ COLUMN = 26  # column at which the texts of --help begin
 NEAR = 0.6  # difflib cutoff: the share of letters that two names must have in common
 PLACES = ("DIR", "PATH", "FILE")  # metavars of values that are paths
 KINDS: dict[Any, str] = {int: "N", float: "X"}  # metavars by type
-ELSEWHERE = {  # names that other trainers have for our flags
-    "--bf16": "--precision",
-    "--checkpoint-activations": "--recompute",
-    "--clip-grad": "--grad-clip",
-    "--eval-interval": "--eval-every",
-    "--eval-steps": "--eval-every",
-    "--fp16": "--precision",
-    "--global-batch-size": "--batch-size",
-    "--gradient-checkpointing": "--recompute",
-    "--hidden-size": "--dim",
-    "--load": "--resume",
-    "--logging-steps": "--log-every",
-    "--max-grad-norm": "--grad-clip",
-    "--max-length": "--context",
-    "--max-steps": "--steps",
-    "--max-tokens": "--tokens",
-    "--model": "--init",
-    "--model-name-or-path": "--init",
-    "--num-attention-heads": "--heads",
-    "--num-epochs": "--epochs",
-    "--num-layers": "--layers",
-    "--num-train-epochs": "--epochs",
-    "--num-tokens": "--tokens",
-    "--output": "--out",
-    "--output-dir": "--out",
-    "--quantize": "--type",
-    "--resume-from-checkpoint": "--resume",
-    "--save-interval": "--save-every",
-    "--save-steps": "--save-every",
-    "--seq-len": "--context",
-    "--seq-length": "--context",
-    "--train-data": "--data",
-    "--train-iters": "--steps",
-    "--warmup-steps": "--warmup",
+OTHERS = {  # flag -> names that other trainers have for it
+    "--batch-size": "--global-batch-size",
+    "--context": "--max-length --seq-len --seq-length",
+    "--data": "--train-data",
+    "--dim": "--hidden-size",
+    "--epochs": "--num-epochs --num-train-epochs",
+    "--eval-every": "--eval-interval --eval-steps",
+    "--grad-clip": "--clip-grad --max-grad-norm",
+    "--heads": "--num-attention-heads",
+    "--init": "--model --model-name-or-path",
+    "--layers": "--num-layers",
+    "--log-every": "--logging-steps",
+    "--out": "--output --output-dir",
+    "--precision": "--bf16 --fp16",
+    "--recompute": "--checkpoint-activations --gradient-checkpointing",
+    "--resume": "--load --resume-from-checkpoint",
+    "--save-every": "--save-interval --save-steps",
+    "--steps": "--max-steps --train-iters",
+    "--tokens": "--max-tokens --num-tokens",
+    "--type": "--quantize",
+    "--warmup": "--warmup-steps",
 }
 REMOVED = {  # flags that 0.1.0 had, and their replacements
     "--audit": "use zero-mpi verify RUN after the run",
@@ -71,7 +58,7 @@ REMOVED = {  # flags that 0.1.0 had, and their replacements
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """Return the end of an error: "; did you mean X?", or nothing if no known name is near."""
     names = list(known)
-    meant = [ELSEWHERE[wrong]] if ELSEWHERE.get(wrong) in names else []
+    meant = [name for name in names if wrong in OTHERS.get(name, "").split()]
     longer = sorted((name for name in names if wrong and name.startswith(wrong)), key=len)
     near = meant or longer[:1] or difflib.get_close_matches(wrong, names, 1, NEAR)
     return f"; did you mean {near[0]}?" if near else ""

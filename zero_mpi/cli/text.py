@@ -31,9 +31,6 @@ def write(lines: Iterable[str], *, keep: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# --------------------------------------------------------------------------------------------------- numbers
-
-
 def in_unit(nbytes: float) -> tuple[float, str]:
     """Return bytes in the largest unit of which there is at least one."""
     power = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, len(UNITS) - 1)

@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero_mpi import environment
-from zero_mpi.comm.base import DONE, Comm, Handle, wait_until
+from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
-from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.telemetry import spans
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
@@ -185,44 +183,3 @@ class MessageComm(Comm):
     @abstractmethod
     def poke_progress(self) -> None:
         """Let the library move what it still owes to others, though the request for it was complete."""
-
-
-class ProgressingWrapper(CommWrapper):
-    """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
-
-    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
-        super().__init__(inner)
-        self._library = inner
-        self._crowded = ranks_here > environment.node_cores()
-
-    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
-        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
-
-        def pushed() -> bool:
-            self.progress()
-            if ready():
-                return True
-            self._library.poke_progress()
-            return False
-
-        with self.meter.waiting(kind, label):
-            wait_until(pushed, self._crowded)
-
-    def wrapped(self, inner: Handle) -> Handle:
-        return DONE if inner is DONE else ProgressingHandle(self, inner)
-
-
-class ProgressingHandle(Handle):
-    """A transfer whose wait pushes all other transfers too."""
-
-    def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
-        self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
-
-    def test(self) -> bool:
-        self._comm.progress()
-        return self._inner.test()
-
-    def wait(self) -> None:
-        if not self._inner.test():
-            self._comm.wait_until(self._inner.test, self.kind, self.label)
-        self._inner.wait()  # complete: an error comes out

@@ -1,13 +1,17 @@
-"""The wrapper of a transport that hands on every call; others derive from it what they do in another way."""
+"""Wrappers of a transport that hand on every call; others derive from them what they do in another way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zero_mpi.comm.base import Comm, Handle, ModuleMemory
+from zero_mpi import environment
+from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, wait_until
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
+
+if TYPE_CHECKING:
+    from zero_mpi.comm.transfer import MessageComm
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
@@ -139,3 +143,44 @@ class CommWrapper(Comm):
         if self._group is None or self._group[0] is not group:
             self._group = group, self.beside(group)
         return self._group[1]
+
+
+class ProgressingWrapper(CommWrapper):
+    """Wrapper over messages that pushes all transfers while it waits: another rank may need them."""
+
+    def __init__(self, inner: MessageComm, ranks_here: int) -> None:
+        super().__init__(inner)
+        self._library = inner
+        self._crowded = ranks_here > environment.node_cores()
+
+    def wait_until(self, ready: Callable[[], bool], kind: str, label: str = "") -> None:
+        """Push the transfers in progress until `ready()`; `kind` and `label` name what is waited for."""
+
+        def pushed() -> bool:
+            self.progress()
+            if ready():
+                return True
+            self._library.poke_progress()
+            return False
+
+        with self.meter.waiting(kind, label):
+            wait_until(pushed, self._crowded)
+
+    def wrapped(self, inner: Handle) -> Handle:
+        return DONE if inner is DONE else ProgressingHandle(self, inner)
+
+
+class ProgressingHandle(Handle):
+    """A transfer whose wait pushes all other transfers too."""
+
+    def __init__(self, comm: ProgressingWrapper, inner: Handle) -> None:
+        self._comm, self._inner, self.kind, self.label = comm, inner, inner.kind, inner.label
+
+    def test(self) -> bool:
+        self._comm.progress()
+        return self._inner.test()
+
+    def wait(self) -> None:
+        if not self._inner.test():
+            self._comm.wait_until(self._inner.test, self.kind, self.label)
+        self._inner.wait()  # complete: an error comes out

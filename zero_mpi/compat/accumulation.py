@@ -16,15 +16,11 @@ from zero_mpi.sharding.grad_accum import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):
-    """Accumulator of one step of `steps` micro-batches, counted over all ranks, on a ShardedModule.
+    """Accumulator of steps of `steps` micro-batches each, counted over all ranks; see the engine.
 
-        for micro_batch in accum:
-            accum.accumulate(*read(step, micro_batch))
-
-    is a step: its rounds one after the other, on every rank. Then it is `complete`, `losses` holds one entry
-    a micro-batch, and the optimizer may step. After an error that all ranks caught, `reset` begins anew.
-    Making one is collective; raises ValueError for fewer than one micro-batch a step, UsageError where ranks
-    differ in it.
+    After its rounds a step is `complete`, and the optimizer may step. After an error that all ranks caught,
+    `reset` begins anew. Making one is collective; raises ValueError for fewer than one micro-batch a step,
+    UsageError where ranks differ in it.
     """
 
     module: ShardedModule
@@ -64,12 +60,11 @@ class GradAccum(Accumulator):
         return self.rounds.mine(self._coming)
 
     def __iter__(self) -> Iterator[int | None]:
-        """Yield the rounds of a step that are still to come: for each the number of this rank's micro-batch.
+        """Yield this rank's micro-batch, or None, of each round of a step that is still to come.
 
-        None where this rank has none: it takes part in the round all the same. Whoever leaves the loop early
-        goes on with the next loop where it stopped, or forgets what was accumulated by `reset`; after that
-        inside the loop it gives the first round again. Raises ValueError if the step is complete and was not
-        used, and if a round went by without `accumulate`.
+        Whoever leaves the loop early goes on with the next loop where it stopped; `reset` begins the step
+        again, also inside the loop. Raises ValueError if a complete step was not used, and for a round that
+        was not accumulated.
         """
         self._check_ready()
         while True:
@@ -86,19 +81,16 @@ class GradAccum(Accumulator):
     def reset(self) -> None:
         """Forget what was accumulated, and what an error left half done: the next round is a step's first.
 
-        For errors that all ranks raised in the same place and caught, such as one of `read`: where only some
-        did, the others wait for them in the round, and the job has to end. Collective.
+        For errors that all ranks raised in the same place and caught, such as one of `read`. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
         self.begin()
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
-        """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
+        """Run one round; see the engine. Collective.
 
-        A rank without one in this round (`next_micro_batch` is None) passes None and gets None. `criterion`
-        maps the output to (loss, gradient), both scaled by 1 over the tokens of the full step. Raises
-        ValueError if a rank without a micro-batch gives one, or the reverse.
+        Raises ValueError if a rank without a micro-batch gives one, or the reverse.
         """
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
@@ -112,10 +104,9 @@ class GradAccum(Accumulator):
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
         """Run one round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
 
-        `gradients`: for each parameter that is not frozen, by name, those of this rank's micro-batch in full
-        shape, scaled as in `accumulate`; a rank without a micro-batch in this round passes None. In a round
-        all ranks add gradients, or all accumulate. `loss` is the micro-batch's part of `total_loss`. Raises
-        ValueError for missing or surplus names, other shapes, and None or gradients on the wrong rank.
+        `gradients`: those of all trained parameters by name, in full shape, scaled as in `accumulate`; None
+        on a rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError
+        for other names or shapes, and None or gradients on the wrong rank.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")

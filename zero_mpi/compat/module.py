@@ -25,7 +25,6 @@ from zero_mpi.sharding.parameters import ReadBytes, State
 from zero_mpi.sharding.passes import MicroBatch
 from zero_mpi.sharding.precision import FP32, FP64, Precision
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, Strategy
-from zero_mpi.sharding.unit import Segment
 
 NOTHING = "there are no gradients yet"
 SOME = "gradients of the step's last round are missing"
@@ -34,10 +33,7 @@ ALL = "all rounds are done"
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The part of one parameter that a rank owns: elements [offset, offset + size) of it, flattened.
-
-    With `by_rows` they are counted in rows (dimension 0), of which ranks own whole ones.
-    """
+    """The part of a parameter that a rank owns: elements [offset, offset + size), or with `by_rows` rows."""
 
     full_shape: tuple[int, ...]
     offset: int
@@ -46,24 +42,19 @@ class ShardInfo:
 
 
 class Unmatched(NamedTuple):
-    """Names that did not match: of the module and not in what was loaded, and the other way round."""
+    """Names that only the module has (`missing`), and that only the loaded state has."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 class ShardedModule(engine.ShardedModule):
-    """The stages of a model over the ranks of `comm`, under a strategy.
+    """The stages of a model, Stage(scope, layer) each, over the ranks of `comm`; see the engine.
 
-    stages      list of Stage(scope, layer); parameters of one scope travel together
-    offload_masters   in low precision on a GPU: keep float32 parameters in the host's memory; the optimizer
-                needs offload="state" then
-    auxiliary   name -> scale of an auxiliary loss in the objective, in place of what its layer declares
-    others      as in `LayoutConfig`: strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored, whole
-
-    It takes no micro-batch before `initialize`, a load, or `broadcast_updated_params` after writing in place
-    has given all parameters values. Making one is collective. Raises ValueError for impossible arguments, and
-    UsageError for a precision that the transport cannot reduce and where ranks differ, on all ranks.
+    Other arguments are those of `LayoutConfig` and of the engine's class. It takes no micro-batch before all
+    parameters have values, by `initialize`, a load, or `broadcast_updated_params` after writing in place.
+    Making one is collective. Raises ValueError for impossible arguments, and UsageError for a precision that
+    the transport cannot reduce and where ranks differ, on all ranks.
     """
 
     rounds_open = NOTHING  # the state of the gradients, checked before a use
@@ -115,14 +106,11 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def is_training(self) -> bool:
-        """Return whether `forward` keeps what backward needs where its caller does not say; True at first."""
+        """True if `forward` keeps what backward needs where its caller does not say."""
         return self._trains
 
     def train(self, mode: bool = True) -> Self:
-        """Let `forward` keep what backward needs, or nothing if `mode` is False. Returns the module.
-
-        No layer computes otherwise for it. Call it on all ranks; raises ValueError for no bool.
-        """
+        """Let `forward` keep what backward needs, unless `mode` is False; for all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
         self._trains = mode
         return self
@@ -177,14 +165,9 @@ class ShardedModule(engine.ShardedModule):
         super()._descend(actions, micro_batch, contributors, last)
 
     def prefetch_forward_params(self) -> None:
-        """Start the gathers of the next forward now, for example while a batch is being read.
-
-        Raises ValueError if that has been done since the last forward, or if nothing is ever gathered.
-        """
+        """Start the gathers of the next forward now, once, for example while a batch is being read."""
         if not self.strategy.shards_parameters:
-            raise ValueError(
-                f"prefetch: strategy {self.strategy.name} keeps full parameters: nothing to gather"
-            )
+            raise ValueError(f"prefetch: {self.strategy.name} keeps full parameters: nothing to gather")
         if self.has_pending_prefetch:
             raise ValueError("prefetch: already started; run forward before the next prefetch")
         for unit in self.schedule.first_gathers:
@@ -242,9 +225,7 @@ class ShardedModule(engine.ShardedModule):
     def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
         """Fill parameters from full arrays by name. Collective where ranks share parameters and used them.
 
-        If not `strict`, parameters missing in `state` keep their values and unknown names are ignored. The
-        names of both are returned, none if strict. Raises ValueError for wrong names if strict, and for wrong
-        shapes or types.
+        Missing and unknown names raise ValueError, or if not `strict` are left out and returned.
         """
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
         if strict:
@@ -257,18 +238,13 @@ class ShardedModule(engine.ShardedModule):
         return Unmatched(missing, [name for name in state if name not in self.params])
 
     def update_shards(self, flat: Array) -> None:
-        """Set this rank's shards, one after the other in the order of `parameters`, from one flat array.
-
-        Raises ValueError if `flat` has another size. Collective where ranks keep all parameters.
-        """
+        """Set this rank's shards, in the order of `parameters`, from one flat array. Collective."""
         shards = self.parameters()
         wanted = sum(int(shard.size) for shard in shards)
         array("update_shards", flat)
         if flat.ndim != 1 or flat.size != wanted:
-            raise ValueError(
-                f"update_shards: expected a flat array of {wanted} elements, the slices of rank "
-                f"{self.comm.rank}, got shape {tuple(flat.shape)}"
-            )
+            whose = f"a flat array of {wanted} elements, the slices of rank {self.comm.rank}"
+            raise ValueError(f"update_shards: expected {whose}, got shape {tuple(flat.shape)}")
         self.drop_gathered()
         start = 0
         for shard in shards:
@@ -277,10 +253,7 @@ class ShardedModule(engine.ShardedModule):
         self.broadcast_updated_params()
 
     def broadcast_updated_params(self) -> None:
-        """Bring what was written into `parameters` to all ranks, in low precision rounded. Collective.
-
-        The next forward waits for each unit where it needs it. `ShardedAdamW.step` does as much.
-        """
+        """Bring what was written into `parameters` to all ranks, in low precision rounded. Collective."""
         self.drop_gathered()
         self.unfilled.clear()
         self.publish()
@@ -292,36 +265,30 @@ class ShardedModule(engine.ShardedModule):
         """
         return [unit.parameters.master_shard for unit in self.units]
 
-    def _owned(self) -> Iterator[tuple[Segment, Array]]:
-        """Yield each run of a parameter's elements that this rank owns, and these."""
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """Yield (name, this rank's elements of that parameter as a flat view), for what it owns any of."""
         for unit in self.units:
             shard = unit.parameters.master_shard
             for segment in unit.unit.segments(unit.part):
-                yield segment, shard[segment.where]
-
-    def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """Yield (name, this rank's elements of that parameter as a flat view), for what it owns any of."""
-        return ((segment.name, values) for segment, values in self._owned())
+                yield segment.name, shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
         """Return name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
-        owned = {segment.name: (segment.offset, int(values.size)) for segment, values in self._owned()}
-        infos, by_rows = {}, self.config.by_rows
+        sizes = {name: int(values.size) for name, values in self.named_parameters()}
+        segments = (segment for unit in self.units for segment in unit.unit.segments(unit.part))
+        offsets, by_rows = {segment.name: segment.offset for segment in segments}, self.config.by_rows
+        infos = {}
         for name, param in self.params.items():
             row = prod(param.shape[1:]) if by_rows else 1
-            offset, size = owned.get(name, (0, 0))
-            infos[name] = ShardInfo(param.shape, offset // row, size // row, by_rows)
+            own = offsets.get(name, 0) // row, sizes.get(name, 0) // row
+            infos[name] = ShardInfo(param.shape, *own, by_rows)
         return infos
 
     def all_gather_param(self, name: str) -> Array:
-        """Return a copy of one full parameter, on every rank, where its shards are kept. Collective.
-
-        Raises ValueError for unknown names.
-        """
+        """Return a copy of one full parameter, on every rank, where its shards are kept. Collective."""
         if not isinstance(name, str) or name not in self._home:
-            raise ValueError(
-                f"parameter {came(name)} is not known; names are like {', '.join(list(self.params)[:3])}"
-            )
+            few = ", ".join(list(self.params)[:3])
+            raise ValueError(f"parameter {came(name)} is not known; names are like {few}")
         return self._home[name].parameters.copy_of(name)
 
     def state_dict(self) -> dict[str, Array]:
@@ -349,10 +316,7 @@ class ShardedModule(engine.ShardedModule):
 
 
 class DDP(ShardedModule):
-    """`ShardedModule` under NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order.
-
-    Li et al., "PyTorch Distributed", 2020, for the idea of buckets.
-    """
+    """`ShardedModule` under NO_SHARD; buckets of `bucket_mb` MiB are filled in reverse order."""
 
     def __init__(
         self, stages: Sequence[Stage], comm: Comm, *, bucket_mb: float = BUCKET_MB, frozen: Sequence[str] = ()
@@ -363,21 +327,16 @@ class DDP(ShardedModule):
         """Give every rank the parameters of `root`. Collective; ValueError if that is no rank or differs."""
         what, size = "broadcast_parameters", self.comm.size
         root = agreed(self.comm, what, lambda: (whole_number(f"{what}: root", root, 0, size), {"root": root}))
-        handles = [
-            self.comm.broadcast(unit.parameters.master, root, f"parameters {unit.name}")
-            for unit in self.units
-        ]
-        for unit, handle in zip(self.units, handles, strict=True):
-            handle.wait()
+        for unit in self.units:
+            self.comm.broadcast(unit.parameters.master, root, f"parameters {unit.name}").wait()
             unit.parameters.round()
         self.unfilled.clear()
 
 
 class ShardedLinear(ShardedModule):
-    """A linear layer y (..., O) = x (..., C) W^T + b; the O rows of W, and b, are dealt out over ranks.
+    """A linear layer y (..., O) = x (..., C) W^T + b whose rows (of `NAME.weight`, `NAME.bias`) are sharded.
 
-    Parameters `NAME.weight` (O, C) and `NAME.bias` (O,). `forward` and `backward` as in ShardedModule, but
-    between the two nothing is gathered; `backward` returns dx.
+    Between `forward` and `backward` nothing is gathered; `backward` returns dx.
     """
 
     def __init__(

@@ -25,22 +25,19 @@ Arrays = Mapping[str, Array] | Sequence[Array]
 
 
 class ShardedOptimizer(engine.ShardedOptimizer):
-    """An optimizer for a ShardedModule.
+    """An optimizer for a ShardedModule; of name patterns the last match wins.
 
-    rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule; the last match wins
+    rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule
     lr            learning rate; `step` may be given another one each time
-    weight_decay  a step takes away lr * weight_decay of what decays, apart from the gradient: of matrices,
-                  unless `decay_scale` says otherwise
-    lr_scale      name pattern -> factor of the learning rate of parameters that it matches ("*.lora_b":
-                  16); the last match wins, 0 leaves them as they are
-    decay_scale   the same for the weight decay
-    ema           keep a moving average of what `step` trains too: ema * average + (1 - ema) * parameter after
-                  each update, from the first parameters on; `zero_mpi.save` writes it as a model of its own
+    weight_decay  a step takes away lr * weight_decay of matrices, apart from the gradient
+    lr_scale      name pattern -> factor of the learning rate ("*.lora_b": 16); 0 leaves them as they are
+    decay_scale   name pattern -> factor of the weight decay, also of what is no matrix
+    ema           decay of a moving average of what `step` trains; `zero_mpi.save` writes it as a second model
+    offload       "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
+                  with `offload_masters`; raises UsageError where there is no GPU
 
     `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
     Making one is collective; raises ValueError for impossible settings, UsageError where ranks differ.
-    `offload`: "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
-    with `offload_masters`; raises UsageError where there is no GPU.
     """
 
     module: ShardedModule
@@ -55,31 +52,23 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         if ema is not None:
             number("ShardedAdamW: ema", ema, above=0, below=1)
             if offload != NONE:
-                raise UsageError(
-                    f"--ema {ema}: cannot be had with --offload {offload}: leave one of them out"
-                )
+                raise UsageError(f"--ema {ema}: not with --offload {offload}: leave one of them out")
         for name in ("lr", "weight_decay"):
             number(f"{what}: {name}", settings[name], least=0)
         trained = [name for name in module.params if module.is_trainable(name)]
         for name in ("lr_scale", "decay_scale"):
             check_scales(f"{what}: {name}", settings[name], trained)
         if offload != NONE and any(isinstance(rule, MatrixRule) for rule in rules.values()):
-            raise ValueError(
-                "offload: states of a rule for whole matrices stay where these are; leave it out"
-            )
+            raise ValueError("offload: states of whole matrices stay where these are; leave it out")
 
     def check_units(self) -> None:
         """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
         for unit in self.units:
-            if (
-                unit.unit.whole
-                and len({isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}) > 1
-            ):
+            takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
+            if unit.unit.whole and len({*takes.values()}) > 1:
                 raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
-                if isinstance(self.rule_of(name), MatrixRule) and (
-                    not unit.unit.whole or len(param.shape) < 2
-                ):
+                if takes[name] and (not unit.unit.whole or len(param.shape) < 2):
                     raise ValueError(
                         f"rules: {self.rule_of(name).type} needs full matrices, {name} is not one: create "
                         "the module with whole=[patterns of the matrices], and use another rule for others"
@@ -100,15 +89,11 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
         """Update arrays of any kind in place by gradients given for them, both by name or both as lists.
 
-        The name, or the place in the list, is the identity: under it moments and a count of steps are kept,
-        beside the module's, from the first call on; names may come later or be left out of a call. Under the
-        names of the module's parameters that is its local shard: `dict(module.named_parameters())` and
-        gradients of the same elements. A caller that updates those calls `drop_gathered` before and
-        `broadcast_updated_params` after it. What decays: the module's matrices by their names, also where
-        the shard is flat, and other arrays of two or more dimensions. Not collective.
-
-        Raises ValueError, and updates nothing, if names, lists, shapes or types do not fit each other or
-        earlier calls.
+        States and a count of steps are kept by name, or by place in the list, beside the module's. For shards
+        of the module, `dict(module.named_parameters())`, call `drop_gathered` before and
+        `broadcast_updated_params` after it. The module's matrices decay, and other arrays of two or more
+        dimensions. Not collective. Raises ValueError, and updates nothing, if names, shapes or types do not
+        fit each other or earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
         arrays, given = keyed("params", params), keyed("grads", grads)
@@ -166,10 +151,7 @@ class ShardedAdamW(ShardedOptimizer):
 
 
 def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
-    """Scale the module's gradients in place so that their global norm is at most `max_norm`. Collective.
-
-    Returns the norm before. `ShardedAdamW.step(max_norm=...)` does the same without a pass of its own.
-    """
+    """Scale the module's gradients so that their norm is at most `max_norm`; return the norm. Collective."""
     instance("clip_grad_norm: module", module, ShardedModule, "a ShardedModule")
     check_max_norm("clip_grad_norm", max_norm, required=True)
     module.check_gradients("clip_grad_norm")

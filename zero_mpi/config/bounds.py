@@ -1,16 +1,22 @@
-"""Limits of each setting by itself: types, least and largest values, durations."""
+"""Checks of settings: bounds of each by itself, contradictions between them, and flags without effect.
+
+A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
+noted in one line at the start: files of settings hold more than a run needs. A flag counts as given if its
+value is not the default, because OUT/config.toml of a run gives all of them.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from zero_mpi import environment
 from zero_mpi.cli.parser import nearest, refuse_empty
-from zero_mpi.config.settings import ANY, FIELDS, FURTHER, STEPS, Config, spelled, step_range
+from zero_mpi.cli.text import plural
+from zero_mpi.config.settings import ANY, CROSS_ENTROPY, FIELDS, FURTHER, STEPS, Config, spelled, step_range
 from zero_mpi.data import named
 from zero_mpi.data.tokenizers.byte import ALWAYS
 from zero_mpi.environment import portable
@@ -32,8 +38,11 @@ LEAST = {
     "desirable_weight": 0, "undesirable_weight": 0,
 }  # fmt: skip
 LARGEST = 1 << 62  # integer: fits 64 bits, with room for additions
-Number = TypeVar("Number", int, float)
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
+MANY_EPOCHS = 10
+DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
+DURATION_PARTS = r"([0-9.]+)([hms])"
+Number = TypeVar("Number", int, float)
 
 
 def check(config: Config) -> None:
@@ -53,16 +62,17 @@ def check(config: Config) -> None:
             raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
     if config.ema is not None and not 0 < config.ema < 1:
         raise UsageError(f"--ema {config.ema}: expected more than 0 and less than 1, such as 0.999")
-    if not 0 < config.preference_beta < math.inf:
-        raise UsageError(f"--preference-beta {config.preference_beta}: expected more than 0, such as 0.1")
-    if not 0 < config.bucket_mb < math.inf:
-        raise UsageError(f"--bucket-mb {config.bucket_mb}: expected more than 0")
+    for name, example in (("preference_beta", "0.1"), ("bucket_mb", "25")):
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise UsageError(f"{spelled(name)} {value}: expected more than 0, such as {example}")
     thread_count(config.threads)
     precision_named(config.precision, config.reduce_dtype)
     seconds(config.max_time)
     rate_scales(config.lr_scale)
     step_range(config.trace_steps, config.steps)
-    refuse(config)
+    for name, when, why in CONTRADICTIONS:
+        if is_given(config, name) and when(config):
+            raise UsageError(f"{written(config, name)}: {why.format_map(vars(config))}")
     for name in FIELDS.keys() - {"prompt"}:
         refuse_empty(spelled(name), getattr(config, name))
 
@@ -73,10 +83,6 @@ def within(name: str, value: Number, least: float, below: float = LARGEST) -> Nu
         less = "" if value < below else f" and less than {below}"
         raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
     return value
-
-
-DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
-DURATION_PARTS = r"([0-9.]+)([hms])"
 
 
 def thread_count(text: str | None) -> int | None:
@@ -116,69 +122,60 @@ def seconds(text: str | None) -> float | None:
     return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))
 
 
-if TYPE_CHECKING:
-    from zero_mpi.config.settings import Config
+# --------------------------------------------------------------------------- flags that other flags decide
 
 
 class Contradiction(NamedTuple):
-    """`name` is invalid if `when` holds. `why` and the remedy, with settings in braces."""
+    """`name` is invalid if `when(config)` holds. `why` and the remedy, with settings in braces."""
 
     name: str
     when: Callable[[Config], bool]
     why: str
 
 
-ADAPTERLESS = "needs an adapter: add --lora RANK"
-PLAIN = ["none", None, None, "adamw", None]  # settings beside which float64 is trained
+class Idle(NamedTuple):
+    """`name` does nothing if `when(config, kind of data)` holds. `why`, with settings in braces."""
+
+    name: str
+    when: Callable[[Config, DataKind], bool]
+    why: str
+
+
+class DataKind(NamedTuple):
+    """Kind of data: text, or token files with their tokenizer beside them; whether they are token files."""
+
+    is_text: bool
+    are_ids: bool = False
+
+
+def apart(name: str, when: Callable[[Config], bool], other: str) -> Contradiction:
+    """Return the contradiction of two flags, one of which must go."""
+    return Contradiction(name, when, f"cannot be combined with {other}: remove one of them")
+
+
+NO_ADAPTER = "needs an adapter: add --lora RANK"
+NOT_FULL = "updates full matrices, not the adapters of --lora: use adamw"
+FOR_FP64 = "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer"
+DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32"
 CONTRADICTIONS = (
-    Contradiction("lora_alpha", lambda c: c.lora is None, ADAPTERLESS),
-    Contradiction("lora_targets", lambda c: c.lora is None and bool(c.lora_targets), ADAPTERLESS),
-    Contradiction("lora_init", lambda c: c.lora is None, ADAPTERLESS),
-    Contradiction(
-        "ema",
-        lambda c: c.offload != "none",
-        "cannot be combined with --offload {offload}: remove one of them",
+    Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_init", lambda c: c.lora is None, NO_ADAPTER),
+    apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
+    Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
+    apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),
+    Contradiction("precision", lambda c: c.precision == "fp64" and not is_plain(c), FOR_FP64),
+    apart(
+        "qat", lambda c: c.lora is not None and c.precision != "fp32", "--lora and --precision {precision}"
     ),
-    Contradiction(
-        "optimizer",
-        lambda c: c.optimizer != "adamw" and c.lora is not None,
-        "updates full matrices, not the adapters of --lora: use adamw",
-    ),
-    Contradiction(
-        "optimizer",
-        lambda c: c.optimizer != "adamw" and c.offload != "none",
-        "cannot be combined with --offload {offload}: remove one of them",
-    ),
-    Contradiction(
-        "precision",
-        lambda c: (
-            c.precision == "fp64"
-            and (c.device == "cuda" or [c.offload, c.lora, c.ema, c.optimizer, c.qat] != PLAIN)
-        ),
-        "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer",
-    ),
-    *(
-        Contradiction("qat", when, f"cannot be combined with {flag}: remove one of them")
-        for flag, when in {
-            "--lora": lambda c: c.lora is not None,
-            "--freeze": lambda c: bool(c.freeze),
-            "--optimizer {optimizer}": lambda c: c.optimizer != "adamw",
-            "--ema": lambda c: c.ema is not None,
-            "--device cuda": lambda c: c.device == "cuda",
-        }.items()
-    ),
+    apart("qat", lambda c: bool(c.freeze), "--freeze"),
+    apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
+    apart("qat", lambda c: c.ema is not None, "--ema"),
+    apart("qat", lambda c: c.device == "cuda", "--device cuda"),
     Contradiction("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
     Contradiction("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
-    Contradiction(
-        "min_lr",
-        lambda c: c.min_lr is not None and c.min_lr > c.lr,
-        "expected at most --lr {lr}",
-    ),
-    Contradiction(
-        "decay_steps",
-        lambda c: c.schedule != "wsd",
-        "needs a decay at the end: add --schedule wsd",
-    ),
+    Contradiction("min_lr", lambda c: c.min_lr is not None and c.min_lr > c.lr, "expected at most --lr {lr}"),
+    Contradiction("decay_steps", lambda c: c.schedule != "wsd", "needs a decay: add --schedule wsd"),
     Contradiction(
         "decay_steps",
         lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
@@ -189,11 +186,7 @@ CONTRADICTIONS = (
         lambda c: c.bits == NATIVE and portable.active,
         "ZERO_MPI_BITS=portable is set: remove it from the environment",
     ),
-    Contradiction(
-        "bits",
-        lambda c: c.bits == PORTABLE and c.precision != "fp32",
-        "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32",
-    ),
+    Contradiction("bits", lambda c: c.bits == PORTABLE and c.precision != "fp32", DIFFERS),
     Contradiction(
         "bits",
         lambda c: c.bits == PORTABLE and c.reduction != "exact",
@@ -205,132 +198,80 @@ CONTRADICTIONS = (
         "not available on a GPU: use --device cpu",
     ),
     Contradiction(
-        "loss",
-        lambda c: c.loss != "cross-entropy" and not c.data,
-        "needs pairs: add --data FILE.jsonl",
+        "loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"
     ),
-    Contradiction(
-        "teacher",
-        lambda c: c.loss != "cross-entropy",
-        "cannot be combined with --loss {loss}: remove one of them",
-    ),
-    Contradiction(
-        "teacher",
-        lambda c: c.bits == PORTABLE,
-        "cannot be combined with --bits {bits}: remove one of them",
-    ),
+    apart("teacher", lambda c: c.loss != CROSS_ENTROPY, "--loss {loss}"),
+    apart("teacher", lambda c: c.bits == PORTABLE, "--bits {bits}"),
     Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
     Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
-
-
-@dataclass(frozen=True)
-class FlagContext:
-    """A configuration, with the kind of data, which also decides what its flags do.
-
-    is_text   the data are text, or are token files with their tokenizer beside them
-    are_ids   the data are token files
-    """
-
-    config: Config
-    is_text: bool
-    are_ids: bool = False
-
-
-class Idle(NamedTuple):
-    """`name` does nothing if `when` holds. `why` and the remedy, with settings in braces."""
-
-    name: str
-    when: Callable[[FlagContext], bool]
-    why: str
-
-
-CONSTANTS = {"label_smoothing": "dpo", "simpo_gamma": "simpo"}
-CONSTANTS |= {"desirable_weight": "kto", "undesirable_weight": "kto"}
-
-
-def of_losses() -> Iterator[Idle]:
-    """Yield a row for each constant that only some losses have."""
-    why = "--loss {loss} has no such constant"
-    yield Idle("preference_beta", lambda s: s.config.preference is None, why)
-    for name, loss in CONSTANTS.items():
-        yield Idle(name, lambda s, loss=loss: s.config.loss != loss, why)  # type: ignore[misc]
-    yield Idle("teacher_weight", lambda s: s.config.teacher is None, "there is no --teacher")
-    yield Idle("loss_on", lambda s: s.config.preference is not None, "answers count with --loss {loss}")
-
-
+NOT_OF_LOSS = "--loss {loss} has no such constant"
 NO_TEXT = "the token files of --data have no tokenizer"
 IDS = "the token files of --data are used unchanged"
+NOTHING_HELD = "--val-fraction 0 leaves no validation data"
 IDLE = (
-    *of_losses(),
-    Idle("min_lr", lambda s: s.config.schedule == "constant", "--schedule constant has no decay"),
-    Idle("bucket_mb", lambda s: s.config.strategy != "no-shard", "only --strategy no-shard has buckets"),
+    Idle("preference_beta", lambda c, _: c.preference is None, NOT_OF_LOSS),
+    Idle("label_smoothing", lambda c, _: c.loss != "dpo", NOT_OF_LOSS),
+    Idle("simpo_gamma", lambda c, _: c.loss != "simpo", NOT_OF_LOSS),
+    Idle("desirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Idle("undesirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Idle("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
+    Idle("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
+    Idle("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
+    Idle("bucket_mb", lambda c, _: c.strategy != "no-shard", "only --strategy no-shard has buckets"),
     Idle(
         "prefetch",
-        lambda s: s.config.strategy in ("no-shard", "shard-grad-op"),
+        lambda c, _: c.strategy in ("no-shard", "shard-grad-op"),
         "--strategy {strategy} keeps parameters gathered",
     ),
-    Idle("val_fraction", lambda s: bool(s.config.val_data), "--val-data is the validation data"),
-    Idle("eval_every", lambda s: not s.config.holds_out, "--val-fraction 0 leaves no validation data"),
-    Idle("eval_windows", lambda s: not s.config.holds_out, "--val-fraction 0 leaves no validation data"),
+    Idle("val_fraction", lambda c, _: bool(c.val_data), "--val-data is the validation data"),
+    Idle("eval_every", lambda c, _: not c.holds_out, NOTHING_HELD),
+    Idle("eval_windows", lambda c, _: not c.holds_out, NOTHING_HELD),
     Idle(
-        "writers_per_node",
-        lambda s: s.config.checkpoint_io == "gather",
-        "--checkpoint-io gather: rank 0 writes",
+        "writers_per_node", lambda c, _: c.checkpoint_io == "gather", "--checkpoint-io gather: rank 0 writes"
     ),
-    Idle("prompt", lambda s: not s.is_text, NO_TEXT),
-    Idle("prompt", lambda s: s.is_text and s.config.sample == 0, "--sample 0 prints no text"),
-    Idle("sample", lambda s: not s.is_text and s.config.sample > 0, NO_TEXT),
-    Idle("tokenizer", lambda s: not s.is_text, IDS),
-    Idle("bos", lambda s: s.config.bos == ALWAYS and (not s.is_text or s.are_ids), IDS),
-    Idle("control_tokens", lambda s: not s.is_text or s.are_ids, IDS),
-    Idle(
-        "micro_batch",
-        lambda s: s.config.micro_batch > s.config.batch_size,
-        "--batch-size {batch_size} is smaller",
-    ),
+    Idle("prompt", lambda c, data: not data.is_text, NO_TEXT),
+    Idle("prompt", lambda c, data: data.is_text and c.sample == 0, "--sample 0 prints no text"),
+    Idle("sample", lambda c, data: not data.is_text and c.sample > 0, NO_TEXT),
+    Idle("tokenizer", lambda c, data: not data.is_text, IDS),
+    Idle("bos", lambda c, data: c.bos == ALWAYS and (not data.is_text or data.are_ids), IDS),
+    Idle("control_tokens", lambda c, data: not data.is_text or data.are_ids, IDS),
+    Idle("micro_batch", lambda c, _: c.micro_batch > c.batch_size, "--batch-size {batch_size} is smaller"),
 )
 
 
-def refuse(config: Config) -> None:
-    """Raise UsageError for the first flag that another one contradicts."""
-    for name, when, why in CONTRADICTIONS:
-        if given(config, name) and when(config):
-            raise UsageError(f"{written(config, name)}: {filled(why, config)}")
+def is_plain(c: Config) -> bool:
+    """Return whether float64 can be trained with these settings."""
+    others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
+    return c.device != "cuda" and others == ["none", None, None, "adamw", None]
 
 
-def without_effect(setting: FlagContext) -> Iterator[str]:
+def without_effect(config: Config, data: DataKind) -> Iterator[str]:
     """Yield a line for each flag that does nothing here, or not what it says."""
-    config = setting.config
     for name, when, why in IDLE:
-        if given(config, name) and when(setting):
-            yield f"{written(config, name)} has no effect: {filled(why, config)}"
+        if is_given(config, name) and when(config, data):
+            yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
 
 
-def given(config: Config, name: str) -> bool:
+def is_given(config: Config, name: str) -> bool:
     """Return whether a setting differs from its default."""
-    return bool(getattr(config, name) != next(f.default for f in fields(config) if f.name == name))
+    return getattr(config, name) not in (FIELDS[name].default, [])
 
 
 def written(config: Config, name: str) -> str:
     """Return a flag with its value."""
-    return f"--{name.replace('_', '-')} {shown(getattr(config, name))}"
+    return f"{spelled(name)} {shown(getattr(config, name))}"
 
 
-def filled(text: str, config: Config) -> str:
-    """Return a text with the names in braces replaced by their settings."""
-    values: dict[str, Any] = vars(config)
-    return text.format_map(values)
-
-
-MANY_EPOCHS = 10
+# ------------------------------------------------------------------------------- once the data are known
 
 
 def in_steps(config: Config, windows: int) -> Config:
     """Return the configuration with its epochs, if any, converted to steps; `windows`: windows in the data.
 
-    Each window is seen at least so many times: the last step may begin the next epoch. Raises UsageError for
-    flags that do not fit the number of steps.
+    From then on the run has that number of `--steps`: records, checkpoints and OUT/config.toml use it. Each
+    window is seen at least so many times: the last step may begin the next epoch. Raises UsageError for flags
+    that do not fit the number of steps.
     """
     if config.epochs is None:
         return replace(config, **STEPS) if config.steps is None else config
@@ -353,30 +294,26 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
         yield f"--steps {config.steps} reads the data {epochs:.1f} times; try --epochs 3, or add data"
 
 
-def remarks(config: Config, is_text: bool, are_ids: bool = False) -> Iterator[str]:
-    """Yield notes on a configuration. `is_text`, `are_ids`: as `FlagContext` has them."""
+def remarks(config: Config, data: DataKind) -> Iterator[str]:
+    """Yield notes on a configuration."""
     if config.removed:
         yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:
         yield f"--lr {config.lr:g}: the default for pretrained weights (--init)"
     if config.init is not None and not config.data:
         yield Caution(f"--init without --data: training on {named(config.data)}; use --data for other text")
-    yield from map(Caution, without_effect(FlagContext(config, is_text, are_ids)))
+    yield from map(Caution, without_effect(config, data))
     for variable in environment.crowded():
-        yield Caution(f"{variable}: this rank has {cores()}; more threads only compete for them")
+        has = plural(environment.cores(), "core")
+        yield Caution(f"{variable}: this rank has {has}; more threads only compete for them")
 
 
 def threads_within(wanted: int | None) -> int | None:
     """Return `wanted` if this rank has that many cores; else raise UsageError."""
-    if wanted is not None and wanted > environment.cores():
+    cores = environment.cores()
+    if wanted is not None and wanted > cores:
         raise UsageError(
-            f"--threads {wanted}: this rank has {cores()}: use fewer threads or auto, or bind each rank to "
-            f"more cores: {environment.binding(wanted)}"
+            f"--threads {wanted}: this rank has {plural(cores, 'core')}: use fewer threads or auto, or bind "
+            f"each rank to more cores: {environment.binding(wanted)}"
         )
     return wanted
-
-
-def cores() -> str:
-    """Return the number of cores that this process may run on, in words."""
-    count = environment.cores()
-    return f"{count} core{'s' * (count > 1)}"

@@ -17,7 +17,8 @@ import numpy as np
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
-from zero_mpi.config.optimizer import auxiliary_scales
+from zero_mpi.config.bounds import rate_scales
+from zero_mpi.config.optimizer import auxiliary_scales, rounding_of
 from zero_mpi.config.settings import BYTE, FROM_INIT, OF_TEMPLATES, Config, spelled
 from zero_mpi.data import (
     ByteTokenizer,
@@ -38,7 +39,9 @@ from zero_mpi.files.open import exists, is_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
 from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
+from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.optim.rates import check_scales
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 from zero_mpi.telemetry import log
 
@@ -52,7 +55,9 @@ def open_init(config: Config) -> WeightSource | None:
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """Return the features of a model's configuration that training ignores."""
+    """Return notes on what training ignores of a model: dropout of its configuration, surplus bytes."""
+    if isinstance(init, GGUFFile) and init.surplus:
+        return [f"{init.path}: {init.surplus} bytes behind the last tensor are ignored"]
     if not isinstance(init, HuggingFaceFolder) or not init.dropout:
         return []
     return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
@@ -69,17 +74,25 @@ def read_model(init: WeightSource) -> ModelConfig:
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
     """Return the model with the adapters of the flags; UsageError without an `init`.
 
-    Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type.
+    Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type; with
+    --qat those that are rounded without an adapter are floats.
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
     model = replace(model, lora=config.adapters)
-    names = model.params()
-    if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
+    if model.lora is None or where == "cuda":
         return model
-    types = {name: init.tensors[name].type.name for name in names if name in init.tensors}
+    names, kinds = model.params(), {} if config.qat is None else rounding_of(model, config.qat)
+    stacks = [name for name in kinds if name + FIRST in names and len(names[name].shape) > 2]
+    if stacks:
+        raise UsageError(f"--lora-targets: {stacks[0]}: experts have no adapters with --qat: leave it out")
+    lora = replace(model.lora, rounding=tuple((name, kind.name) for name, kind in kinds.items()))
+    if not isinstance(init, GGUFFile):
+        return replace(model, lora=lora)
+    floats = {name for name in kinds if name + FIRST not in names}
+    types = {name: init.tensors[name].type.name for name in names if name in init.tensors.keys() - floats}
     stored = tuple((name, BLOCK_KINDS[type]) for name, type in types.items() if type in BLOCK_KINDS)
-    return replace(model, lora=replace(model.lora, stored=stored))
+    return replace(model, lora=replace(lora, stored=stored))
 
 
 def shortened(config: Config, model: ModelConfig) -> Config:
@@ -101,8 +114,13 @@ def check_model(config: Config, model: ModelConfig) -> None:
         check_patterns("frozen", config.frozen, names)
     except ValueError as error:
         raise UsageError(f"--freeze: {error}") from error
-    if not any(is_trainable(name, config.frozen) for name in names):
+    trained = [name for name in names if is_trainable(name, config.frozen)]
+    if not trained:
         raise UsageError(f"--freeze {' '.join(config.frozen)}: leaves no parameter to train")
+    try:
+        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,15 +91,6 @@ def schedule_of(config: Config) -> Schedule:
         steps=config.steps,
         decay_steps=config.steps // 10 if config.decay_steps is None else config.decay_steps,
     )
-
-
-def described(config: Config, epochs: Iterable[float]) -> str:
-    """Return how often the steps go through all sources, and at which learning rates, for messages."""
-    times = min(epochs)
-    read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
-    last = schedule_of(config)(config.steps)
-    warmup = f"{config.warmup} warmup step{'s' * (config.warmup != 1)}"
-    return f"{read}; rate {config.lr:g} after {warmup}, then {config.schedule} to {last:g}"
 
 
 def make_schedule(

@@ -92,7 +92,7 @@ def flag(
 class Config:
     """All settings of a run. None means: derived from the others.
 
-    `steps` is None, and `warmup` may be a share of it, until the data are read (`config.epochs.in_steps`).
+    `steps` is None, and `warmup` may be a share of it, until the data are read (`bounds.in_steps`).
     `unsaid`: the settings whose default may differ for a run that continues, or by its data.
     """
 

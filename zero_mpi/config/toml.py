@@ -81,18 +81,8 @@ def write_toml(config: Config) -> str:
 
 CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
-PATHS = (
-    "out",
-    "init",
-    "lora_init",
-    "teacher",
-    "data",
-    "val_data",
-    "tokenizer",
-    "chat_template",
-    "trace",
-    "prometheus",
-)
+PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
+PATHS += ("chat_template", "trace", "prometheus")
 WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
 
 

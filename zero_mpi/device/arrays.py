@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +58,7 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
         if address(part) != place:
             return None
         place += part.shape[-2] * part.shape[-1] * joint.itemsize
-    complete = sum(part.shape[-2] * part.shape[-1] for part in parts) == joint.shape[-1]
+    complete = place - address(joint) == joint.shape[-1] * joint.itemsize
     return joint if complete and joint.flags.c_contiguous else None
 
 
@@ -143,8 +142,7 @@ def _came_back(lease: _Lease) -> None:
     lease.block.home.append(lease.block)
 
 
-@dataclass(frozen=True)
-class RecycledStats:
+class RecycledStats(NamedTuple):
     """A pool of recycled memory: bytes in all, bytes that arrays refer to, allocations made so far."""
 
     held: int
@@ -220,7 +218,7 @@ recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever 
 
 def pool_of(where: Device) -> Recycler:
     """Return the recycled memory of a device, one pool for the process."""
-    pool = _pools.get(id(where))
+    pool: Recycler | None = where.activations or _pools.get(id(where))
     if pool is None:
         pool = _pools.setdefault(id(where), Recycler(where))
     return pool

@@ -29,7 +29,6 @@ class CudaMark:
         return self._gpu.has_passed(self.event)
 
     def wait(self) -> None:
-        """Return when the work before the mark is complete."""
         self.event.synchronize()
 
 
@@ -42,6 +41,7 @@ class Cuda:
 
     name = "cuda"
     chunk = 0  # CuPy cuts blocks from chunks of its own
+    activations: Any = None  # as `Host.activations`
 
     def __init__(self, number: int) -> None:
         self.cupy = import_cupy()
@@ -75,11 +75,9 @@ class Cuda:
     small = empty  # small arrays come from CuPy's pool as well
 
     def lasting(self, nbytes: int) -> Array:
-        """Return uninitialised bytes that a pool keeps."""
         return self.empty(nbytes, np.uint8)
 
     def zeros(self, size: int, dtype: Any = np.float32) -> Array:
-        """Return a flat array of zeros."""
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
@@ -134,7 +132,6 @@ class Cuda:
         self.stream.wait_event(mark.event)
 
     def synchronize(self) -> None:
-        """Return when all work is complete."""
         self.stream.synchronize()
 
     def memory_in_use(self) -> int:
@@ -143,7 +140,6 @@ class Cuda:
         return int(total - free)
 
     def stopwatch(self) -> CudaStopwatch:
-        """Return a stopwatch for what the GPU computes."""
         return CudaStopwatch(self.cupy.cuda, self.stream)
 
 

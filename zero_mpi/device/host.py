@@ -30,6 +30,7 @@ class Host:
 
     name = about = "cpu"
     stream: Any = None  # on a GPU the stream that computes
+    activations: Any = None  # what gives activations, if it is no `arrays.Recycler` of the process
     chunk = 64 << 20  # bytes that a pool takes at once; pages without a write take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
@@ -71,19 +72,15 @@ class Host:
         return np.empty(shape, dtype)
 
     def from_host(self, x: Array) -> Array:
-        """Return the array `x` itself."""
         return x
 
     def to_host(self, x: Array) -> Array:
-        """Return the array `x` itself."""
         return x
 
     def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """Return the list `arrays` itself, unchanged."""
         return arrays
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy: target[...] = source."""
         target[...] = source
 
     def mark(self) -> Any:
@@ -105,7 +102,6 @@ class Host:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def stopwatch(self) -> HostStopwatch:
-        """Return a stopwatch for what the host computes."""
         return HostStopwatch()
 
 

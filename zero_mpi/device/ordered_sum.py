@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.device.cuda import import_cupy, libraries
-from zero_mpi.device.current import in_use, is_cupy
+from zero_mpi.device import import_cupy, in_use, is_cupy, libraries
 from zero_mpi.device.types import Array
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -39,18 +38,15 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
     `out` is float32; the parts are of one type, float32, bfloat16 or float16, and as long as `out`.
     """
     assert out.dtype == np.float32, "sums are float32"
-    if out.size:
-        for first in range(0, max(1, len(parts)), MAX_PARTS):
-            launch(out, parts[first : first + MAX_PARTS], accumulate or first > 0, stream)
-
-
-def launch(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
-    """Add up to `MAX_PARTS` parts."""
+    if not out.size:
+        return
     kernel = kernels()[parts[0].dtype.name if parts else "float32"]
-    places = [*parts, *[parts[0] if parts else out] * (MAX_PARTS - len(parts))]
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
-    numbers = np.int32(len(parts)), np.int32(accumulate), np.int64(out.size)
-    kernel((blocks,), (THREADS,), (out, *places, *numbers), stream=stream)
+    for first in range(0, max(1, len(parts)), MAX_PARTS):
+        some = parts[first : first + MAX_PARTS]
+        places = [*some, *[some[0] if some else out] * (MAX_PARTS - len(some))]
+        numbers = np.int32(len(some)), np.int32(accumulate or first > 0), np.int64(out.size)
+        kernel((blocks,), (THREADS,), (out, *places, *numbers), stream=stream)
 
 
 def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:

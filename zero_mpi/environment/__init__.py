@@ -16,21 +16,11 @@ from collections.abc import Mapping, MutableMapping
 from zero_mpi.environment.control_groups import group_limits
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-LOCAL_RANKS = (  # number of ranks on this node, from launchers
-    "MPI_LOCALNRANKS",  # MPICH's hydra
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "SLURM_NTASKS_PER_NODE",
-)
-LOCAL_RANK = (  # launchers' variables for a rank's number on its node
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
+# Launchers' variables: the number of ranks on this node, and a rank's number there.
+LOCAL_RANKS: tuple[str, ...] = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
+LOCAL_RANKS += ("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+LOCAL_RANK: tuple[str, ...] = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+LOCAL_RANK += ("PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 LAUNCHER = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
 CORES_FLAGS = OPEN_MPI, MPICH, SRUN = (
     "mpirun --map-by slot:PE={n} (Open MPI)",

@@ -87,9 +87,7 @@ def flag_of(arguments: Sequence[str]) -> str:
 
 
 def unfit(machine: str, flags: str) -> str:
-    """Return why a processor cannot give these bits, for messages; empty if it can. `flags`: from
-    Linux.
-    """
+    """Return why a processor with Linux's `flags` cannot give these bits; empty if it can."""
     if machine not in ("x86_64", "AMD64"):
         return f"it needs {LEVEL}, but this processor is {machine}, which is untested"
     missing = [name for name in MUST_HAVE if name not in flags.split()] if flags else []
@@ -97,10 +95,7 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why this process does not give these bits, for messages; empty if it does.
-
-    blas: the matmul library and its kernels. target: what kernels are compiled for, empty if none are.
-    """
+    """Return why a process of this BLAS and compiled `target` does not give these bits; empty if it does."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
     found = unfit(os.uname().machine, environment.of_processor("flags"))

@@ -8,7 +8,7 @@ only shows or copies keys (`inspect`, `compare`, `export`) may take them unchang
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,77 +40,67 @@ class GGUFKeys:
         where = f"{self.place}: " if self.place else ""
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
 
-    def text(self, key: str) -> str | None:
+    def checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """Return the value of a key, None if it is absent; raise FileError if it does not fit."""
         value = self.metadata.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.fault(key, "a text")
+        if value is not None and not fits(value):
+            raise self.fault(key, expected)
+        return value
+
+    def text(self, key: str) -> str | None:
+        value: str | None = self.checked(key, "a text", lambda value: isinstance(value, str))
         return value
 
     def flag(self, key: str) -> bool | None:
-        value = self.metadata.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.fault(key, "true or false")
+        value: bool | None = self.checked(key, "true or false", lambda value: isinstance(value, bool))
         return value
 
     def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
         """Return the integer of a key, of any width, from `least` to `most`."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not is_whole(value) or not least <= value <= most:
-            limits = f"of at least {least}" if most in (MAX_WHOLE, MOST_SIZE) else f"from {least} to {most}"
-            raise self.fault(key, expected or f"a whole number {limits}")
-        return int(value)
+        limits = f"of at least {least}" if most in (MAX_WHOLE, MOST_SIZE) else f"from {least} to {most}"
+        what = expected or f"a whole number {limits}"
+        value = self.checked(key, what, lambda value: is_whole(value) and least <= value <= most)
+        return None if value is None else int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
         """Return the finite number of a key, at least `least`."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        is_number = is_whole(value) or isinstance(value, float | np.floating)
-        if not is_number or not math.isfinite(value) or value < least:
-            limit = f" of at least {least:g}" if least > -math.inf else ""
-            raise self.fault(key, f"a finite number{limit}")
-        return float(value)
+
+        def fits(value: Any) -> bool:
+            is_number = is_whole(value) or isinstance(value, float | np.floating)
+            return is_number and math.isfinite(value) and bool(value >= least)
+
+        limit = f" of at least {least:g}" if least > -math.inf else ""
+        value = self.checked(key, f"a finite number{limit}", fits)
+        return None if value is None else float(value)
 
     def texts(self, key: str) -> list[str] | None:
         """Return an array of strings. An empty array has no type of its own."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        items = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
-        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            raise self.fault(key, "an array of texts")
-        return list(items)
+
+        def fits(value: Any) -> bool:
+            flat = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+            return isinstance(flat, list | tuple) and all(isinstance(item, str) for item in flat)
+
+        value = self.checked(key, "an array of texts", fits)
+        return None if value is None else list(value)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
         """Return the array of a key that holds `count` integers."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        numbers = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
-        if not numbers or len(value) != count:
-            raise self.fault(key, f"an array of {count} whole numbers")
-        return [int(number) for number in value.tolist()]
+        value = self.checked(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
+        return None if value is None else [int(number) for number in value.tolist()]
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
         """Return the array of a key that holds `count` finite float32 numbers."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        fits = isinstance(value, np.ndarray) and value.dtype == np.float32 and value.shape == (count,)
-        if not fits or not np.isfinite(value).all():
-            raise self.fault(key, f"an array of {count} finite float32 numbers")
-        return np.asarray(value, np.float32)
+
+        def fits(value: Any) -> bool:
+            return is_row(value, "f", count) and value.dtype == np.float32 and bool(np.isfinite(value).all())
+
+        value = self.checked(key, f"an array of {count} finite float32 numbers", fits)
+        return None if value is None else np.asarray(value, np.float32)
 
     def octets(self, key: str) -> bytes | None:
         """Return the array of a key that holds bytes."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not (isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype in (np.int8, np.uint8)):
-            raise self.fault(key, "an array of bytes")
-        return value.tobytes()
+        value = self.checked(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
+        return None if value is None else np.asarray(value).tobytes()
 
     # Keys that several parts of the package ask for.
 
@@ -128,6 +118,12 @@ class GGUFKeys:
         """Return `tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.whole(key, 0, vocabulary - 1, f"an id below {vocabulary}")
+
+
+def is_row(value: Any, kinds: str, count: int | None = None) -> bool:
+    """Return whether a value is a 1-D array of `count` numbers (None: any number) of some kinds of dtype."""
+    is_array = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
+    return is_array and count in (None, len(value))
 
 
 def is_whole(value: Any) -> bool:

@@ -22,11 +22,7 @@ LONG_KEY = re.compile(
 
 
 def parse_json(
-    raw: bytes | str,
-    *,
-    null_for_infinite: bool = False,
-    unique: bool = False,
-    most_values: int = MOST_VALUES,
+    raw: bytes | str, *, null_for_infinite: bool = False, unique: bool = False, most_values: int = MOST_VALUES
 ) -> Any:
     """Return the JSON value of a text in UTF-8; ValueError of one line for anything else.
 

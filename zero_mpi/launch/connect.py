@@ -116,8 +116,6 @@ class WatchedScript:
         """Set the seconds that a rank may wait from now on; 0: no limit."""
         self._watchdog.limit = seconds or math.inf
 
-    # --------------------------------------------------------------------------------- ways to an end
-
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)

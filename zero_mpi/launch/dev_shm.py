@@ -33,14 +33,8 @@ from zero_mpi.launch.ending import DRAIN, say
 from zero_mpi.launch.limits import process_age
 
 PLACE = Path("/dev/shm")
-SEGMENTS = (  # MPICH, its windows, UCX, Open MPI 4 and 5, its windows
-    "mpich_shm_*",
-    "mpich_shar_tmp*",
-    "ucx_shm_posix_*",
-    "vader_segment.*",
-    "sm_segment.*",
-    "osc_sm.*",
-)
+SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, its windows, UCX
+SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, its windows
 HELD_FROM_START = re.compile(r"mpich_shm_\w+")  # opened by name while MPI starts and never again
 SETTLED = 2.0  # seconds after which a library has mapped what it made
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
@@ -53,12 +47,18 @@ removed: list[int] = []  # bytes of the files that this process has removed at i
 
 def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise UsageError if MPI has no space to start; choose settings that need less if it is short."""
-    if "PMI_FD" not in environ:  # set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
-        return
-    problem = find_problem(environ)
+    # PMI_FD is set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
+    problem = find_problem(environ) if "PMI_FD" in environ else ""
+    if problem and environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
+        # Ranks of other nodes wait in MPI_Init, and if a rank exits before MPI_Init, MPICH's launcher lets
+        # them wait. It ends all ranks if one dies of a signal.
+        if environment.local_rank(environ):
+            time.sleep(1.0)  # the first rank of the node speaks
+        else:
+            say(f"zero_mpi: error: {problem}")
+            time.sleep(DRAIN)
+        os.kill(os.getpid(), signal.SIGKILL)
     if problem:
-        if environment.local_ranks(environ) < int(environ.get("PMI_SIZE", "0")):
-            end_all_nodes(problem, environ)
         raise UsageError(problem)
 
 
@@ -85,24 +85,8 @@ def free_bytes(place: Path = PLACE) -> int | None:
     except OSError:  # no such folder; a segment that has just lost its name
         return None
     launched = time.time() - process_age(os.getppid())
-    ours = (
-        512 * each.st_blocks for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched
-    )
-    return about.f_bavail * about.f_frsize + sum(ours)
-
-
-def end_all_nodes(problem: str, environ: MutableMapping[str, str]) -> None:
-    """Print the problem once for this node and end the job.
-
-    Ranks of other nodes wait in MPI_Init, and if a rank exits before MPI_Init, MPICH's launcher lets them
-    wait. It ends all ranks if one dies of a signal.
-    """
-    if environment.local_rank(environ):
-        time.sleep(1.0)  # the first rank of the node speaks
-    else:
-        say(f"zero_mpi: error: {problem}")
-        time.sleep(DRAIN)
-    os.kill(os.getpid(), signal.SIGKILL)
+    ours = [each for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched]
+    return about.f_bavail * about.f_frsize + sum(512 * each.st_blocks for each in ours)
 
 
 def left_behind(place: Path) -> list[Path]:

@@ -90,9 +90,6 @@ def unpacked(raw: bytes) -> Record | None:
     return record if all(type(said[name]) is kind for name, kind in kinds.items() if name in said) else None
 
 
-# ------------------------------------------------------------------------------------------------ the file
-
-
 def find(path: Path, links: int = 1) -> int:
     """Open a file or raise FileNotFoundError; UsageError if it is no file or has more hard links."""
     try:
@@ -241,8 +238,8 @@ class RunLock:
         self._folder, self.lost = os.fstat(self._kept), ""
         self.at_loss: Callable[[], object] = lambda: None
         os.register_at_fork(after_in_child=self._forget)
-        self._over, self._thread = threading.Event(), threading.Thread(target=self._renew, daemon=True)
-        self._thread.name = "zero_mpi lock"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True)
         self._thread.start()
 
     @classmethod

@@ -54,6 +54,11 @@ class Limits:
 
 def look() -> Limits:
     """Return the limits of this process."""
+
+    def soft(which: int) -> int | None:
+        limit = resource.getrlimit(which)[0]
+        return None if limit == resource.RLIM_INFINITY else limit
+
     memory, room, cores = group_limits()
     return Limits(
         available=available_memory(),
@@ -66,12 +71,6 @@ def look() -> Limits:
         files=soft(resource.RLIMIT_NOFILE),
         cores=environment.cores(),
     )
-
-
-def soft(which: int) -> int | None:
-    """Return the limit in force, or None."""
-    limit = resource.getrlimit(which)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def available_memory(meminfo: Path = MEMINFO) -> int:
@@ -174,11 +173,13 @@ class TimeLimit:
 
     def __init__(self, max_time: float | None, job: BatchJob | None, interval: float = INTERVAL) -> None:
         self._own_end = math.inf if max_time is None else time.monotonic() - process_age() + max_time
-        self._job, self._job_end, self._interval = job, math.inf, interval
+        self._job, self._job_end = job, math.inf
         if job is not None:
-            # A limit that is already past was extended, or the job would not run.
-            self._learn(job.at_start if (job.at_start or 0.0) > 0 else None)
-            threading.Thread(target=self._keep_asking, name="zero_mpi batch", daemon=True).start()
+            if job.at_start is not None and job.at_start > 0:  # a limit that is already past was extended
+                self._job_end = time.monotonic() + job.at_start
+            asking = threading.Thread(target=self._keep_asking, args=(job, interval), name="zero_mpi batch")
+            asking.daemon = True
+            asking.start()
 
     def left(self) -> float:
         """Return the seconds until the run should end; infinite if there is no limit."""
@@ -190,12 +191,9 @@ class TimeLimit:
             return "--max-time"
         return f"the end of {self._job.name}"
 
-    def _learn(self, left: float | None) -> None:
-        if left is not None:
-            self._job_end = time.monotonic() + left
-
-    def _keep_asking(self) -> None:
-        assert self._job is not None
+    def _keep_asking(self, job: BatchJob, interval: float) -> None:
         while True:
-            self._learn(ask(self._job))
-            time.sleep(self._interval)
+            left = ask(job)
+            if left is not None:
+                self._job_end = time.monotonic() + left
+            time.sleep(interval)

@@ -37,13 +37,18 @@ def hold() -> None:
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
         return
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
-            return
         ranks = ranks_below(pid)
-        if len(ranks) < int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")):
+        is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
+        if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
             return
+        import subprocess  # not before signal handlers are installed
+
         os.kill(pid, signal.SIGSTOP)
-        _held.append((pid, sure_release(pid)))
+        command, quiet = f"sleep {LIMIT + LATER}; kill -CONT {pid}", subprocess.DEVNULL
+        last_resort = subprocess.Popen(  # safe in a rank: Python uses vfork
+            ["/bin/sh", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+        _held.append((pid, last_resort))
         threading.Thread(target=watch, args=(pid, ranks), daemon=True).start()
         for handle in (1, 2):
             theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
@@ -72,25 +77,14 @@ def ranks_below(pid: int) -> set[int]:
     return found
 
 
-def sure_release(pid: int) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one and continues the launcher; it is safe in a rank (vfork)."""
-    import subprocess  # not before signal handlers are installed
-
-    command = f"sleep {LIMIT + LATER}; kill -CONT {pid}"
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(
-        ["/bin/sh", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-    )
-
-
 def release() -> None:
     """Continue the launcher, if this process stopped it and it lives; it is not stopped again from now on."""
     _is_over.set()
     while _held:
-        pid, waiting = _held.pop()
+        pid, last_resort = _held.pop()
         with contextlib.suppress(OSError):
-            os.killpg(waiting.pid, signal.SIGKILL)
-        waiting.wait()
+            os.killpg(last_resort.pid, signal.SIGKILL)
+        last_resort.wait()
         if pid == os.getppid():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)

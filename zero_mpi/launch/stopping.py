@@ -83,12 +83,7 @@ def leave(status: int) -> NoReturn:
 def hide_unraisable(kind: type[BaseException]) -> None:
     """Hide the message of an exception of this kind that a handler raised inside a finalizer."""
     before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if not issubclass(unraisable.exc_type, kind):
-            before(unraisable)
-
-    sys.unraisablehook = hook
+    sys.unraisablehook = lambda it: None if issubclass(it.exc_type, kind) else before(it)
 
 
 class Terminal(io.FileIO):
@@ -184,7 +179,7 @@ class StopSignals:
 
     def enter(self, phase: str) -> None:
         self.phase = phase
-        self._watch_preparation()
+        self._end_preparation()
 
     # ---------------------------------------------------------------------- before the first step
 
@@ -206,23 +201,22 @@ class StopSignals:
         """
         if self.phase not in (PREPARING, OVER):
             return action()
-        try:
+        with contextlib.suppress(Stopped):
             try:
                 self._may_leave = True
                 return None if self.caught else action()
             finally:
                 self._may_leave = False
-        except Stopped:
-            return None
+        return None
 
-    def _watch_preparation(self) -> None:
+    def _end_preparation(self) -> None:
+        """After a signal in the preparation, let a thread end the job if the ranks reach no agreement."""
         if self.caught and self.phase == PREPARING and not self._gives_up:
             self._gives_up = True
             threading.Thread(target=self._give_up, name="zero_mpi stop", daemon=True).start()
 
     def _give_up(self) -> None:
-        """End the job if the ranks do not reach an agreement; no work can be lost yet."""
-        time.sleep(GRACE)
+        time.sleep(GRACE)  # no work can be lost yet
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
             stopped = Stopped(self.caught, again=self.again)
@@ -253,24 +247,16 @@ class StopSignals:
         if number == signal.SIGTERM and self.phase == STEPS:
             open_mpi_reprieve.hold()
         if number == signal.SIGINT and since > TWICE:
-            self._end_now()
-        if is_first or (number == signal.SIGINT and since == 0):
-            self._acknowledge(number)
-        self._watch_preparation()
-
-    def _acknowledge(self, number: signal.Signals) -> None:
-        if environment.launch_rank() == 0:
+            if environment.launch_rank() == 0:
+                report("stopped immediately; saved checkpoints are complete", is_error=True)
+            self._leave(INTERRUPTED, "SIGINT, twice")
+        if environment.launch_rank() == 0 and (is_first or (number == signal.SIGINT and since == 0)):
             stopping = f"stopping {WHEN[self.phase]}"
             once_more = f"{stopping}; send the signal again to stop now"
             report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
-
-    def _end_now(self) -> NoReturn:
-        if environment.launch_rank() == 0:
-            report("stopped immediately; saved checkpoints are complete", is_error=True)
-        self._leave(INTERRUPTED, "SIGINT, twice")
+        self._end_preparation()
 
     def _leave(self, status: int, reason: str) -> NoReturn:
-        """End all ranks, or only this one if the MPI library blocks."""
         end_surely(lambda status: self.ending(status, reason), status)
 
 

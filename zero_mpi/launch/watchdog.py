@@ -7,12 +7,12 @@ uses none, ends the job some seconds later, even if the first one hangs.
 Ranks without progress exchange their states through small files in a shared folder. Messages would not work:
 the rank that should answer may be inside the MPI library, and a job with progress should send none. So a rank
 that has waited for a while makes a folder and writes its state there (it signs), others that find the folder
-sign as well, and each reads what the others have started. Those records do not change: if two ranks have
-started different collectives under one number, or one has ended before a collective that another has started,
-then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a rank without
-progress past the limit prints the report for all. A rank that was stopped, or whose host is lost, has not
-signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of hosts differ.
-Files of an earlier job are recognized by their names and ignored.
+sign as well, and the first of them reads what all have started. Those records do not change: if two ranks
+have started different collectives under one number, or one has ended before a collective that another has
+started, then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a rank
+without progress past the limit prints the report for all. A rank that was stopped, or whose host is lost, has
+not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of hosts
+differ. Files of an earlier job are recognized by their names and ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import odd_one
@@ -48,13 +48,12 @@ STATUS = 86  # exit status of a job that was ended for lack of progress
 LOOK = 0.5  # seconds between looks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report on the others
 CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank starts a roll call, and joins one
-MOST_PAUSE = 60.0  # seconds between two comparisons, at most: thousands of ranks may wait in one folder
+MOST_PAUSE = 60.0  # seconds between two comparisons, at most
 SUSPENDED = 2.0  # seconds (at most half the limit) of a look's delay that mean that the process was stopped
 WATCHERS = (__file__, " in _renew")  # the second name is in the threads of status.json and of the lock
 FOLDER = ".ranks"
 MOST = 1 << 22  # bytes of a signed file, at most
 STACKS = 4  # ranks at most whose stacks are shown
-ENDED = "-ended"  # suffix of the file of a rank that will start no more collectives
 
 
 @dataclass(frozen=True)
@@ -87,32 +86,42 @@ class RankState:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
 
+    @classmethod
+    def parse(cls, said: Any) -> RankState:
+        """Return the state that a rank has signed; raise an error for invalid content."""
+        started = [
+            [Started(int(number), str(kind), str(label), detail) for number, kind, label, detail in of_comm]
+            for of_comm in said["started"]
+        ]
+        doing, waits, last, stacks = (str(said[name]) for name in ("doing", "waits", "last", "stacks"))
+        seconds, ended = min(max(float(said["seconds"]), 0.0), 1e9), said["ended"]
+        return cls(doing, waits, last, seconds, stacks, started, None if ended is None else int(ended))
+
 
 class RankReports:
     """Folder of a job's reports, used by one rank. `job` is a unique text per job. Raises OSError."""
 
     def __init__(self, out: Path, rank: int, job: str, folder: str = FOLDER) -> None:
-        self._folder, self._rank = out / folder, rank
+        self._folder = out / folder
         self._job = sha256(job.encode()).hexdigest()[:12]
         self._file = self._folder / f"{self._job}-{rank:05d}"
-        self._out, self._signed = os.stat(out), self._file
+        self._out = os.stat(out)
 
     def is_on(self) -> bool:
         return self._folder.exists()
 
-    def sign(self, standing: RankState) -> None:
+    def sign(self, state: RankState) -> None:
         if not os.path.samestat(os.stat(self._folder.parent), self._out):
             raise FileNotFoundError(self._folder.parent)  # another folder has taken its place
         self._folder.mkdir(mode=0o700, exist_ok=True)
         partial = self._folder / f".{self._file.name}"
-        partial.write_text(json.dumps(asdict(standing)))
-        self._signed = self._file.with_name(f"{self._file.name}{ENDED * (standing.ended is not None)}")
-        partial.replace(self._signed)
+        partial.write_text(json.dumps(asdict(state)))
+        partial.replace(self._file)
 
     def leave(self) -> None:
         """Remove this rank's files, as it makes progress; the last rank to leave removes the folder."""
         with contextlib.suppress(OSError):  # others are there
-            self._signed.unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)
             self._folder.rmdir()
 
     def claim(self) -> bool:
@@ -123,24 +132,22 @@ class RankReports:
             return False
         return True
 
-    def read(self, *, few: bool = False) -> dict[int, RankState]:
-        """Return rank -> state, for the ranks that have signed.
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{self._job}-[0-9]*"))
 
-        few: only ended ranks, the first rank and the next one below this, to compare this one with
-        """
-        paths = {int(path.name.split("-")[1]): path for path in self._folder.glob(f"{self._job}-[0-9]*")}
-        if few:
-            others = paths.keys() - {self._rank}
-            waiting = sorted(rank for rank in others if not paths[rank].name.endswith(ENDED))
-            kept = {*waiting[:1], *[rank for rank in waiting if rank < self._rank][-1:]}
-            paths = {rank: paths[rank] for rank in others if rank in kept or rank not in waiting}
+    def is_first(self) -> bool:
+        """Return whether no rank before this one has signed."""
+        return self._paths()[:1] == [self._file]
+
+    def read(self) -> dict[int, RankState]:
+        """Return rank -> state, for the ranks that have signed."""
         found, now = dict[int, RankState](), 0.0
-        for rank, path in sorted(paths.items()):
+        for path in self._paths():
             with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # one that left just now
-                now = now or self._signed.stat().st_mtime
-                standing = standing_of(parse_json(read_file(path, MOST)))
+                now = now or self._file.stat().st_mtime
+                state = RankState.parse(parse_json(read_file(path, MOST)))
                 behind = max(0.0, now - path.stat().st_mtime)
-                found[rank] = replace(standing, seconds=standing.seconds + behind)
+                found[int(path.name.split("-")[1])] = replace(state, seconds=state.seconds + behind)
         return found
 
     def clear(self) -> None:
@@ -152,22 +159,10 @@ class RankReports:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def standing_of(said: Any) -> RankState:
-    """Return the state that a rank has signed; raise an error for invalid content."""
-    started = [
-        [Started(int(number), str(kind), str(label), detail) for number, kind, label, detail in of_comm]
-        for of_comm in said["started"]
-    ]
-    doing, waits, last, stacks = (str(said[name]) for name in ("doing", "waits", "last", "stacks"))
-    seconds, ended = min(max(float(said["seconds"]), 0.0), 1e9), said["ended"]
-    return RankState(doing, waits, last, seconds, stacks, started, None if ended is None else int(ended))
-
-
 # ------------------------------------------------------------------------------------- waits in vain
 
 
-@dataclass(frozen=True)
-class Vain:
+class Vain(NamedTuple):
     """Reason why waiting cannot help, and the exit status of the job."""
 
     reason: str
@@ -176,12 +171,8 @@ class Vain:
 
 def in_vain(found: Mapping[int, RankState]) -> Vain | None:
     """Return why ranks wait in vain, as far as these states show it; None if they do not."""
-    return different(found) or left_waiting(found)
-
-
-def different(found: Mapping[int, RankState]) -> Vain | None:
-    """Find two ranks that have started different collectives under one number."""
-    for comm in range(max((len(state.started) for state in found.values()), default=0)):
+    comms = range(max((len(state.started) for state in found.values()), default=0))
+    for comm in comms:  # two ranks that have started different collectives under one number
         having = [state for state in found.values() if comm < len(state.started)]
         first = min(state.number(comm) - len(state.started[comm]) for state in having)
         for number in range(first, max(state.number(comm) for state in having)):
@@ -195,22 +186,18 @@ def different(found: Mapping[int, RankState]) -> Vain | None:
                     f"{shown(texts[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
                     "start the same in the same order"
                 )
-    return None
-
-
-def left_waiting(found: Mapping[int, RankState]) -> Vain | None:
-    """Find a rank that has ended before a collective that others have started."""
     ended = [rank for rank, state in found.items() if state.ended is not None]
     for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # one that failed, if any
-        for comm in range(max(len(state.started) for state in found.values())):
+        for comm in comms:  # a rank that has ended before a collective that others have started
             number, status = found[rank].number(comm), found[rank].ended
             waiting = [r for r, each in found.items() if each.ended is None and each.number(comm) > number]
             if waiting:
                 start = found[min(waiting)].at(comm, number)
                 what = shown(start.text) if start else f"collective {number}"
+                wait = "wait" if len(waiting) > 1 else "waits"
                 return Vain(
-                    f"rank {rank} has ended with exit status {status}, while {named(waiting)} "
-                    f"{'wait' if len(waiting) > 1 else 'waits'} for it in {what}",
+                    f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "
+                    f"in {what}",
                     status or FAILED,
                 )
     return None
@@ -224,7 +211,7 @@ def verdict(found: Mapping[int, RankState], ranks: int) -> str:
     missing = [rank for rank in range(ranks) if rank not in found]
     if missing:
         return f"no sign of life from {named(missing)}"
-    elsewhere = [rank for rank, standing in found.items() if not standing.waits]
+    elsewhere = [rank for rank, state in found.items() if not state.waits]
     if elsewhere:
         first = found[min(elsewhere)]
         return f"{named(elsewhere)} in no collective ({first.doing}, for {first.seconds:.1f} s)"
@@ -237,15 +224,19 @@ def verdict(found: Mapping[int, RankState], ranks: int) -> str:
 
 def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     """Return lines with the state of each rank. `places`: process and host of all ranks, for messages."""
+
+    def placed(ranks: Sequence[int]) -> str:
+        return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
+
     lines = [
-        f"{placed([rank], places)}: no sign of life: stopped, ended, or cut off with its host"
+        f"{placed([rank])}: no sign of life: stopped, ended, or cut off with its host"
         for rank in range(len(places))
         if rank not in found
     ]
     for group in grouped(found):
         ages = sorted(found[rank].seconds for rank in group)
         spread = f"{ages[0]:.1f}" + (f" to {ages[-1]:.1f}" if len(group) > 1 else "")
-        lines.append(f"{placed(group, places)}: {found[group[0]].place}, for {spread} s")
+        lines.append(f"{placed(group)}: {found[group[0]].place}, for {spread} s")
     return lines
 
 
@@ -263,9 +254,13 @@ def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: (bool(found[group[0]].waits), len(group)))
 
 
-def placed(ranks: Sequence[int], places: Sequence[str]) -> str:
-    """Return ranks by their numbers; a single one with its process and host."""
-    return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
+def stacks() -> str:
+    """Return the stacks of this process's threads, without those that only watch."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    return "\n\n".join(thread for thread in threads if not any(name in thread for name in WATCHERS))
 
 
 # ------------------------------------------------------------------------------------- the threads
@@ -289,7 +284,7 @@ class Watchdog:
         self._tell: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = CALL / 2, 0.0  # of comparisons: later ranks compare as well
+        self._pause, self._compares_at = LOOK / 2, 0.0  # of comparisons, which grow rare
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -346,11 +341,10 @@ class Watchdog:
 
     def standing(self, with_stacks: bool = True) -> RankState:
         by_age = sorted(meters(), key=lambda meter: meter.changed)
-        waits = " and ".join(collective(meter.what) for meter in by_age if meter.waits)
         left = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]
         return RankState(
             self._doing,
-            waits,
+            " and ".join(collective(meter.what) for meter in by_age if meter.waits),
             left[-1] if left else "",
             time.perf_counter() - self._changed,
             stacks() if with_stacks else "",
@@ -367,13 +361,11 @@ class Watchdog:
             if now - before > look + min(SUSPENDED, self.limit / 2):
                 self._since = now  # the process was stopped: this is no lack of progress
             before, changed = now, self._changed
-            try:
+            with contextlib.suppress(OSError):  # files do not work: the other thread needs none
                 if self._counts and now - changed > self.limit:
                     self._speak(changed, now - changed)
                 if self._reports is not None:
                     self._answer(self._reports, changed, now - changed)
-            except OSError:  # files do not work: the other thread needs none
-                continue
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
         """Sign or leave the roll call, and compare this rank with others that have signed."""
@@ -386,7 +378,7 @@ class Watchdog:
         if self._signed is not None and now >= self._compares_at:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._compares_at = now + self._pause
-            vain = in_vain({**reports.read(few=True), self.rank: self.standing(with_stacks=False)})
+            vain = in_vain(reports.read()) if reports.is_first() else None  # one compares: ranks may be many
             if vain is not None:
                 self._speak(changed, age, vain)
 
@@ -401,7 +393,7 @@ class Watchdog:
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
-        self._signed, self._pause, self._compares_at = changed, CALL / 2, 0.0
+        self._signed, self._pause, self._compares_at = changed, LOOK / 2, 0.0
 
     def _speak(self, changed: float, age: float, vain: Vain | None = None) -> None:
         """Print the states of all ranks and end the job, unless another rank does."""
@@ -445,12 +437,3 @@ class Watchdog:
         faulthandler.dump_traceback(file=2, all_threads=True)
         time.sleep(DRAIN)
         end_surely(self._kill, STATUS)
-
-
-def stacks() -> str:
-    """Return the stacks of this process's threads, without those that only watch."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        file.seek(0)
-        threads = file.read().decode(errors="replace").split("\n\n")
-    return "\n\n".join(thread for thread in threads if not any(name in thread for name in WATCHERS))

@@ -86,7 +86,7 @@ class World:
         """Communicator of the ranks of this node. The first access is collective."""
         if self.size == 1:
             return SerialComm()
-        from zero_mpi.comm.mpi import MPIComm
+        from zero_mpi.comm.mpi import MPIComm  # needs an MPI library
         from zero_mpi.comm.topology import node_communicator
 
         return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
@@ -265,21 +265,12 @@ def meet(world: World, patience: float) -> bool:
     return True
 
 
-def leave_together(world: World, status: int, problem: str) -> None:
-    """Wait for the other ranks to end too.
+def finish(world: World, status: int, problem: str = "") -> NoReturn:
+    """End this process with `status`, which all ranks have agreed on, once the other ranks end too.
 
     A rank that ends alone with a bad status ends the job, or the others would wait for it forever; one that
     ends well waits without limit, since another may still be writing.
     """
-    with world.meter.waiting(END):
-        if not meet(world, PATIENCE if status else math.inf):
-            why = f" ({problem})" if problem else ""
-            text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
-            world.end(FAILED, f"rank {world.rank} left alone{why}", text)
-
-
-def finish(world: World, status: int, problem: str = "") -> NoReturn:
-    """End this process with `status`, which all ranks have agreed on."""
     sys.stdout.flush()
     sys.stderr.flush()
     fine = status in (0, REQUEUE)
@@ -287,7 +278,11 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
         world.tell(status, problem)
     if world.shutdown is not None:
         records.ended = 0 if fine else None
-        leave_together(world, status, problem)
+        with world.meter.waiting(END):
+            if not meet(world, PATIENCE if status else math.inf):
+                why = f" ({problem})" if problem else ""
+                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
+                world.end(FAILED, f"rank {world.rank} left alone{why}", text)
     for close in world.closing:
         close()
     if world.rank == 0 and fine:  # now all ranks have reached this point

@@ -25,18 +25,21 @@ class LoRA:
     """Adapters of rank `rank` for the weights that match patterns; products are scaled by alpha / rank.
 
     stored: names and types of the frozen weights that stay quantized in the blocks of their file
+    rounding: names and types of matrices that layers see rounded, merged with their adapters
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     stored: tuple[tuple[str, BlockKind], ...] = ()
+    rounding: tuple[tuple[str, str], ...] = ()
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
         """Add adapters to the projections that match a pattern; return the stages."""
+        kinds = dict(self.rounding)
         for name, linear in projections(stages).items():
             if any(is_meant(name, pattern) for pattern in self.targets):
-                linear.adapt(self.rank, self.alpha / self.rank)
+                linear.adapt(self.rank, self.alpha / self.rank, kinds.get(name))
         return stages
 
     def check(self, stages: list[Stage]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
 from zero_mpi.nn.batch import BatchContext
 from zero_mpi.nn.layer import Tally
@@ -27,7 +28,7 @@ ROWS = 1024  # of a temporary array
 def balance(sums: Mapping[str, Any]) -> float:
     """Return the balance loss of a micro-batch, by the sums over its routed layers."""
     counts, p = (np.asarray(sums.get(name, 0.0), float) for name in ("routed_counts", "routed_p"))
-    return float(counts.size * np.vdot(counts, p) / float(sums.get("routed_rows", 1)) ** 2)
+    return float(counts.size * np.vdot(counts, p) / max(1.0, float(sums.get("routed_rows", 1))) ** 2)
 
 
 def log_sums(logits: Array, p: Array) -> Array:
@@ -46,25 +47,35 @@ class RouterLosses:
         load = {self.name + LOAD: Tally((self.experts,))}
         return {BALANCE: Tally(scale=0.0, value=balance), Z: Tally(scale=0.0), **load}
 
-    def report(self, batch: BatchContext, logits: Array, p: Array, starts: Array) -> None:
-        """Report logits and their softmax p (T, N); expert e has the rows starts[e]:starts[e + 1]."""
+    def report(self, batch: BatchContext, logits: Array, p: Array, chosen: Array, starts: Array) -> None:
+        """Report the routing of a layer, as `ops.route` returns it, for logits (T, N); without padding."""
         counts = starts[1:] - starts[:-1]
+        if batch.documents is not None:
+            counted = batch.documents.counted
+            padding = chosen[~counted].reshape(-1)
+            counts = counts - namespace(counts).bincount(padding, minlength=self.experts)
+            logits, p = logits[counted], p[counted]
         batch.report(self.name, **{self.name + LOAD: counts})
         if batch.factors:
             squares = (log_sums(logits, p) ** 2).sum(dtype=np.float64)
             batch.report(self.name, routed_counts=counts, routed_p=column_sums(p), routed_rows=len(p))
-            batch.report(self.name, **{Z: squares / len(p)})
+            batch.report(self.name, **{Z: squares / max(1, len(p))})
 
     def add_gradient(self, batch: BatchContext, dlogits: Array, logits: Array, p: Array) -> None:
         """Add the gradient of both losses to dlogits (T, N) in place; all layers have reported."""
         if not batch.factors:
             return
         by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
-        counts, rows = batch.sums["routed_counts"], batch.sums["routed_rows"]
+        counts, rows = batch.sums["routed_counts"], max(1, batch.sums["routed_rows"])
         slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # by p, (N,)
+        counted = None if batch.documents is None else batch.documents.counted
+        tokens = len(p) if counted is None else max(1, int(counted.sum()))
         for start in range(0, len(p), ROWS):
             part = slice(start, start + ROWS)
             mean = column_sums((p[part] * slope).T)
             if by_z:
-                mean = mean - (2 * by_z / len(p)) * log_sums(logits[part], p[part])
-            dlogits[part] = dlogits[part] + p[part] * (slope - mean[:, None])  # which may be of a low type
+                mean = mean - (2 * by_z / tokens) * log_sums(logits[part], p[part])
+            added = p[part] * (slope - mean[:, None])
+            if counted is not None:
+                added[~counted[part]] = 0
+            dlogits[part] = dlogits[part] + added  # which may be of a low type

@@ -49,8 +49,9 @@ class Packed:
 class Documents:
     """Starts of a micro-batch's documents, on the device, and arrays that layers derive from them once."""
 
-    def __init__(self, begins: Array) -> None:
-        self.begins = device.in_use().from_host(begins)
+    def __init__(self, packed: Packed) -> None:
+        self._ids = packed.ids
+        self.begins = device.in_use().from_host(packed.begins)
         self._rows: dict[int, tuple[Array, Array]] = {}
         self._within: dict[int, Array] = {}
 
@@ -58,6 +59,13 @@ class Documents:
     def positions(self) -> Array:
         """The position of each token in its document, (B, T) int64."""
         return namespace(self.begins).arange(self.begins.shape[1]) - self.begins
+
+    @cached_property
+    def counted(self) -> Array:
+        """False for the padding behind a row's last document: ids of 0 that are each alone; (B T,) bool."""
+        xp, ids = namespace(self.begins), device.in_use().from_host(self._ids)
+        within = (ids != 0) | (self.positions != 0)
+        return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
 
     def rows(self, table: Array) -> Array:
         """Return the rows of a table (positions, ...) for each token, (B T, ...): made once per table."""

@@ -31,6 +31,7 @@ from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.generation import Cache, infer
 from zero_mpi.nn.layer import Layer, Stage, Weights
 from zero_mpi.nn.linear import ALL, Linear, Rows, rows_of
+from zero_mpi.nn.low_rank import LowRank
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 from zero_mpi.ops.packed_matrix import PackedMatrix
 
@@ -146,7 +147,7 @@ class Program:
 
     def place(self, x: Any) -> int:
         """Return the address of an array, or of a number as float32, and keep it."""
-        array = np.asarray(x, np.float32) if isinstance(x, float | int) else x
+        array = x if isinstance(x, np.ndarray) else np.asarray(x, np.float32)
         if array.dtype != np.float32 or not array.flags.c_contiguous:
             raise Unrecorded(f"an array of {array.dtype}")
         self._kept.append(array)
@@ -173,13 +174,21 @@ class Program:
     def project(self, layers: Sequence[Linear | Rows], x: Array) -> list[Array]:
         """Record linear layers of one input."""
         parts = [(each, ALL) if isinstance(each, Linear) else (each.linear, each.part) for each in layers]
-        if any(linear.adapter is not None for linear, _ in parts):
-            raise Unrecorded("an adapter")
         found = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
-        return [
-            y if linear.bias is None else self.combine(self.code.ADD, y, self.p[linear.bias][part], 1)
-            for y, (linear, part) in zip(found, parts, strict=True)
-        ]
+        for place, (linear, part) in enumerate(parts):
+            if linear.bias is not None:
+                found[place] = self.combine(self.code.ADD, found[place], self.p[linear.bias][part], 1)
+            if linear.adapter is not None and linear.adapter.b in self.p:
+                found[place] = self.adapt(linear.adapter, part, x, found[place])
+        return found
+
+    def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
+        """Record the sum of y and an adapter's product."""
+        if adapter.kind is not None:
+            raise Unrecorded("an adapter that is rounded with its matrix")
+        narrow = self.products([(self.p[adapter.a], x)])[0]
+        narrow = self.combine(self.code.SCALE, narrow, adapter.scale, 1)
+        return self.combine(self.code.ADD, y, self.products([(self.p[adapter.b][part], narrow)])[0])
 
     def normalize(self, norm: RMSNorm | LayerNorm, x: Array, vectors: int = 1) -> Array:
         """Record a norm of vectors of one width."""

@@ -11,7 +11,7 @@ from zero_mpi.nn.balance import RouterLosses
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.fusions import AddsInForward, backward_onto, forward_onto
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Tally, Weights
-from zero_mpi.nn.linear import ALL, Linear
+from zero_mpi.nn.linear import ALL, OBSERVERS, Linear
 
 
 def wide(x: Any, w: Any, b: Any = None, plus: Any = None) -> Any:
@@ -86,9 +86,13 @@ class Experts(Composite, AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         flat, kept = x.reshape(-1, x.shape[-1]), None
         routing = self.route(p, flat)
-        self.losses.report(batch_of(p), routing.logits, routing.p, routing.starts)
+        self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
         via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
         gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
+        for observe in OBSERVERS:
+            plain = ops.swiglu(gate, up)  # as llama.cpp has it, which weights the rows behind `down`
+            for linear, x_of in (self.router, flat), (self.gate, rows), (self.up, rows), (self.down, plain):
+                observe(linear.weight, x_of, None if linear is self.router else routing.starts)
         rows = self.down.rows(p, ops.weighted_swiglu(gate, up, routing.weights), ALL, via=via)
         if self.shared is not None:
             y, kept = forward_onto(self.shared, p, x, residual)

@@ -16,17 +16,20 @@ from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
 
 ALL = slice(None)
-_observers: list[Callable[[str, Any], None]] = []
+OBSERVERS: list[Callable[[str, Any, Any], None]] = []
 
 
 @contextmanager
-def observing(observe: Callable[[str, Any], None]) -> Iterator[None]:
-    """Let observe(name of the matrix, x) be called in each forward of a linear layer."""
-    _observers.append(observe)
+def observing(observe: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Let observe(name of the matrix, x, starts) be called in each forward of a linear layer.
+
+    starts: where the rows of each expert's matrix begin, of a stack; otherwise None
+    """
+    OBSERVERS.append(observe)
     try:
         yield
     finally:
-        _observers.remove(observe)
+        OBSERVERS.remove(observe)
 
 
 class Linear(AddsInForward):
@@ -56,9 +59,18 @@ class Linear(AddsInForward):
             self._params[self.bias] = Param((outputs,), "zeros")
         self.adapter: LowRank | None = None
 
-    def adapt(self, rank: int, scale: float) -> None:
-        """Add an adapter (a product of low rank), which may be trained while the matrix is frozen."""
-        self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale)
+    def adapt(self, rank: int, scale: float, kind: str | None = None) -> None:
+        """Add an adapter (a product of low rank), which may be trained while the matrix is frozen.
+
+        kind: a type of blocks, to which the sum of the matrix and the product is rounded
+        """
+        self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
+
+    def _matrix(self, p: Weights, part: slice) -> Any:
+        """Return a part of the rows of W that is multiplied with."""
+        w: Any = p[self.weight][part]
+        adapter = self.adapter
+        return w if adapter is None or adapter.kind is None else adapter.merged(p, w, part)
 
     def params(self) -> dict[str, Param]:
         return self._params if self.adapter is None else self._params | self.adapter.params()
@@ -68,10 +80,10 @@ class Linear(AddsInForward):
 
     def rows(self, p: Weights, x: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
         """Return y of a part of the rows of W."""
-        for observe in _observers if not part.start else ():
-            observe(self.weight, x)
+        for observe in OBSERVERS if via is ops and not part.start else ():
+            observe(self.weight, x, None)
         bias = p[self.bias][part] if self.bias else None
-        w: Any = p[self.weight][part]
+        w = self._matrix(p, part)
         packed = isinstance(w, PackedMatrix)
         y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
         return y if self.adapter is None else self.adapter.add_to(y, p, x, part, via)
@@ -91,7 +103,7 @@ class Linear(AddsInForward):
             via.linear_backward_w(dy, x, g[self.weight][part])
         if self.bias and self.bias in g:
             ops.linear_backward_b(dy, g[self.bias][part])
-        dx = via.linear_backward_x(dy, p[self.weight][part], into)
+        dx = via.linear_backward_x(dy, self._matrix(p, part), into)
         return dx if self.adapter is None else self.adapter.backward(p, x, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:

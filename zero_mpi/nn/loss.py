@@ -127,17 +127,21 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    It is computed with so many positions more that their number is a power of two, because few shapes mean
-    few sizes of memory; these do not count.
+    It begins with the first target that counts and ends with the last, and is computed with so many positions
+    more that their number is a power of two or a multiple of an eighth of the row: few shapes mean few sizes
+    of memory. These do not count.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
-        size, start, stop = targets.shape[1], span.start, span.stop
-        room = min(size, 1 << max(0, stop - start - 1).bit_length())
+        counted = np.flatnonzero(targets[row, span] != UNCOUNTED)
+        first, last = (counted[0], counted[-1]) if counted.size else (0, 0)
+        size, start, stop = targets.shape[1], span.start + int(first), span.start + int(last) + 1
+        step = -(-size // ROW_STEPS)
+        room = min(size, 1 << (stop - start - 1).bit_length(), -(-(stop - start) // step) * step)
         first = min(start, size - room)
         self.part = row, slice(first, first + room)
         kept = np.full(room, UNCOUNTED, np.int64)
-        kept[start - first : stop - first] = targets[row, span]
+        kept[start - first : stop - first] = targets[row, start:stop]
         self.targets = device.in_use().from_host(kept)
 
 

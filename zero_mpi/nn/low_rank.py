@@ -7,43 +7,55 @@ full name, as in llama.cpp. s is alpha / R.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.nn.layer import Gradients, Param, Weights
+from zero_mpi.ops.rounding import round_to
 
 FIRST, SECOND = ".lora_a", ".lora_b"
+AT_ONCE = 1 << 16  # elements of a product at a time, which a cache holds
 
 
 class LowRank:
     """The adapter of one matrix (O, C), or of a stack of them (N, O, C), of rank R.
 
+    With `kind`, a type of blocks, layers compute with `merged` in place of the matrix (no stack); gradients
+    of a and b are those of the product, straight through the rounding.
     `via`: the operations of linear layers that compute it, as in `Linear.rows`.
     """
 
-    def __init__(self, weight: str, shape: tuple[int, ...], rank: int, scale: float) -> None:
+    def __init__(
+        self, weight: str, shape: tuple[int, ...], rank: int, scale: float, kind: str | None = None
+    ) -> None:
         *stack, outputs, inputs = shape
-        self._a, self._b, self._rank, self._scale = weight + FIRST, weight + SECOND, rank, scale
+        self.kind = kind
+        self.a, self.b, self._rank, self.scale = weight + FIRST, weight + SECOND, rank, scale
         self._params = {
-            self._a: Param((*stack, rank, inputs), std=inputs**-0.5),
-            self._b: Param((*stack, outputs, rank), "zeros"),
+            self.a: Param((*stack, rank, inputs), std=inputs**-0.5),
+            self.b: Param((*stack, outputs, rank), "zeros"),
         }
 
     def params(self) -> dict[str, Param]:
         """Return both matrices by name."""
         return self._params
 
+    def merged(self, p: Weights, w: Any, part: slice) -> Any:
+        """Return a part of the rows of the matrix, w, merged with the product and rounded to `kind`."""
+        assert self.kind is not None, "an adapter that rounds"
+        return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
+
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
         """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows.
 
-        Without b among the weights the product is left out.
+        Without b among the weights, or with it in the matrix, the product is left out.
         """
-        if self._b not in p:
+        if self.b not in p or self.kind is not None:
             return y
-        return via.linear(self._narrow(p, x, via), p[self._b][part], None, y)
+        return via.linear(self._narrow(p, x, via), p[self.b][part], None, y)
 
     def backward(
         self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
@@ -52,22 +64,45 @@ class LowRank:
 
         x a^T is recomputed, at R / O of the layer's matmul cost.
         """
-        if self._b in g:
-            via.linear_backward_w(dy, self._narrow(p, x, via), g[self._b][part])
-        narrow = self._scaled(via.linear_backward_x(dy, p[self._b][part]))
-        if self._a in g:
-            via.linear_backward_w(narrow, x, g[self._a])
-        return via.linear_backward_x(narrow, p[self._a], dx)
+        if self.b in g:
+            via.linear_backward_w(dy, self._narrow(p, x, via), g[self.b][part])
+        narrow = self._scaled(via.linear_backward_x(dy, p[self.b][part]))
+        if self.a in g:
+            via.linear_backward_w(narrow, x, g[self.a])
+        return dx if self.kind is not None else via.linear_backward_x(narrow, p[self.a], dx)
 
     def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
         """Return s x a^T (..., R)."""
-        return self._scaled(via.linear(x, p[self._a]))
+        return self._scaled(via.linear(x, p[self.a]))
 
     def _scaled(self, x: Any) -> Any:
         """Return s x (..., R), computed as a matrix product: every device and dtype supports it."""
-        if self._scale == 1:
+        if self.scale == 1:
             return x
-        return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.home_of(x)))
+        return ops.linear(x, diagonal(self._rank, self.scale, x.dtype, device.home_of(x)))
+
+
+def product(b: Any, a: Any) -> Any:
+    """Return b (O, R) @ a (R, C), float32, with the same bits everywhere and for any part of the rows.
+
+    The terms of an element are added in order, each rounded; BLAS would choose an order of its own.
+    """
+    out = np.zeros((len(b), a.shape[1]), np.float32)
+    step = max(1, AT_ONCE // a.shape[1])
+    term = np.empty((step, a.shape[1]), np.float32)
+    for first in range(0, len(b), step):
+        rows = out[first : first + step]
+        for column, row in zip(b[first : first + step].T, a, strict=True):
+            rows += np.multiply(column[:, None], row, out=term[: len(rows)])
+    return out
+
+
+@singledispatch
+def merged(w: Any, a: Any, b: Any, scale: float, kind: str) -> Any:
+    """Return w (O, C) + scale b a, as blocks of a type hold it."""
+    values = w + np.float32(scale) * product(b, a)
+    round_to(kind, values.reshape(-1), values.reshape(-1))
+    return values
 
 
 @lru_cache(maxsize=32)

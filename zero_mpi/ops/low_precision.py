@@ -54,7 +54,7 @@ def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
 
 def is_low(x: Any) -> bool:
     """Return whether `x` is an array of a low type."""
-    return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype in LOW
+    return hasattr(x, "dtype") and x.dtype.itemsize == 2 and x.dtype in LOW
 
 
 def widened(x: Any) -> Any:

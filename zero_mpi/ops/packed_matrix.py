@@ -1,8 +1,9 @@
-"""A matrix that stays in the blocks of its file, for layers that compute forward alone."""
+"""Matrices that stay in the blocks of their file: one for layers that compute forward alone, or a stack."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,31 @@ class PackedMatrix:
             if more is not None:
                 y += more
         return y
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of one) uint8; one is unpacked when it is asked for.
+
+    kept     the type to which its elements are rounded; `dtype` is that of the matrices
+    """
+
+    raw: Array
+    kind: str
+    shape: tuple[int, ...]
+    kept: Any
+    dtype: Any
+
+    def __getitem__(self, which: int | slice) -> Any:
+        if isinstance(which, slice):
+            return replace(self, raw=self.raw[which], shape=(len(self.raw[which]), *self.shape[1:]))
+        w = recycled(self.shape[1:], self.kept)
+        ops.dequantize(self.raw[which], self.kind, w.reshape(-1))
+        return w.astype(self.dtype, copy=False)
+
+    def astype(self, dtype: Any) -> PackedStack:
+        """Return the same elements as another type."""
+        return replace(self, dtype=np.dtype(dtype))
 
 
 def packs(kind: str, shape: tuple[int, ...]) -> bool:

@@ -84,9 +84,8 @@ class Muon(MatrixRule):
         else:
             gradient[...] = momentum
         stack = gradient[: math.prod(shape)].reshape(-1, *shape[-2:])
-        rows = next(
-            (rows for pattern, rows in self.parts.items() if fnmatchcase(name, pattern)), shape[-2:-1]
-        )
+        fused = (rows for pattern, rows in self.parts.items() if fnmatchcase(name, pattern))
+        rows = next(fused, shape[-2:-1])
         for whole in stack:
             for part, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
                 matrix = whole[end - part : end]

@@ -1,12 +1,9 @@
 """State that lies in the host's memory and passes through the GPU in pieces when it is updated.
 
-AdamW reads and writes both moments once per step, and they are unused in between; on the GPU they would only
-take memory, 8 bytes per parameter, and so does the float32 copy of the parameters (4 bytes) where what layers
-read is of low precision. Here they lie in pinned memory. A piece comes on one stream, is updated on the one
-that computes and goes back on a third; events put the three in order, so that the next piece comes while this
-one is updated and the last one goes. The update of each element is the same as without: so are its bits.
-(ZeRO-Offload, Ren et al., 2021, leaves the update to the host as well; a GPU's link has become too fast for
-that to pay.)
+Moments, and float32 parameters where layers read low precision, are used once per step; here they lie in
+pinned memory. A piece comes on one stream, is updated on the one that computes and goes back on a third;
+events put the three in order, so that transfers overlap. The update of each element has the same bits.
+(ZeRO-Offload, Ren et al., 2021, leaves the update to the host; a GPU's link is too fast for that to pay.)
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
 from zero_mpi.optim.rates import ParameterRates, matched
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
-from zero_mpi.sharding.module import ShardedModule
-from zero_mpi.sharding.sharded_unit import ShardedUnit
+from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
 States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
@@ -39,8 +38,7 @@ class StepResult:
 class MovingAverage:
     """Averages of the parameters of some units, flat, by their names; zeros until `begin`.
 
-    After each update e = keep e + (1 - keep) p, in float32, beginning with the first parameters; an update
-    that is left out leaves it as it is. It lies where the states lie: each rank has it for what it updates.
+    After each update e = keep e + (1 - keep) p, in float32, of what the rank updates.
     """
 
     def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
@@ -49,12 +47,10 @@ class MovingAverage:
         self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
 
     def begin(self, units: Iterable[ShardedUnit]) -> None:
-        """Set the averages to the parameters as they are."""
         for unit in units:
             device.in_use().copy(self.values[unit.name], unit.updated[0])
 
     def follow(self, unit: ShardedUnit) -> None:
-        """Update the averages by the parameters of a unit that was updated."""
         ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
@@ -110,8 +106,7 @@ class ShardedOptimizer:
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
         """Raise for impossible arguments, where a class checks them."""
 
-    def check_units(self) -> None:
-        """Raise ValueError for units that the rules cannot update, where a class checks them."""
+    def check_units(self) -> None: ...
 
     @property
     def type(self) -> str:
@@ -170,7 +165,8 @@ class ShardedOptimizer:
             with spans.during(spans.OPTIMIZER, "update"):
                 self._direct(lr, scale).wait()
                 for unit in self.units:
-                    self._update_unit(unit, lr, scale)
+                    for part, rate, rule in self._parts(unit, lr):
+                        rule.update(part, rate, scale, self.steps)
                     if self.average is not None:
                         self.average.follow(unit)
                 if self._offload is not None and self._offload.masters:
@@ -181,11 +177,6 @@ class ShardedOptimizer:
         self.module.loss_scale.update(finite)
         self.module.zero_gradients()
         return StepResult(norm, not finite)
-
-    def names_of_states(self, unit: ShardedUnit) -> tuple[str, ...]:
-        """Return the names of a unit's states: of all its parameters, those that each one's rule keeps."""
-        rules = (self.rule_of(name) for name in unit.unit.params)
-        return tuple(dict.fromkeys(name for rule in rules for name in rule.states))
 
     def kept_states(self) -> Iterator[tuple[str, ShardedUnit, frozenset[str]]]:
         """Yield (state, unit, names of its parameters that have the state), one state after the other."""
@@ -202,16 +193,17 @@ class ShardedOptimizer:
 
     def _make_states(self) -> dict[str, States]:
         """Return zeros for each unit, where they are kept."""
-        sizes = {
-            unit.name: (part.stop - part.start, unit.unit.quantum, self.names_of_states(unit))
-            for unit in self.units
-            for part in [self.state_part(unit)]
-        }
+        sizes = {}
+        for unit in self.units:
+            part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]
+            names = tuple(dict.fromkeys(name for rule in rules for name in rule.states))
+            sizes[unit.name] = part.stop - part.start, unit.unit.quantum, names
         if self._offload is None:
             zeros, kind = device.in_use().zeros, self.module.precision.master
-            return {
-                unit: {name: zeros(size, kind) for name in names} for unit, (size, _, names) in sizes.items()
-            }
+            made: dict[str, States] = {}
+            for unit_name, (size, _, names) in sizes.items():
+                made[unit_name] = {name: zeros(size, kind) for name in names}
+            return made
         return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
 
     def _direct(self, lr: float, scale: float) -> Handle:
@@ -230,10 +222,6 @@ class ShardedOptimizer:
             handles.append(unit.gradient.start_publish())
         return AllOf(handles)
 
-    def _update_unit(self, unit: ShardedUnit, lr: float, scale: float) -> None:
-        for part, rate, rule in self._parts(unit, lr):
-            rule.update(part, rate, scale, self.steps)
-
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
         """Yield the parts of a unit that one rule updates, with its rate."""
         parameters, gradients, _ = unit.updated
@@ -244,9 +232,8 @@ class ShardedOptimizer:
                 own = slice(here.start - part.start, here.stop - part.start)
                 runs = slice(here.start // quantum, -(-here.stop // quantum))
                 rounded = None if low is None else low[here]
-                kept = (
-                    {} if isinstance(rule, MatrixRule) else {name: states[name][own] for name in rule.states}
-                )
+                names = () if isinstance(rule, MatrixRule) else rule.states
+                kept = {name: states[name][own] for name in names}
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:

@@ -1,8 +1,7 @@
 """Weight decay and factors of the learning rate, which an update takes by the parameter's name.
 
-Both are the same within a chunk of a unit. Decay is a table with a number for each chunk, which the update
-reads. Rates differ rarely: a unit is cut into segments of one factor, and the update of each is given its
-rate. An element's update does not depend on such cuts, and without factors there is one segment.
+Both are the same within a chunk of a unit. Decay is a table with a number for each chunk. Rates differ
+rarely: a unit is cut into segments of one factor. An element's update does not depend on such cuts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from zero_mpi import device
 from zero_mpi.arguments import instance, number
 from zero_mpi.device.types import Array
 from zero_mpi.optim.rule import Rule
-from zero_mpi.sharding.sharded_unit import ShardedUnit
+from zero_mpi.sharding.module import ShardedUnit
 
 T = TypeVar("T")
 
@@ -69,19 +68,13 @@ class ParameterRates:
     def _of(self, unit: ShardedUnit) -> UnitRates:
         part, whole = unit.updated[2], unit.unit
         here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
-        chunks = [(whole.chunks(name), name, param) for name, param in whole.params.items()]
-        decays = np.concatenate(
-            [
-                np.full(count, matched(self._decays, name, float(param.decays)), np.float64)
-                for count, name, param in chunks
-            ]
-        )
-        updates = [
-            (self.factor(name), self._rule_of(name)) for count, name, _ in chunks for _ in range(count)
-        ]
-        return UnitRates(
-            device.in_use().from_host(decays[here]), tuple(segments(updates[here], whole.quantum))
-        )
+        decays, updates = list[float](), list[tuple[float, Rule]]()
+        for name, param in whole.params.items():
+            count = whole.chunks(name)
+            decays += [matched(self._decays, name, float(param.decays))] * count
+            updates += [(self.factor(name), self._rule_of(name))] * count
+        table = device.in_use().from_host(np.array(decays[here], np.float64))
+        return UnitRates(table, tuple(segments(updates[here], whole.quantum)))
 
 
 def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from gguf import GGMLQuantizationType, quantize
-
-from zero_mpi import ops
-from zero_mpi.device.types import Array
-from zero_mpi.ops import ggml
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
+from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.rule import Part, Rule
 
 MASTER = "master"
-PIECE = 1 << 18  # elements rounded at a time, a multiple of every block
 
 
 @dataclass(frozen=True)
@@ -51,15 +44,3 @@ class Rounded(Rule):
         round_to(self.kind, part.states[MASTER], part.parameters)
         if part.low is not None:
             part.low[...] = part.parameters
-
-
-def round_to(kind: str, values: Array, out: Array) -> None:
-    """Fill out (n,) with float32 `values` as blocks of a type hold them."""
-    if kind in PLAIN:
-        out[...] = values.astype(PLAIN[kind])
-        return
-    block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
-    make = quantize if ggml.reader(kind) is None else ggml.quantize  # these give the same bytes
-    for start in range(0, values.size, PIECE):
-        rows = np.asarray(values[start : start + PIECE]).reshape(-1, block)
-        ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + PIECE])

@@ -1,4 +1,4 @@
-"""Question to plan: which model, on how many ranks and nodes, sharded how, with what batch."""
+"""Question to plan: which model, on how many ranks and nodes, sharded how, with what batch and loss."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from zero_mpi.comm import Partition, SerialComm, kinds
 from zero_mpi.comm.kinds import Transport
 from zero_mpi.config.optimizer import ADAMW, whole_matrices
 from zero_mpi.config.settings import Config
+from zero_mpi.data.packing import DOCUMENTS
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.nn.preference import Preference
 from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding import Strategy, strategy_named
 from zero_mpi.sharding.grad_accum import Rounds
@@ -23,7 +25,7 @@ from zero_mpi.sharding.unit import Unit
 
 SAME = (  # fields with the same name in a case and among the flags of a run
     "batch_size", "context", "bucket_mb", "frozen", "recompute", "async_save", "reduce_dtype",
-    "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node",
+    "offload", "optimizer", "qat", "ema", "checkpoint_io", "writers_per_node", "preference",
 )  # fmt: skip
 OF_LAYOUT = (  # fields that a layout depends on
     "model", "recompute", "strategy_name", "prefetch", "bucket_mb", "frozen",
@@ -44,7 +46,12 @@ class Case:
     """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is that of rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
-    transport_wanted: the value of --transport, or the actual transport of a run.
+    All targets count; of a preference loss each window has one pair, whose sides have half of it each.
+
+    transport_wanted    the value of --transport, or the actual transport of a run
+    packed              windows hold several documents
+    base_is_reference   a preference loss compares with the model without its adapters
+    teacher             the loss has a teacher's predictions
     """
 
     model: ModelConfig
@@ -70,6 +77,10 @@ class Case:
     ema: float | None = None
     checkpoint_io: str = "gather"
     writers_per_node: int | None = None
+    packed: bool = False
+    preference: Preference | None = None
+    base_is_reference: bool = False
+    teacher: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -112,12 +123,12 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Return whether reductions add in rank order: with `fast` too where no library adds."""
+        """Whether reductions add in rank order: with `fast` too where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
-        """Return whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
+        """Whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
         return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
@@ -127,13 +138,13 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """Return whether every node has all slices, as it does where it replicates what it shares."""
+        """Whether every node has all slices, as it does where it replicates what it shares."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def passes_sums(self) -> bool:
-        """Return whether sums travel from node to node and grow on the way."""
+        """Whether sums travel from node to node and grow on the way."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
@@ -143,18 +154,31 @@ class Case:
 
     @property
     def shares_wholes(self) -> bool:
-        """Return whether the full parameters, of which ranks own slices, are one array for all owners."""
+        """Whether the full parameters, of which ranks own slices, are one array for all owners."""
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
     def shares_gathers(self) -> bool:
-        """Return whether a node gathers units into buffers of all its ranks."""
+        """Whether a node gathers units into buffers of all its ranks."""
         return self.transport == kinds.NODES and not self.hybrid
 
     @property
     def rounds(self) -> Rounds:
         """Rounds by which the micro-batches of a step are dealt to rank 0."""
         return Rounds(-(-self.batch_size // self.micro_batch), 0, self.ranks)
+
+    @property
+    def measured(self) -> tuple[bool, ...]:
+        """Passes over a step's data that measure log-probabilities before its forward; False: no adapters."""
+        if self.preference is None or not self.preference.has_reference:
+            return ()
+        unpaired = self.preference.is_unpaired  # which reads answers to other prompts as well
+        return (False,) * (1 + unpaired) * self.base_is_reference + (True,) * unpaired
+
+    @property
+    def summed(self) -> int:
+        """Number of log-probabilities of a step that are summed over ranks; 0 without a preference loss."""
+        return 0 if self.preference is None else 2 * self.batch_size * (1 + self.preference.learns_prompts)
 
     @property
     def tokens(self) -> int:
@@ -181,8 +205,7 @@ class Case:
     @property
     def slices(self) -> list[tuple[Unit, int]]:
         """Pairs of each unit and the number of its elements that rank 0 owns."""
-        owned = [partition.counts[0] for partition in self.partitions]
-        return list(zip(self.layout.units, owned, strict=True))
+        return [(unit, part.counts[0]) for unit, part in zip(self.layout.units, self.partitions, strict=True)]
 
     @property
     def trained(self) -> list[tuple[Unit, int]]:
@@ -213,7 +236,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
-    if config.offload != "none" and not on_gpu:
+    if config.offload != NONE and not on_gpu:
         raise UsageError(f"--offload {config.offload}: expected --device cuda")
     if config.offload == STATE and config.precision == "fp32":
         raise UsageError(f"--offload {STATE}: expected --precision bf16 or fp16; with fp32 use moments")
@@ -228,6 +251,9 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         precision_name=config.precision,
         device="cuda" if on_gpu else "cpu",
         prefetch=config.stages_ahead(on_gpu),
+        packed=config.packing == DOCUMENTS or config.preference is not None,
+        base_is_reference=config.lora is not None and config.lora_init is None,
+        teacher=config.teacher is not None,
         **{name: getattr(config, name) for name in SAME},
     )
 

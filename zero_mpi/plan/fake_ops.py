@@ -26,7 +26,9 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
+from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
+from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
@@ -46,6 +48,16 @@ class FakeArray(np.ndarray[Any, Any]):
         """Count one pass over the array."""
         if self.memory is not None:
             self.memory.passes(self)
+
+    def __setitem__(self, place: Any, values: Any) -> None:
+        """Write nothing."""
+
+    def __iadd__(self, other: Any) -> FakeArray:  # type: ignore[misc]
+        if self.memory is not None:
+            self.memory.passes(self, self)
+        return self
+
+    __imul__ = __iadd__
 
 
 class FakeMemory:
@@ -116,10 +128,10 @@ class NoMemory(Host):
     """Device whose arrays are fake and not counted: the memory that a module keeps is counted apart."""
 
     def __init__(self, memory: FakeMemory) -> None:
-        self._memory = memory
+        self.activations = memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
-        return self._memory.outside((size,), dtype)
+        return self.activations.outside((size,), dtype)
 
     zeros = empty
 
@@ -216,6 +228,10 @@ def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
     """Return the products of rows with one axis of stacked matrices; a backward adds to its addend."""
     x.memory.product(x.shape[0], *w.shape[1:])
+    if isinstance(w, PackedStack):
+        unpacked = x.memory.take(w.shape[1:], x.dtype)
+        x.memory.passes(*[unpacked] * min(x.shape[0], w.shape[0]))
+        del unpacked
     return x.memory.take((x.shape[0], w.shape[axis]), x.dtype) if addend is None or axis == 1 else addend
 
 
@@ -291,6 +307,15 @@ def _(
 
 
 # ------------------------------------------------------------------------------------- what one line can say
+
+
+@merged.register(FakeArray)
+def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
+    w.memory.passes(*[w] * len(a))
+    product, out = w.memory.take(w.shape), w.memory.take(w.shape)
+    del product
+    return out
+
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
     ops.positions: partial(elementwise, reads=2),

@@ -127,7 +127,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     numbers = -(-own // quantum) + -(-updated // quantum) + 2 * (unit.length // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
-        "masters": BYTES * updated * (case.precision.is_low and not unit.room_unpacked(kind)),
+        "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
         "gradients": wide * summed * trained,
         "moments": wide * (states + averages * updated) * trained,
         "tables": NUMBER * numbers * trained,

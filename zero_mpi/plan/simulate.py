@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero_mpi import device
+from zero_mpi import device, ops
 from zero_mpi.comm import Handle, Partition
 from zero_mpi.comm.base import ModuleMemory
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
+from zero_mpi.nn import CrossEntropy, Packed
+from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import HeadLoss, Segment, SequenceLoss
 from zero_mpi.plan import fake_ops  # noqa: F401  (registers the operations on fake arrays)
 from zero_mpi.plan.case import Case, SimulatedComm
 from zero_mpi.plan.fake_ops import FakeMemory, without_memory
@@ -28,10 +31,11 @@ from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.host_masters import NONE
 
 COMPUTE, WAIT, GATHER, REDUCE, ALLREDUCE, TOTAL = "compute", "wait", "gather", "reduce", "allreduce", "total"
-GATHER_SUMS, NORM, UPDATE = "gather sums", "norm", "update"
+GATHER_SUMS, SUMS, NORM, UPDATE = "gather sums", "sums", "norm", "update"
 TRANSFERS = (GATHER, GATHER_SUMS, REDUCE, ALLREDUCE)
 MOST_ROUNDS = 4  # the rounds between the first two and the last are alike
 KERNELS = {"cpu": Compiled, "cuda": OnGPU}  # memory by device
+RECORD = np.dtype([("ids", "<u4", (1,)), ("logp", "<f4", (1,)), ("rest", "<f4")])  # of a teacher
 STEPS = 2  # the first step finds no buffers, and no transfers of a step before it
 
 
@@ -125,6 +129,17 @@ class ScriptedComm(SimulatedComm):
         return SimulatedTransfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])
 
 
+class FakeDistilled(Distilled):
+    """A teacher's loss whose divergence takes what the real one takes."""
+
+    def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
+        return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
+
+    def cooled(self, z: Any) -> Any:
+        z.memory.passes(z, z)
+        return z.memory.take(z.shape, z.dtype)
+
+
 class Simulator:
     """Real module over a transport and a device without memory, and the steps that it makes."""
 
@@ -137,14 +152,15 @@ class Simulator:
             self.module = ShardedModule(stages, comm, case.layout_config)
 
     def step(self) -> tuple[StepEvent, ...]:
-        """Make a step as `train` does: rounds of micro-batches, the loss, `ShardedAdamW.step`."""
+        """Make a step as `train` does: passes that measure, rounds of micro-batches, `optimizer.step`."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
-        tokens = self.case.micro_batch, self.case.context
         with without_memory(self.memory):
+            for adapted in self.case.measured:
+                for _ in range(rounds):
+                    module.losses(self.input(), self.loss(), adapted=adapted)
+                script.note(SUMS)
             for number in range(rounds):
-                x, targets = (self.memory.outside(tokens, np.int64) for _ in range(2))
-                module.forward_backward(x, targets, 1.0, last=number == rounds - 1)
-                del x, targets
+                module.forward_backward(self.input(), self.loss(), last=number == rounds - 1)
             script.note(TOTAL)
             pending = module.overlapped_sync_gradients()
             script.note(NORM)
@@ -155,6 +171,33 @@ class Simulator:
             module.zero_gradients()
         events, script.events = tuple(script.events), []
         return events
+
+    def input(self) -> Array | Packed:
+        """Return the ids of a micro-batch."""
+        ids, begins = (
+            self.memory.outside((self.case.micro_batch, self.case.context), np.int64) for _ in "12"
+        )
+        return Packed(ids, begins) if self.case.packed else ids
+
+    def loss(self) -> HeadLoss:
+        """Return the loss of a micro-batch, as training makes it."""
+        case, shape = self.case, (self.case.micro_batch, self.case.context)
+        if case.preference is not None:
+            half, targets = case.context // 2, np.zeros(shape, np.int64)
+            sides = [(row, slice(at, at + half)) for row in range(shape[0]) for at in (0, half)]
+            each = 1 + case.preference.learns_prompts
+            segments = [Segment(*side, targets) for side in sides for _ in range(each)]
+            return SequenceLoss(segments, lambda sums: (0.0, [1.0] * len(sums)))
+        if case.teacher:
+            return FakeDistilled(
+                np.zeros(shape, np.int64),
+                1.0,
+                np.zeros(shape[0] * shape[1], RECORD),
+                0.5,
+                1.0,
+                case.model.vocab_size,
+            )
+        return CrossEntropy(self.memory.outside(shape, np.int64), 1.0)
 
 
 def simulate(case: Case, most_rounds: int = MOST_ROUNDS) -> Simulation:

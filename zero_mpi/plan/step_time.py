@@ -33,6 +33,7 @@ from zero_mpi.plan.simulate import (
     GATHER_SUMS,
     MOST_ROUNDS,
     NORM,
+    SUMS,
     TRANSFERS,
     UPDATE,
     WAIT,
@@ -128,8 +129,10 @@ class Player:
         if kind == UPDATE:
             self.update(sum(case.updated(unit, own) for unit, own in case.trained))
             return
-        numbers = case.rounds.micro_batches + FLAGS
-        if kind == NORM:
+        numbers = case.rounds.micro_batches + FLAGS + case.summed
+        if kind == SUMS:
+            numbers = case.summed
+        elif kind == NORM:
             numbers = case.chunks
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:

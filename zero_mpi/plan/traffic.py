@@ -169,7 +169,8 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 )  # Muon's directions are sent after them
                 # each rank updates all of it, from sums: float32 always
             gradients += reduced * reductions(case, reducing, partition)
-    losses = (case.rounds.micro_batches + flags) * (case.ranks > 1)  # over all ranks
+    sums = case.summed * (1 + len(case.measured))
+    losses = (case.rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
     vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
@@ -188,5 +189,7 @@ def gathers_of(case: Case, unit: int) -> int:
         return 0
     if not case.strategy.shards_parameters:
         return int(case.layout.units[unit].trainable)  # once, after the update
-    started = [action.unit for action in case.layout.schedule.training if isinstance(action, Gather)]
+    schedule = case.layout.schedule
+    passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
+    started = [action.unit for actions in passes for action in actions if isinstance(action, Gather)]
     return started.count(unit) * len(case.rounds)  # g_u a round

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_mpi import device
-from zero_mpi.device.arrays import Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import HeadLoss, PartLosses
 from zero_mpi.sharding.grad_accum import Criterion, Rounds, no_losses, ordered_total
@@ -45,7 +44,11 @@ def evaluate(
     """
 
     def compute(number: int, losses: Array) -> None:
-        losses[number] = loss_of(module, *read(number))
+        x, criterion = read(number)
+        if isinstance(criterion, HeadLoss):
+            losses[number] = module.losses(x, criterion)[0]
+        else:
+            losses[number] = criterion(module.forward(x, training=False))[0]
 
     return ordered_total(dealt_out(module, micro_batches, micro_batches, compute))
 
@@ -89,18 +92,10 @@ def dealt_out(
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
         losses = no_losses(count)
         for number in range(len(rounds)):
-            mine = rounds.mine(number)
-            if mine is None:
+            if (mine := rounds.mine(number)) is None:
                 idle()
             else:
                 compute(mine, losses)
             if after is not None:
                 after(rounds.contributors(number))
         return module.comm.sum_vector(device.in_use().to_host(losses))
-
-
-def loss_of(module: ShardedModule, x: Any, criterion: Criterion | HeadLoss) -> Scalar:
-    """Return the loss of one micro-batch, without gradients. Collective."""
-    if not isinstance(criterion, HeadLoss):
-        return criterion(module.forward(x, training=False))[0]
-    return module.losses(x, criterion)[0]

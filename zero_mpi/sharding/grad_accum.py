@@ -1,8 +1,7 @@
 """Gradient accumulation: a step of M micro-batches dealt out to the ranks in rounds.
 
-Micro-batch i is computed by rank i mod P in round i div P, and after each round its gradients are added in
-the order of ranks. So every element is summed over the micro-batches in the order 0 ... M - 1 whatever the
-number of ranks, also when it does not divide M.
+Rank i mod P computes micro-batch i in round i div P, and gradients are added in the order of ranks after each
+round. So every element is summed over the micro-batches in their order, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -58,13 +57,8 @@ class Accumulator:
         self.losses = no_losses(rounds.micro_batches)
         idle = rounds.ranks - rounds.micro_batches
         if idle > 0 and rounds.rank == 0:
-            log.warning(
-                "%d of %d ranks have nothing to compute: a step has %d micro-batch(es); start fewer ranks, "
-                "or use more micro-batches",
-                idle,
-                rounds.ranks,
-                rounds.micro_batches,
-            )
+            few = f"{idle} of {rounds.ranks} ranks have nothing to compute: a step has {rounds.micro_batches}"
+            log.warning("%s micro-batch(es); start fewer ranks, or use more micro-batches", few)
 
     def __iter__(self) -> Iterator[int | None]:
         """Yield for each round of a step the number of this rank's micro-batch, or None."""
@@ -73,7 +67,6 @@ class Accumulator:
             yield self.rounds.mine(number)
 
     def begin(self) -> None:
-        """Begin a step of rounds."""
         self.round, self.losses = 0, no_losses(self.rounds.micro_batches)
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
@@ -82,7 +75,19 @@ class Accumulator:
         A rank without one in this round passes None and gets None. `criterion` maps the output to (loss,
         gradient), both scaled by 1 over the tokens of the full step.
         """
-        return self.run_round(lambda *place: self._forward_backward(x, criterion, *place))
+
+        def work(contributors: int, last: bool) -> Scalar | None:
+            # The collectives are the same either way, so a rank without a micro-batch need not know.
+            if isinstance(criterion, HeadLoss):
+                return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
+            output, loss, dy = self.module.forward(x, training=True), None, None
+            if criterion is not None and x is not None:
+                with spans.during(spans.COMPUTE, "loss"):
+                    loss, dy = criterion(output)
+            self.module.backward(dy, contributors=contributors, last=last)
+            return loss
+
+        return self.run_round(work)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
         """Run work(number of contributors, whether the round is the step's last), and keep its loss."""
@@ -97,20 +102,6 @@ class Accumulator:
         if mine is not None and loss is not None:
             self.losses[mine] = loss
         self.round += 1
-        return loss
-
-    def _forward_backward(
-        self, x: Any, criterion: Criterion | HeadLoss | None, contributors: int, last: bool
-    ) -> Scalar | None:
-        """Run both directions in one go where the last stage computes the loss. The collectives are the same
-        either way, so a rank without a micro-batch need not know."""
-        if isinstance(criterion, HeadLoss):
-            return self.module.forward_backward(x, criterion, contributors=contributors, last=last)
-        output, loss, dy = self.module.forward(x, training=True), None, None
-        if criterion is not None and x is not None:
-            with spans.during(spans.COMPUTE, "loss"):
-                loss, dy = criterion(output)
-        self.module.backward(dy, contributors=contributors, last=last)
         return loss
 
     def totals(self, *flags: float) -> tuple[float, ...]:

@@ -1,14 +1,13 @@
 """The gradients of a unit on one rank: those that backward adds in a round, and a slice of their sum.
 
-`views` opens a round and sets its gradients to zero; `start_reduce` ends it. The sum is kept as a shard
-(`SlicedGradients`). If every rank updates everything, it is a shard and the gathered array
-(`ReplicatedGradients`), one array summed by the library (`AllreducedGradients`), or one array per node
-(`SharedGradients`).
+`views` opens a round and sets its gradients to zero; `start_reduce` ends it. Each class is a way to keep the
+sum: only a shard, or where every rank updates everything also the whole.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +44,9 @@ class Gradients:
         """Return name -> view to add gradients into; zeros at the first call of a round."""
         return {}
 
-    def start_reduce(self, contributors: int) -> None:
-        """Start to sum this round's gradients over ranks into the slices of their owners."""
+    def start_reduce(self, contributors: int) -> None: ...
 
-    def wait_reduce(self) -> None:
-        """Return when the reduction that was started is complete."""
+    def wait_reduce(self) -> None: ...
 
     def start_gather(self) -> Handle:
         """Start to bring all of the sum to every rank, where this is wanted."""
@@ -107,14 +104,8 @@ class SlicedGradients(Gradients):
         self.rounds += 1
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
-        return self.context.comm.reduce_scatter(
-            of_round,
-            self.sum,
-            self.partition,
-            contributors=contributors,
-            accumulate=accumulate,
-            label=self._label,
-        )
+        how: dict[str, Any] = {"contributors": contributors, "accumulate": accumulate, "label": self._label}
+        return self.context.comm.reduce_scatter(of_round, self.sum, self.partition, **how)
 
     def wait_reduce(self) -> None:
         if self._reduce is not None:
@@ -154,10 +145,8 @@ class AllreducedGradients(ReplicatedGradients):
 
     def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:
-            raise ValueError(
-                "gradients of this step are already reduced; with fast no-shard pass "
-                "last=False to backward for every micro-batch but the last"
-            )
+            only = "pass last=False to backward for every micro-batch but the last"
+            raise ValueError(f"gradients of this step are already reduced; with fast no-shard {only}")
         return self.context.comm.allreduce(of_round, self._label)
 
     def start_gather(self) -> Handle:
@@ -170,26 +159,19 @@ class AllreducedGradients(ReplicatedGradients):
         self.whole *= factor
 
 
-class SharedGradients(SlicedGradients):
+class SharedGradients(SlicedGradients, Handle):
     """The full sum is stored once per node; it is complete when the reduction is."""
 
     def start_publish(self) -> Handle:
         self.context.comm.signal_written()
-        return Written(self.context.comm)
+        return self
+
+    def wait(self) -> None:
+        self.context.comm.wait_written()
 
     def scale(self, factor: float) -> None:
         super().scale(factor)
         self.start_publish().wait()
-
-
-class Written(Handle):
-    """Handle of what all ranks have written into shared memory."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-
-    def wait(self) -> None:
-        self._comm.wait_written()
 
 
 def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradients:

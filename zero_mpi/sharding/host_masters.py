@@ -17,13 +17,10 @@ FLOAT = np.dtype(np.float32)
 
 
 def pinned(where: Cuda, size: int) -> Array:
-    """Return a flat float32 array that the GPU copies from and to by itself; raise UsageError without room.
-
-    `cupyx.empty_pinned` is not used: its pool takes the next power of two.
-    """
+    """Return a flat float32 array in pinned memory of the host; raise UsageError without room."""
     cuda = where.cupy.cuda
     try:
-        memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)
+        memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)  # cupyx would take the next power of two
     except cuda.runtime.CUDARuntimeError as error:
         raise UsageError(
             f"--offload: the host cannot provide {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
@@ -47,10 +44,8 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     """
     where = gpu_to_spare(STATE)
     if not precision.is_low:
-        raise UsageError(
-            f"--offload {STATE}: with --precision {precision.name} there are no separate fp32 weights; use "
-            f"--offload {MOMENTS}, or bf16"
-        )
+        none = f"with --precision {precision.name} there are no separate fp32 weights"
+        raise UsageError(f"--offload {STATE}: {none}; use --offload {MOMENTS}, or bf16")
 
     def zeros(size: int) -> Array:
         array = pinned(where, size)

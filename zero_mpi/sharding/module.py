@@ -24,25 +24,55 @@ from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.arrays import BufferPool, Scalar
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.nn.layer import Stage, stage_params
+from zero_mpi.nn.layer import Param, Stage, stage_params
 from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
-from zero_mpi.sharding.gradients import accumulates_locally
+from zero_mpi.sharding.gradients import accumulates_locally, make_gradients
 from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.layout import Layout, LayoutConfig, lay_out, layout_facts
-from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.parameters import BlockParameters, Context, ReadBytes, Views, joined
+from zero_mpi.sharding.parameters import (
+    BlockParameters,
+    Context,
+    ReadBytes,
+    Views,
+    joined,
+    make_parameters,
+)
 from zero_mpi.sharding.passes import MicroBatch
-from zero_mpi.sharding.precision import FLOAT32, FP64, Precision
+from zero_mpi.sharding.precision import FLOAT32, FP64, LossScale, Precision
 from zero_mpi.sharding.schedule import Schedule
-from zero_mpi.sharding.sharded_unit import ShardedUnit
 from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.tallies import Tallies, tallies_of
+from zero_mpi.sharding.tallies import tallies_of
+from zero_mpi.sharding.unit import Unit
 from zero_mpi.telemetry import spans
 
 Read = Callable[[str, int, int], Array]  # (name, start, stop) -> those elements of the flattened parameter
+
+
+class ShardedUnit:
+    """One rank's part of a unit. What is not sharded takes the same calls, which then have nothing to do.
+
+    `memory`: float32 that all ranks see, for the parameters or, where every rank updates all of them, their
+    summed gradient; or None.
+    """
+
+    def __init__(self, unit: Unit, context: Context, memory: Array | None = None) -> None:
+        self.unit, self.name = unit, unit.name
+        self.parameters = parameters = make_parameters(unit, context, memory)
+        self.gradient = gradient = make_gradients(unit, context, memory)
+        self.partition, self.part = parameters.partition, parameters.part
+        self.start_gather, self.wait_gather = parameters.start_gather, parameters.wait_gather
+        self.release, self.weights = parameters.release, parameters.views
+        self.start_reduce, self.wait_reduce = gradient.start_reduce, gradient.wait_reduce
+        self.gradients = gradient.views
+
+    @property
+    def updated(self) -> tuple[Array, Array, slice]:
+        """Arrays that the optimizer works on: parameters, gradients, and which part of the unit they are."""
+        gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
+        return self.parameters.master, gradient, self.parameters.master_part
 
 
 class ShardedModule:
@@ -68,22 +98,17 @@ class ShardedModule:
         offload_masters: bool = False,
         auxiliary: Mapping[str, float] | None = None,
     ) -> None:
-        def look() -> tuple[tuple[Any, ...], Facts]:
-            listed, checked = self.checked(stages, config)
+        def look() -> tuple[tuple[Layout, Callable[[int], Array] | None], Facts]:
+            self.stages, checked = self.checked(stages, config)
             check_reduction(comm, checked.precision, bool(checked.stored))
             masters = masters_on_host(checked.precision) if offload_masters else None
-            layout = lay_out(listed, checked)
-            facts = layout_facts(listed, checked, layout.units)
-            tallies = tallies_of(listed, auxiliary)
+            layout, self.tallies = lay_out(self.stages, checked), tallies_of(self.stages, auxiliary)
+            facts = layout_facts(self.stages, checked, layout.units)
             facts |= {"exact": comm.exact, "offload_masters": bool(offload_masters)}
-            facts["auxiliary"] = tallies.scales
-            return (listed, checked, layout, masters, tallies), facts
+            return (layout, masters), facts | {"auxiliary": self.tallies.scales}
 
-        layout: Layout
-        self.stages: list[Stage]
-        self.tallies: Tallies
-        found = agreed(comm, f"this {type(self).__name__}", look)
-        self.stages, config, layout, masters, self.tallies = found
+        layout, masters = agreed(comm, f"this {type(self).__name__}", look)
+        config = layout.config
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
@@ -91,36 +116,32 @@ class ShardedModule:
         # The ranks that shards are dealt out to: of each node if nodes hold replicas.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
-        self.units = self._make_units(layout, masters)
-        self._home = {name: unit for unit in self.units for name in unit.unit.params}
-        self._forward: MicroBatch | None = None  # whose backward is to come
-        self._synced = False
-
-    def _make_units(self, layout: Layout, masters: Callable[[int], Array] | None) -> list[ShardedUnit]:
-        """Return the units in memory that the transport gives, and note its pools. Collective."""
         memory = self.owners.memory(layout.wholes(self.owners.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
         self.unpacked_pool = BufferPool()
         pools = memory.gathers, memory.buffers, self.unpacked_pool
         context = Context(self.owners, self.strategy, *pools, self.precision, masters)
         dealt = layout.dealt(self.owners.size).units
-        return [ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)]
+        self.units = [
+            ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
+        ]
+        self._home = {name: unit for unit in self.units for name in unit.unit.params}
+        self._forward: MicroBatch | None = None  # whose backward is to come
+        self._synced = False
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
         return list(stages), config
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether a parameter is no buffer, and no frozen pattern matches its name."""
         return self.config.is_trainable(name) and not self.params[name].buffer
 
     # ---------------------------------------------------------------------------------- a micro-batch
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
-        """Return the model's output for x, on the host or the device; keep data for backward if `training`.
+        """Return the model's output for x, or None for None: a rank that has no micro-batch in this round.
 
-        A rank that has no micro-batch in this round passes None: it joins the collectives and gets None. x
-        may be `nn.Packed`: rows of several documents each.
+        x may be `nn.Packed`: rows of several documents. What backward needs is kept if `training`.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, keeps=bool(training))
@@ -151,11 +172,11 @@ class ShardedModule:
         contributors: int | None = None,
         last: bool = True,
     ) -> Scalar | None:
-        """Run forward, loss and backward of a micro-batch. Return the loss: a `HeadLoss` in place of targets,
-        or `scale` times the cross-entropy of the output as logits.
+        """Run forward, loss and backward of a micro-batch; return its loss.
 
-        The last stage runs both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank
-        without a micro-batch passes None for x and targets, and gets None. Otherwise as forward and backward.
+        `targets`: a `HeadLoss`, or ids of which it is `scale` times the cross-entropy. The last stage runs
+        both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank without a micro-batch
+        passes None for x and targets, and gets None.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, loss_of=loss_with(targets, scale))
@@ -163,10 +184,9 @@ class ShardedModule:
         return micro_batch.loss
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
-        """Return the losses of a micro-batch's parts. None of it is kept for a backward.
+        """Return the losses of a micro-batch's parts, without a backward; of None and None no losses.
 
-        A rank without a micro-batch passes None twice, and gets no losses. Unless `adapted`, the products of
-        adapters are left out.
+        Unless `adapted`, the products of adapters are left out.
         """
         self._begin()
         micro_batch = MicroBatch(self, x, keeps=False, loss_of=loss_of, adapted=adapted)
@@ -174,7 +194,6 @@ class ShardedModule:
         return micro_batch.losses
 
     def _begin(self) -> None:
-        """Begin a micro-batch."""
         self._forward = None
         spans.restart()
 
@@ -186,7 +205,6 @@ class ShardedModule:
     def _descend(
         self, actions: Actions, micro_batch: MicroBatch, contributors: int | None, last: bool
     ) -> None:
-        """Run actions that end in gradients."""
         micro_batch.contributors = self.comm.size if contributors is None else contributors
         run(actions, self.units, micro_batch)
         self.tallies.rounds.append(micro_batch.batch.sums)
@@ -194,7 +212,6 @@ class ShardedModule:
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
-        """Return the gathered parameters of a stage's units, by name."""
         return joined([self.units[unit].weights() for unit in self._uses[stage]])
 
     def gradients_of(self, stage: int) -> Views:
@@ -206,11 +223,10 @@ class ShardedModule:
     def drop_gathered(self) -> None:
         """Give up what was gathered from shards that are about to change, and a forward without its backward.
 
-        Where ranks share parameters it returns when none reads them any more. Before an update none does: a
-        rank gives its part of the norm after its last use of any unit, and nobody has the norm before all
-        have given theirs. Whatever else writes, such as loading, may follow on uses without a norm between,
-        such as an evaluation; then the ranks meet here. They agree on whether to: all wait for the same
-        gathers, also one that has nothing to compute.
+        Where ranks share parameters it returns when none reads them any more. Before an update none does:
+        nobody has the norm before all have given their part, after their last use of any unit. Other writers,
+        such as loading, may follow on uses without a norm between; then the ranks meet here. They agree on
+        whether to: all wait for the same gathers, also one that has nothing to compute.
         """
         self._forward = None
         for unit in self.units:
@@ -226,10 +242,7 @@ class ShardedModule:
             unit.parameters.in_use = False
 
     def overlapped_sync_gradients(self) -> Handle:
-        """Complete the step's reductions, and start what else gradients need; `wait` on the result.
-
-        Only NO_SHARD has such a rest, the gather of the summed shards.
-        """
+        """Complete the step's reductions; return a handle of what gradients of NO_SHARD need: a gather."""
         for unit in self.schedule.reductions:
             self.units[unit].wait_reduce()
         handles = [] if self._synced else [unit.gradient.start_gather() for unit in self.units]
@@ -255,9 +268,7 @@ class ShardedModule:
         return end, places
 
     def gradient_norm(self) -> float:
-        """Return the Euclidean norm of the full summed gradient, the same bits on every rank. Collective.
-
-        It is that of the gradient itself, though units hold those of the loss times `loss_scale.factor`.
+        """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
         Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
         in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
@@ -293,14 +304,26 @@ class ShardedModule:
 
     def update_buffers(self) -> None:
         """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
-        buffers = [name for name, param in self.params.items() if param.buffer]
+        buffers = {name: param for name, param in self.params.items() if param.buffer}
         names = [name for name in buffers if self.config.is_trainable(name)]
         if names:
-            sums, to_host = self.tallies.sums(self.comm), device.in_use().to_host
-            values = {name: np.array(to_host(self._home[name].parameters.copy_of(name))) for name in buffers}
+            sums, values = self.tallies.sums(self.comm), self._values_of(buffers)
             for layer in {id(stage.layer): stage.layer for stage in self.stages}.values():
                 layer.update(values, sums)
             self.load_slices(lambda name, start, stop: values[name].reshape(-1)[start:stop], names)
+
+    def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
+        """Return full parameters on the host, by one sum to which owners add their elements. Collective."""
+        together = Unit("values", params, 1, False)
+        total = np.zeros(together.length)
+        for unit in dict.fromkeys(self._home[name] for name in params):
+            for segment in unit.unit.segments(unit.part):
+                if segment.name in params:
+                    found = device.in_use().to_host(unit.parameters.master_shard[segment.where])
+                    start = together.offsets[segment.name] + segment.offset
+                    total[start : start + found.size] = found
+        total = self.owners.sum_vector(total).astype(self.precision.master)
+        return together.views(total)
 
     def zero_gradients(self) -> None:
         """Forget the step's gradients."""
@@ -313,8 +336,7 @@ class ShardedModule:
     def initialize(self, seed: int, names: Collection[str] | None = None) -> None:
         """Fill parameters, or those of `names`, by (seed, name): the same at any number of ranks. Collective.
 
-        Raises ValueError for a seed that is no whole number, and UsageError where ranks have different ones,
-        unless each keeps all parameters: then `DDP.broadcast_parameters` may follow.
+        Ranks need the same seed, unless each keeps all parameters: `DDP.broadcast_parameters` may follow.
         """
 
         def look() -> tuple[int, dict[str, object]]:
@@ -325,10 +347,9 @@ class ShardedModule:
         self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
-        """Fill parameters by read(name, start, stop); only what this rank keeps is asked for.
+        """Fill parameters, or those of `names`, by read(name, start, stop) of what this rank keeps.
 
-        If `names` are given, only these are filled: the others stay as they are. Collective where ranks share
-        parameters and have used them.
+        Collective where ranks share parameters and have used them.
         """
         self.drop_gathered()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -18,17 +18,17 @@ from zero_mpi import device, ops
 from zero_mpi.comm import Comm, Handle
 from zero_mpi.device.arrays import BufferPool, read_only
 from zero_mpi.device.types import Array
-from zero_mpi.sharding.block_unit import BlockUnit
+from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.sharding.precision import FP32, Precision, as_kind, floats
 from zero_mpi.sharding.strategy import Strategy
-from zero_mpi.sharding.unit import Unit
+from zero_mpi.sharding.unit import BlockUnit, Unit
 
 Views = dict[str, Array]
 ReadBytes = Callable[[str, int, Array], object]  # (name, start, out): fill out (bytes,) from there on
 
 
 class State(Enum):
-    """Place of a unit's full parameters: on other ranks, on their way, here."""
+    """Place of a unit's full parameters: other ranks, on their way, here."""
 
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
@@ -40,11 +40,10 @@ def joined(views: list[Views]) -> Views:
 
 @dataclass(frozen=True)
 class Context:
-    """Common data of the units of a module: who owns shards, and where buffers come from.
+    """Common data of the units of a module: who owns shards, and pools of float32 buffers.
 
-    parameters, gradients   pools of float32 buffers, of which less is used in low precision
-    unpacked                pool for arrays unpacked from gathered bytes into the type of computing
-    masters                 makes arrays for float32 parameters in low precision, if not the device
+    unpacked   pool for arrays unpacked from gathered bytes
+    masters    makes arrays for float32 parameters in low precision, if not the device
     """
 
     comm: Comm
@@ -98,7 +97,6 @@ class Parameters:
     # -------------------------------------------------------------------- the full parameters, for layers
 
     def start_gather(self) -> None:
-        """Start to bring the full parameters here, unless they are here."""
         if self.state is State.SHARDED:
             kind, pool = self.context.precision.compute, self.context.parameters
             self._memory = pool.take(floats(self.unit.length, kind))
@@ -107,13 +105,11 @@ class Parameters:
             self.state = State.GATHERING
 
     def wait_gather(self) -> None:
-        """Return when the full parameters may be read."""
         self.wait_update()
         if self.state is State.GATHERING:
             self.state = State.FULL
 
     def release(self) -> None:
-        """Give up the full parameters; the shard stays."""
         if self.state is not State.SHARDED:
             self.wait_update()
             self.context.parameters.give(self._memory)
@@ -123,7 +119,7 @@ class Parameters:
         """Start to bring the other ranks' updated shards here, where the full parameters are kept."""
 
     def wait_update(self) -> None:
-        """Return when transfers of parameters to this rank are done, without a wish to read these."""
+        """Return when transfers of parameters to this rank are done."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -165,7 +161,7 @@ class Parameters:
 
     @property
     def filled(self) -> list[tuple[Array, slice]]:
-        """All that a rank fills by itself when parameters are loaded, and which parts of the unit it is."""
+        """All arrays that a rank fills when parameters are loaded, and which parts of the unit they are."""
         return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
 
     @property
@@ -204,8 +200,7 @@ class ReplicatedParameters(Parameters):
         self.shard = self.full[self.part]
         self._make_master(self.full[self.master_part])
 
-    def release(self) -> None:
-        """Do nothing: the full parameters stay."""
+    def release(self) -> None: ...
 
     def start_update(self) -> None:
         self._transfer = self.context.comm.allgather(None, self.full, self.partition, self._label)
@@ -246,9 +241,9 @@ class NodeSharedParameters(Parameters):
 class BlockParameters(Parameters):
     """Frozen parameters that stay in the blocks of a file: kept, dealt out and gathered as bytes.
 
-    The bytes are parameters of their own, float32 words that travel as any others do (`stored`), under every
-    strategy. What layers read is unpacked from them when a gather is waited for, into a buffer of this rank,
-    and given up at the release: a rank has the floats of a unit or two at a time.
+    The bytes are parameters of their own, float32 words that travel as any others do (`stored`). What layers
+    read is unpacked from them when a gather is waited for, and given up at the release: a rank has the floats
+    of a unit or two at a time. Of stacks layers read the gathered bytes, a matrix at a time.
     """
 
     unit: BlockUnit
@@ -269,38 +264,52 @@ class BlockParameters(Parameters):
         if self.state is not State.GATHERING:
             return
         self.stored.wait_gather()
+        self.state = State.FULL
+        if self.unit.stacks:
+            return
         kind = self.context.precision.compute
         self._memory = self.context.unpacked.take(self.unit.room_unpacked(kind))
-        self.full, self.state = as_kind(self._memory, self.unit.length, kind), State.FULL
+        self.full = as_kind(self._memory, self.unit.length, kind)
         for name, view in self.views().items():
             self._unpack(name, view)
         self.stored.release()
 
     def release(self) -> None:
-        if self.state is State.GATHERING:
-            self.stored.release()
-        elif self.state is State.FULL:
+        if self.full is not None:
             self.context.unpacked.give(self._memory)
+        elif self.state is not State.SHARDED:
+            self.stored.release()
         self._memory, self.full, self.state = None, None, State.SHARDED
+
+    def views(self) -> Views:
+        if not self.unit.stacks:
+            return super().views()
+        kind, found = self.context.precision.compute, dict[str, Any]()
+        for name, param in self.unit.params.items():
+            raw = self._raw(name).reshape(param.shape[0], -1)
+            found[name] = PackedStack(raw, self.unit.kinds[name].name, param.shape, kind, kind)
+        return found
+
+    def _raw(self, name: str) -> Array:
+        """Return the gathered bytes of a parameter."""
+        return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
         """Fill out, of the parameter's shape, from the bytes that were gathered."""
-        raw = self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
-        ops.dequantize(raw, self.unit.kinds[name].name, out.reshape(-1))
+        ops.dequantize(self._raw(name), self.unit.kinds[name].name, out.reshape(-1))
 
     def copy_of(self, name: str) -> Array:
         copy = np.empty(self.unit.params[name].shape, np.float32)
-        is_on_its_way = self.state is State.GATHERING
+        was_sharded = self.stored.state is State.SHARDED
         self.stored.start_gather()
         self.stored.wait_gather()
         self._unpack(name, copy)
-        if not is_on_its_way:
+        if was_sharded:
             self.stored.release()
         return copy
 
     @property
     def in_use(self) -> bool:
-        """Return whether a rank may have read the bytes since all ranks last met."""
         return self.stored.in_use
 
     @in_use.setter

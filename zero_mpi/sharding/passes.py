@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from zero_mpi import device
 from zero_mpi.arguments import came
-from zero_mpi.comm import Comm
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.batch import BatchContext, Documents, Given, Packed
-from zero_mpi.nn.layer import Stage
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
-from zero_mpi.sharding.loss_scale import LossScale
-from zero_mpi.sharding.parameters import Views
-from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.telemetry import spans
-
-
-class SharedStages(Protocol):
-    """Interface of the module that a micro-batch goes through."""
-
-    owners: Comm
-    loss_scale: LossScale
-    tallies: Tallies
-
-    @property
-    def comm(self) -> Comm:
-        """The transport between all ranks."""
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """The stages, in order."""
-
-    def weights_of(self, stage: int) -> Views:
-        """Return the gathered parameters of a stage, by name."""
-
-    def gradients_of(self, stage: int) -> Views:
-        """Return the gradients that a stage's backward adds to, by name."""
 
 
 class MicroBatch:
     """The activations, saved values and gradients of one micro-batch; a rank without one passes x = None.
 
+    module     the ShardedModule that it goes through
     keeps      whether a backward will follow: what it needs is kept in `saved`
     loss_of    the loss that the last stage computes
     adapted    False: the products of adapters are left out, as if they were zero
@@ -52,7 +25,7 @@ class MicroBatch:
 
     def __init__(
         self,
-        module: SharedStages,
+        module: Any,
         x: Any,
         *,
         keeps: bool = True,
@@ -62,7 +35,7 @@ class MicroBatch:
         self.module, self.keeps, self.loss_of, self.adapted = module, keeps, loss_of, adapted
         self.contributors = module.comm.size
         self.is_idle = x is None
-        documents = Documents(x.begins) if isinstance(x, Packed) else None
+        documents = Documents(x) if isinstance(x, Packed) else None
         factors = module.tallies.factors(module.loss_scale.factor) if keeps else {}
         self.batch = BatchContext(documents, factors)
         self.x: Any = None if x is None else device.in_use().from_host(as_input(x))
@@ -124,8 +97,6 @@ class MicroBatch:
 
 def as_input(x: Any) -> Any:
     """Return `x` as layers compute with it, ids if it is `Packed`; raise ValueError for other things."""
-    if isinstance(x, Packed):
-        return x.ids
     if isinstance(x, str | bytes | list | Real):
         raise ValueError(f"forward: expected an array, got {came(x)}")
-    return x
+    return x.ids if isinstance(x, Packed) else x

@@ -143,13 +143,10 @@ def make_schedule(
     inference = [alone[stage].around(Forward(stage)) for stage in stages]
     both = up[top] + down.get(top, Moves((), (), ()))
     at_top = both.around(Loss(top), reductions.get(top, ()))
-    return Schedule(
-        forward=joined(forward),
-        backward=joined(backward),
-        training=joined([*forward[:top], at_top, *backward[1:]]),
-        inference=joined(inference),
-        evaluation=joined([*inference[:top], alone[top].around(Evaluate(top))]),
-    )
+    training = [*forward[:top], at_top, *backward[1:]]
+    evaluation = [*inference[:top], alone[top].around(Evaluate(top))]
+    directions = joined(forward), joined(backward)
+    return Schedule(*directions, joined(training), joined(inference), joined(evaluation))
 
 
 def joined(lists: Iterable[Actions]) -> Actions:
@@ -170,9 +167,7 @@ def reductions_after(
         for stage in descent
     }
     order = [unit for units in complete.values() for unit in units]
-    earlier = (
-        order[-REDUCTIONS_IN_FLIGHT:] + order
-    )  # the last ones of the round before, then those of this one
+    earlier = order[-REDUCTIONS_IN_FLIGHT:] + order  # the last ones of the round before come first
     waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
     pairs = dict(zip(order, waits, strict=False))
     return {

@@ -34,10 +34,7 @@ class Strategy:
         for name in ("shards_parameters", "shards_moments", "buckets", "within_nodes"):
             instance(f"Strategy: {name}", getattr(self, name), bool, "True or False")
         if self.shards_parameters and not self.shards_moments:
-            raise ValueError(
-                f"Strategy {self.name}: expected shards_moments with sharded parameters: a rank updates its "
-                "own shard"
-            )
+            raise ValueError(f"Strategy {self.name}: shards_parameters needs shards_moments")
         if self.within_nodes and not self.shards_parameters:
             raise ValueError(f"Strategy {self.name}: within_nodes needs shards_parameters")
 

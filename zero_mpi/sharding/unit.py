@@ -1,25 +1,29 @@
 """A unit: parameters that travel together, laid out in one flat buffer.
 
-Each parameter starts at a multiple of the quantum (1024 elements, or one row under row sharding), so that
-the fixed chunks over which norms are summed do not depend on the unit or bucket that it travels in. The gaps
-are zeros and stay zeros.
+Each parameter starts at a multiple of the quantum (1024 elements, or one row under row sharding), so that the
+fixed chunks over which norms are summed do not depend on its unit. The gaps are zeros and stay zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from zero_mpi.comm.partition import Partition, dealt_out
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stage
+from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
 TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # the kind that all parameters of a unit have
 BYTES = 4  # bytes of an element
+WORDS = 16  # stored tensors and slices of them are multiples of this many words: 64 bytes, as a cache line
+
+Stored = Mapping[str, BlockKind]
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,9 @@ class Unit:
     def partition(self, ranks: int) -> Partition:
         """Return the partition of the buffer among ranks."""
         length, quantum = self.dealt
-        return (
-            Partition(length, ranks, quantum, ends=self.ends)
-            if self.ends
-            else dealt_out(length, ranks, quantum)
-        )
+        if self.ends:
+            return Partition(length, ranks, quantum, ends=self.ends)
+        return dealt_out(length, ranks, quantum)
 
     def room(self, compute: Any) -> int:
         """Return the float32 elements that gathered parameters take, for this type of computing."""
@@ -162,8 +164,7 @@ def units_by_bytes(
 ) -> list[Unit]:
     """Return buckets of up to `bucket_bytes`, filled from the last parameter on, as gradients come.
 
-    A parameter larger than a bucket, or one kept unsharded, has its own bucket. Frozen parameters form one
-    unit, which is never sent.
+    A larger parameter has its own bucket. Frozen parameters form one unit, which is never sent.
     """
     full: list[tuple[str, dict[str, Param]]] = []
     open_buckets: dict[str, dict[str, Param]] = {}
@@ -192,14 +193,67 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
     for name in sorted(costs, key=lambda name: -costs[name]):
         owner[name] = load.index(min(load))
         load[owner[name]] += costs[name]
-    found = []
-    for unit in units:
-        if unit.whole:
-            names = sorted(unit.params, key=owner.__getitem__)
-            ends, end = [], 0
-            for rank in range(ranks):
-                end += sum(unit.chunks(name) for name in names if owner[name] == rank) * unit.quantum
-                ends.append(end)
-            unit = replace(unit, params={name: unit.params[name] for name in names}, ends=tuple(ends))
-        found.append(unit)
-    return found
+
+    def dealt(unit: Unit) -> Unit:
+        names = sorted(unit.params, key=owner.__getitem__)
+        sizes = [0] * ranks
+        for name in names:
+            sizes[owner[name]] += unit.chunks(name) * unit.quantum
+        params = {name: unit.params[name] for name in names}
+        return replace(unit, params=params, ends=tuple(accumulate(sizes)))
+
+    return [dealt(unit) if unit.whole else unit for unit in units]
+
+
+@dataclass(frozen=True)
+class BlockUnit(Unit):
+    """A frozen unit whose parameters are kept and gathered as the blocks of a file.
+
+    Nothing computes with the bytes, so they may be cut anywhere: transports see them as float32 words, in a
+    unit of their own (`words`). Layers read arrays unpacked from them; of stacked matrices (`stacks`) they
+    read the bytes, and unpack those that have rows.
+    """
+
+    kinds: Stored = field(default_factory=dict)
+    stacks: bool = False
+
+    @cached_property
+    def words(self) -> Unit:
+        """The unit of the kept bytes: each tensor's bytes as words."""
+        runs = {name: Param((-(-self.nbytes(name) // BYTES),), "zeros") for name in self.params}
+        return Unit(self.name, runs, WORDS, False)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of one parameter's blocks."""
+        return self.kinds[name].bytes_of(self.params[name].size)
+
+    def room(self, compute: Any) -> int:
+        return self.words.length
+
+    def room_unpacked(self, compute: Any) -> int:
+        return 0 if self.stacks else floats(self.length, compute)
+
+    @property
+    def dealt(self) -> tuple[int, int]:
+        return self.words.length, WORDS
+
+    def in_room(self, ranks: int, compute: Any) -> Partition:
+        return self.partition(ranks)
+
+    def kept_bytes(self, compute: Any) -> int:
+        return BYTES
+
+
+def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
+    """Return the units of the stored parameters, by scope also where others are cut by bytes.
+
+    A scope has one unit, which a rank unpacks at a time, and one of its stacked matrices.
+    """
+    units = []
+    for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
+        for end, stacks in ((" (stored)", False), (" (stored stacks)", True)):
+            chosen = {name: params[name] for name in names if (len(params[name].shape) > 2) is stacks}
+            kinds = {name: stored[name] for name in chosen}
+            if chosen:
+                units.append(BlockUnit(scope + end, chosen, QUANTUM, False, kinds=kinds, stacks=stacks))
+    return units

@@ -6,7 +6,6 @@ which includes its cores, and on some machines one for its memory. A Cray's coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +36,13 @@ class Energy:
     """Measures the joules of this host, if it has counters."""
 
     def __init__(self) -> None:
-        self._joules, self._counters = 0.0, list[Counter]()
-        for found in (cray, rapl):
-            if not self._counters:
-                with suppress(*UNREADABLE):
-                    self._counters = list(found())
+        found = [Counter(CRAY, 1.0)] if CRAY.exists() else []
+        self._joules, self._counters = 0.0, found
+        with suppress(*UNREADABLE):
+            for zone in sorted(POWERCAP.glob("intel-rapl:*")) if not found else ():
+                if (zone / "name").read_text().startswith(COUNTED):
+                    most = int((zone / "max_energy_range_uj").read_text())
+                    found.append(Counter(zone / "energy_uj", 1e-6, most))
         self.look()
         self._joules = 0.0
 
@@ -56,16 +57,3 @@ class Energy:
         """Return joules since the last call or the beginning; None: no counter that this user may read."""
         joules, self._joules = self._joules, 0.0
         return joules if self._counters else None
-
-
-def cray() -> Iterator[Counter]:
-    """Yield the counter of a Cray's node, in joules."""
-    if CRAY.exists():
-        yield Counter(CRAY, 1.0)
-
-
-def rapl() -> Iterator[Counter]:
-    """Yield the counters of sockets and their memory, in millionths of a joule."""
-    for zone in sorted(POWERCAP.glob("intel-rapl:*")):
-        if (zone / "name").read_text().startswith(COUNTED):
-            yield Counter(zone / "energy_uj", 1e-6, int((zone / "max_energy_range_uj").read_text()))

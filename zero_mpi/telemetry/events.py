@@ -25,20 +25,20 @@ STOPPED, FAILED, DONE, EARLY_STOP = "stopped", "failed", "done", "early-stop"
 RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between two jobs
 
 
-class Events:
-    """File of events as one rank sees it. `at` sets the step, `reason` why the run was stopped."""
+class Events(logging.Handler):
+    """File of events as one rank sees it. `at` sets the step, `reason` why the run was stopped.
+
+    It is a handler of the log too: from `begin` to `end` a logged warning becomes an event.
+    """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
+        super().__init__(logging.WARNING)
         self._path, self._rank, self._step, self._lost = out / NAME, rank, 0, lost
         self._begun = self._ended = self._broken = False
-        self._listener = Listener(self)
         self.reason = ""
 
     def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
-        """Note the start of the job: first the end of the job before, by its status.json, then this job.
-
-        From now on warnings are written down as they are logged.
-        """
+        """Note the start of the job: first the end of the job before, by its status.json, then this job."""
         self._step = step
         if before.get("state") == "running":
             ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
@@ -47,7 +47,7 @@ class Events:
         self.note(STARTED, **about)
         self._begun = True
         if self._rank == 0:
-            log.logger.addHandler(self._listener)
+            log.logger.addHandler(self)
 
     def at(self, step: int) -> None:
         self._step = step
@@ -57,9 +57,13 @@ class Events:
         if self._rank == 0:
             self._append(event, more)
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write down a logged warning, and the facts that came with it."""
+        self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
+
     def end(self, event: str, reason: str = "") -> None:
         """Write the last event, on any rank: the first one stays. A job that ends well must have begun."""
-        log.logger.removeHandler(self._listener)
+        log.logger.removeHandler(self)
         if self._ended or not (self._begun or event == FAILED):
             return
         self._ended = True
@@ -78,18 +82,6 @@ class Events:
                 log.warning("%s cannot be written: %s", shown(self._path), error.strerror or error)
 
 
-class Listener(logging.Handler):
-    """Forwards warnings to the file."""
-
-    def __init__(self, events: Events) -> None:
-        super().__init__(logging.WARNING)
-        self._events = events
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write down a logged warning, and the facts that came with it."""
-        self._events.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
-
-
 def append_line(path: Path, text: str) -> None:
     """Add a line in one write; a line that a crash cut off stays a line of its own. Raises OSError.
 
@@ -104,6 +96,6 @@ def append_line(path: Path, text: str) -> None:
         os.close(handle)
 
 
-def utc() -> str:
-    """Return the time in whole seconds."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def utc(timespec: str = "seconds") -> str:
+    """Return the time as ISO 8601, to the second or to the `timespec` of datetime."""
+    return datetime.now(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")

@@ -32,10 +32,8 @@ class Display:
         self._bar: Any = None
         if watched() and log.says(log.INFO):
             seen = sys.stderr.isatty()
-            width = None if seen else WIDTH
-            self._bar = tqdm(
-                total=steps, initial=done, bar_format=BAR, dynamic_ncols=seen, ncols=width, leave=True
-            )
+            shape = {"dynamic_ncols": seen, "ncols": None if seen else WIDTH}
+            self._bar = tqdm(total=steps, initial=done, bar_format=BAR, **shape)
             # To the bar's own stream, also when it has ended: two pipes would mix their order.
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
@@ -66,15 +64,11 @@ class Display:
         if "mfu" in record:
             facts.append(f"{record['mfu']:.0%} of peak")
         if self._memory:
-            facts.append(mebibytes(self._memory))
-        return [*facts, self._time(record["step"])]
-
-    def _time(self, number: int) -> str:
-        """Return the time left, by the steps of this job so far; at the last step, the time in all."""
-        took = time.perf_counter() - self._begun
-        if number >= self._steps:
-            return f"total {interval(took)}"
-        return f"{interval(took * (self._steps - number) / (number - self._done))} left"
+            memory = self._memory / 2**20
+            facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
+        took, number = time.perf_counter() - self._begun, record["step"]
+        left = took * (self._steps - number) / (number - self._done)  # by the steps of this job so far
+        return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
 
 
 def short(count: float) -> str:
@@ -84,11 +78,6 @@ def short(count: float) -> str:
             return f"{count:.0f}" if not unit else f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g}G"
-
-
-def mebibytes(count: int) -> str:
-    """Return a number of bytes for messages."""
-    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 def interval(seconds: float) -> str:
@@ -110,12 +99,7 @@ def watched() -> bool:
             if os.readlink(f"/proc/{pid}/fd/2").startswith(("/dev/pts/", "/dev/tty")):
                 name = Path(f"/proc/{pid}/comm").read_text()
                 return any(launcher in name for launcher in LAUNCHERS)
-            pid = parent(pid)
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
         except (OSError, ValueError, IndexError):
             return False
     return False
-
-
-def parent(pid: int) -> int:
-    """Return the parent of process `pid`."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -79,20 +79,18 @@ def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_proof(path: Path) -> Generator[Line, None, None]:
-    """Yield the lines of a chain, one held at a time; raise Broken at the first that is not the next."""
-    head, end = FIRST, 0
-    for number, raw in enumerate(raw_lines(path), 1):
-        line = opened(number, raw, head, end)
-        head, end = line.head, line.end
-        yield line
+    """Yield the lines of a chain, one held at a time; raise Broken at the first that is not the next.
 
-
-def raw_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their ends, a line that is too long in pieces. FileError."""
+    Raises FileError if the file cannot be read.
+    """
+    head, end, number = FIRST, 0, 0
     try:
         with BufferedReader(open_file(path, "a file of lines")) as file:
-            while raw := file.readline(MOST_LINE):
-                yield raw
+            while raw := file.readline(MOST_LINE):  # a line that is too long has no end
+                number += 1
+                line = opened(number, raw, head, end)
+                head, end = line.head, line.end
+                yield line
     except OSError as error:
         raise FileError(f"{shown(path)}: cannot be read: {reason(error)}") from None
 

@@ -14,7 +14,6 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import open_in_place, read_file
 from zero_mpi.files.parse import parse_json
+from zero_mpi.telemetry.events import utc
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
@@ -42,16 +42,11 @@ class Status:
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
-        self._about: Mapping[str, Any] = {
-            "ranks": ranks,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "started": utc_now(),
-        }
-        self.slow = ""
-        self._lock, self._over = threading.Lock(), threading.Event()
+        place = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
+        self._about: Mapping[str, Any] = {**place, "started": utc("milliseconds")}
+        self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
         self._before = ""  # content left by the job before this one
-        self._lost = lost
+        self.slow = ""
 
     def begin(self) -> None:
         """Write, on rank 0, that the job runs, and renew that from now on."""
@@ -71,7 +66,7 @@ class Status:
     def _renew(self) -> None:
         while not self._over.wait(RENEWAL_SECONDS):
             with self._lock:
-                if self._over.is_set() or self._read().get("state") == FAILED:
+                if self._over.is_set() or read_status(self._path).get("state") == FAILED:
                     return  # another rank ends the job
                 self._write(RUNNING)
 
@@ -79,7 +74,7 @@ class Status:
         """Write the last state, on any rank; a later failure, on the way out, changes nothing."""
         self._over.set()
         locked = self._lock.acquire(timeout=RENEWAL_WAIT)
-        said = self._read()
+        said = read_status(self._path)
         if said.get("state") == RUNNING and self._rank != 0:  # rank 0 knows the job's place and time
             self._about = {key: said.get(key) for key in self._about}
         # Only rank 0 knows whether this job has written that.
@@ -97,14 +92,13 @@ class Status:
         if before:
             self._put(before)
 
-    def _read(self) -> dict[str, Any]:
-        return read_status(self._path)
-
     def _write(self, state: str, reason: str = "") -> None:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
         if self.slow:
             entry["slow"] = self.slow
-        self._put(json.dumps({**entry, "updated": utc_now(), "version": __version__}, indent=1) + "\n")
+        self._put(
+            json.dumps({**entry, "updated": utc("milliseconds"), "version": __version__}, indent=1) + "\n"
+        )
 
     def _put(self, text: str) -> None:
         if self._lost():
@@ -147,8 +141,3 @@ def as_object(text: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         return {}
     return {name: value for name, value in said.items() if not isinstance(value, dict | list)}
-
-
-def utc_now() -> str:
-    """Return the time, as ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
-from zero_mpi.checkpoint import folders, merged
-from zero_mpi.checkpoint.merged import weights_digest
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.mixes import QAT, known_type
 from zero_mpi.checkpoint.state import Description
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_metadata, weights_digest
 from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import NOTHING, odd_one
 from zero_mpi.config.command_line import parse
@@ -72,8 +71,10 @@ def describe(
     if config.teacher is not None:
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
-        metadata = merged.metadata(model.lora) | {"general.name": metadata.get("general.name", model.arch)}
-        settings["base"] = merged.weights_digest(init)
+        kept = {key: metadata[key] for key in (QAT,) if key in metadata}
+        name = {"general.name": metadata.get("general.name", model.arch)}
+        metadata = adapter_metadata(model.lora) | name | kept
+        settings["base"] = weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
     about = (model.arch, metadata, settings, machine, config.plan())

@@ -19,9 +19,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.state import read_progress
 from zero_mpi.cli.text import size, write
 from zero_mpi.comm import kinds
-from zero_mpi.config.optimizer import described
 from zero_mpi.config.settings import Config
-from zero_mpi.data import named
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_folder
@@ -35,6 +33,7 @@ from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, tr
 from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.telemetry.log import Caution
 from zero_mpi.train.resolve import RunSpec, resolve
+from zero_mpi.train.summary import data_rows
 
 
 def show(world: World, config: Config) -> int:
@@ -44,16 +43,14 @@ def show(world: World, config: Config) -> int:
     case, why = find_case(world, spec)
     alone = world.size == 1 and not environment.under_launcher()
     write(world.on_root(lambda: [*lines(spec, case, why, alone)]) or ())
-    world.on_root(lambda: check_room(spec))
+
+    def check_room() -> None:
+        if spec.no_room:
+            raise UsageError(spec.no_room)
+        write(f"note       {note}" for note in check_disk(spec.config, spec.model))
+
+    world.on_root(check_room)
     return 0
-
-
-def check_room(spec: RunSpec) -> None:
-    """Raise UsageError if there is no memory for the run, or no disk for its checkpoints."""
-    if spec.no_room:
-        raise UsageError(spec.no_room)
-    for note in check_disk(spec.config, spec.model):
-        write([f"note       {note}"])
 
 
 def check_out(out: Path) -> None:
@@ -85,7 +82,14 @@ def existing(path: Path) -> Path:
 
 def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     """Return the case to plan for these ranks, and why the transport is not the requested one. Collective."""
-    nodes, problem = find_nodes(world)
+    nodes, problem = 1, ""
+    if world.size > 1:
+        from zero_mpi.comm.topology import find_topology, node_communicator
+
+        node = node_communicator(world.mpi.COMM_WORLD)
+        topology = find_topology(world.mpi.COMM_WORLD, node)
+        node.Free()
+        nodes, problem = topology.nodes, topology.problem if topology.nodes > 1 else ""
     if problem and spec.config.strategy == "hybrid-shard":
         raise UsageError(f"--strategy hybrid-shard: {problem}; use full-shard")
     settings = replace(spec.config, device=device.in_use().name)
@@ -93,31 +97,15 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
     if case.transport.shares_memory:
-        needed = plan_memory(case).node_shared
-        problem = problem or no_room(world, needed)
+        from zero_mpi.comm.shared.memory import MARGIN, room_problem
+
+        needed = plan_memory(case).node_shared + MARGIN
+        here = room_problem(needed) if world.node.rank == 0 else ""
+        found = world.comm.allgather_object(here)
+        problem = problem or next((text for text in found if text), "")
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.together(lambda: check_sums(case))
     return case, problem
-
-
-def find_nodes(world: World) -> tuple[int, str]:
-    """Return the number of nodes, and why they cannot share the work as nodes do. Collective."""
-    if world.size == 1:
-        return 1, ""
-    from zero_mpi.comm.topology import find_topology, node_communicator
-
-    node = node_communicator(world.mpi.COMM_WORLD)
-    topology = find_topology(world.mpi.COMM_WORLD, node)
-    node.Free()
-    return topology.nodes, topology.problem if topology.nodes > 1 else ""
-
-
-def no_room(world: World, needed: int) -> str:
-    """Return why some node has no room for the memory that its ranks would share, or "". Collective."""
-    from zero_mpi.comm.shared.memory import MARGIN, room_problem
-
-    problem = room_problem(needed + MARGIN) if world.node.rank == 0 else ""
-    return next((text for text in world.comm.allgather_object(problem) if text), "")
 
 
 # ------------------------------------------------------------------------------------------- the text
@@ -128,7 +116,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
 
     why: the reason for another transport than the requested one; alone: no launcher has started this process.
     """
-    assert spec.corpus is not None, "rank 0 has the text"
+    assert spec.corpus is not None and spec.loader is not None, "rank 0 has the text"  # noqa: PT018
     config = spec.config
     machine = assumed(case.on_gpu, case.precision_name)
     plan = make_plan(case, machine)
@@ -142,7 +130,10 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"
     yield f"transport  {transport(config.transport, case, why)}"
     yield f"device     {device.in_use().name}, {config.precision}"
-    yield from data_lines(spec, case)
+    for title, text in data_rows(config, spec.corpus, spec.loader):
+        if text:
+            yield f"{title:11}{text}"
+    yield f"step       {case.tokens:,} tokens: {config.steps * case.tokens:,} in total"
     yield from out_lines(spec, case)
     yield from (f"note       {note}" for note in spec.notes)
     yield ""
@@ -166,24 +157,6 @@ def transport(wanted: str, case: Case, why: str) -> str:
         )
     because = f", because {why}" if why else ""
     return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
-
-
-def data_lines(spec: RunSpec, case: Case) -> Iterator[str]:
-    """Yield which data are read, and how often."""
-    config, corpus, loader = spec.config, spec.corpus, spec.loader
-    assert corpus is not None, "rank 0 has the text"
-    assert loader is not None, "and what reads it"
-    yield (
-        f"data       {corpus.tokens[0]:,} training tokens in {corpus.documents - corpus.val_documents:,} "
-        f"documents, {corpus.tokens[1]:,} for validation, from {named(config.data)}"
-    )
-    for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
-        if part.name:
-            yield f"source     {part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
-    if loader.windows.about():
-        yield f"packed     {loader.windows.about()}"
-    tokens, rest = config.steps * case.tokens, described(config, loader.epochs(config.steps))
-    yield f"steps      {config.steps:,} of {case.tokens:,} tokens: {tokens:,} in total, {rest}"
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:

@@ -22,7 +22,7 @@ from zero_mpi.launch.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements
-from zero_mpi.plan.case import Case, check_sums, make_case
+from zero_mpi.plan.case import check_sums, make_case
 from zero_mpi.plan.rank_memory import plan_memory, private, text_bytes
 
 STATE = 16  # bytes of a parameter with its gradient and two moments
@@ -63,7 +63,10 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
     for node in nodes:
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
-    case = case_of(config, model, ranks, len(nodes))
+    # As many ranks on each node as the fullest node has.
+    whole = len(nodes) if ranks % len(nodes) == 0 else 1
+    case = make_case(replace(config, device="cpu"), model, ranks, whole)
+    case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
     memory, text = plan_memory(case), text_bytes(config, model)  # computed once: nodes may be thousands
     for node in nodes:
@@ -71,13 +74,6 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
         if problem:
             return problem
     return ""
-
-
-def case_of(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
-    """Return the case to plan, with as many ranks on each node as the fullest node has."""
-    whole = nodes if ranks % nodes == 0 else 1
-    case = make_case(replace(config, device="cpu"), model, ranks, whole)
-    return replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
 
 
 def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:

@@ -1,51 +1,49 @@
 """The loss that a run learns from: for each micro-batch a `HeadLoss`, for each step what is recorded of it.
 
-Training, its recomputation and evaluation take whichever objective the flags choose, and know no kinds.
+Training, its recomputation and evaluation take whichever objective the flags choose, and know no kinds:
+cross-entropy, preferences, or a teacher's predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi import device, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Batch, Corpus, EvalLoader, HeldOut, PackedWindows, StepLoader, Tokenizer, Windows
 from zero_mpi.data.documents import Stream
 from zero_mpi.data.packing import PairBatch, PairWindows, mismatched
-from zero_mpi.data.teacher_file import Records, TeacherFile, open_teacher
-from zero_mpi.device.arrays import Scalar, namespace
+from zero_mpi.data.teacher_file import open_teacher
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn import Packed
-from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss, zeros_of
+from zero_mpi.nn.distilled import Distilled
+from zero_mpi.nn.loss import CrossEntropy, HeadLoss, Segment, SequenceLoss
 from zero_mpi.nn.preference import Preference, log_odds, log_sigmoid
-from zero_mpi.ops.reference import chunk_rows
 from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.evaluation import dealt_out, evaluate
 
 Figures = dict[str, float]
+Floats = NDArray[np.float64]
 
 
 class StepLoss:
-    """Losses of the micro-batches of a step."""
+    """Losses of the micro-batches of a step. micro: function that returns input and loss of micro-batch i."""
+
+    def __init__(self, micro: Callable[[int], tuple[Any, HeadLoss]]) -> None:
+        self.micro = micro
 
     @property
     def sums(self) -> Sequence[float]:
         """Numbers of this rank that are added over all ranks."""
         return ()
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        """Return input and loss of micro-batch i."""
-        raise NotImplementedError
 
     def figures(self, sums: Sequence[float]) -> Figures:
         """Return what is recorded of the step, from the sums over all ranks."""
@@ -63,31 +61,25 @@ class Objective:
     def __init__(self, module: ShardedModule, loader: StepLoader) -> None:
         self.module, self.loader = module, loader
 
-    def keep(self) -> NDArray[np.float64]:
+    def keep(self) -> Floats:
         """Return what is kept of the model as it is now. Collective."""
         raise NotImplementedError
 
-    def use(self, kept: NDArray[np.float64]) -> None:
+    def use(self, kept: Floats) -> None:
         """Use what `keep` returned."""
 
     def step(self, number: int) -> StepLoss:
         """Return the losses of a step (from 0). Collective."""
-        return CrossEntropyStep(self.loader, number)
+        return StepLoss(partial(self.micro, number, 1.0 / self.loader.counted(number)))
+
+    def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
+        """Return input and loss of micro-batch i of a step."""
+        return with_loss(self.loader.micro(number, i), scale)
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         """Return the mean loss of held-out data, and further figures. Collective."""
         scale = 1.0 / loader.counted
         return evaluate(self.module, loader.micro_batches, lambda i: with_loss(loader.micro(i), scale)), {}
-
-
-class CrossEntropyStep(StepLoss):
-    """Cross-entropy of a step's micro-batches."""
-
-    def __init__(self, loader: StepLoader, number: int) -> None:
-        self._loader, self._number, self._scale = loader, number, 1.0 / loader.counted(number)
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        return with_loss(self._loader.micro(self._number, i), self._scale)
 
 
 def with_loss(batch: Batch, scale: float) -> tuple[Array | Packed, CrossEntropy]:
@@ -100,19 +92,22 @@ def as_input(batch: Batch) -> Array | Packed:
     return batch.inputs if batch.begins is None else Packed(batch.inputs, batch.begins)
 
 
-Floats = NDArray[np.float64]
-EVERYTHING = slice(None)
+# ------------------------------------------------------------------------------------------- preferences
 
 
 class PairStep(StepLoss):
     """Pairs of a step or of an evaluation, whose micro-batches are given as their windows.
 
-    Sums are (S, K): of the answer of each sequence, and for ORPO of all other tokens of it.
+    Sums are one table (S, K) in the order of the data: for each sequence the log-probability of its answer,
+    and for ORPO of all its other tokens. A rank fills the rows of its micro-batches, so that the sum over
+    ranks is the same at any number of them, and so are all figures, which are computed from it.
+
     reference   (S,) sums of the answers under the reference; zeros for none
     kl          KTO's estimate of the divergence from the reference
     """
 
     def __init__(self, preference: Preference, windows: PairWindows, batches: Sequence[Array]) -> None:
+        super().__init__(self._micro)
         self.preference, self.windows, self.batches = preference, windows, batches
         found = [windows.sequences(each) for each in batches]
         ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
@@ -121,31 +116,45 @@ class PairStep(StepLoss):
         self.is_better, count = self.numbers % 2 == 0, self.numbers.size
         self.terms = count if preference.is_unpaired else count // 2
         self.positions = int(sizes[self.is_better].sum())
-        self.reference, self.kl, self._sums = np.zeros(count), 0.0, self.nothing()
-
-    def nothing(self) -> Floats:
-        """Return sums of zero."""
-        return np.zeros((self.numbers.size, 1 + self.preference.learns_prompts))
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        pairs = self.windows.pairs(self.batches[i])
-        return as_input(pairs.batch), SequenceLoss(self.segments(pairs), partial(self._learn, self.places[i]))
-
-    def segments(self, pairs: PairBatch) -> list[Segment]:
-        """Return the segments of a micro-batch's sequences, one sequence after the other."""
-        kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
-        return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
+        self.reference, self.kl = np.zeros(count), 0.0
+        self._sums = np.zeros((count, 1 + preference.learns_prompts))
 
     @property
     def sums(self) -> Sequence[float]:
         return self._sums.ravel().tolist()
 
-    def _learn(self, here: slice, sums: Sequence[float]) -> tuple[float, Sequence[float]]:
-        self._sums[here] = np.reshape(sums, (-1, self._sums.shape[1]))
-        return self.loss(here, self._sums[here])
+    def _micro(self, i: int) -> tuple[Any, HeadLoss]:
+        pairs, here = self.windows.pairs(self.batches[i]), self.places[i]
+
+        def learn(sums: Sequence[float]) -> tuple[float, Sequence[float]]:
+            self._sums[here] = np.reshape(sums, (-1, self._sums.shape[1]))
+            return self.loss(here, self._sums[here])
+
+        return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
+
+    def _segments(self, pairs: PairBatch) -> list[Segment]:
+        """Return the segments of a micro-batch's sequences, one sequence after the other."""
+        kinds = [pairs.batch.targets, *[pairs.rest] * self.preference.learns_prompts]
+        return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
+
+    def measure(
+        self, module: ShardedModule, read: Callable[[PairBatch], PairBatch], adapted: bool = True
+    ) -> Floats:
+        """Return the sums (S, K) under the model as it is, with or without adapters. Collective."""
+        width = self._sums.shape[1]
+
+        def compute(i: int, losses: Array) -> None:
+            module.comm.meter.beat()
+            pairs = read(self.windows.pairs(self.batches[i]))
+            found = module.losses(as_input(pairs.batch), SequenceLoss(self._segments(pairs)), adapted=adapted)
+            for place, value in enumerate(found, self.places[i].start * width):
+                losses[place] = value
+
+        found: Floats = -dealt_out(module, len(self.batches), self._sums.size, compute)
+        return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the part of sequences in the loss of the step, and its derivative by each segment."""
+        """Return the part of sequences in the loss of the step, and its derivative by each sum."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -178,7 +187,11 @@ class PairStep(StepLoss):
 
 
 class PreferenceObjective(Objective):
-    """A preference loss. adapted: the reference is the model without its adapters."""
+    """A preference loss.
+
+    The reference is the model as the run begins: without its adapters if these start at zero (`adapted`),
+    else its sums are computed once, for all data.
+    """
 
     def __init__(
         self, module: ShardedModule, loader: StepLoader, data: HeldOut, preference: Preference, adapted: bool
@@ -197,7 +210,7 @@ class PreferenceObjective(Objective):
             step = PairStep(self.preference, windows, np.split(np.arange(len(windows)), cuts))
             for read in self._reads:
                 found.append(np.zeros(windows.sides))
-                found[-1][step.numbers] = self._measured(step, read)[:, 0]
+                found[-1][step.numbers] = step.measure(self.module, read)[:, 0]
         return np.concatenate(found)
 
     def use(self, kept: Floats) -> None:
@@ -210,38 +223,22 @@ class PreferenceObjective(Objective):
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         step = self._with_reference(cast(PairWindows, loader.windows), loader.batches())
-        sums = self._measured(step, as_it_is)
-        return step.loss(EVERYTHING, sums)[0], step.figures(sums.ravel().tolist())
+        sums = step.measure(self.module, as_it_is)
+        return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
         """Return the pairs of micro-batches with all that their losses depend on. Collective."""
         step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
-        if self.preference.has_reference:
-            before = [
-                self._measured(step, read, False)[:, 0] if kept is None else kept[place, step.numbers]
-                for place, read in enumerate(self._reads)
-            ]
-            step.reference = before[0]
-            if self.preference.is_unpaired:
-                step.kl = max(0.0, mean(self._measured(step, mismatched)[:, 0] - before[1]))
+        if not self.preference.has_reference:
+            return step
+        before = [
+            step.measure(self.module, read, adapted=False)[:, 0] if kept is None else kept[n, step.numbers]
+            for n, read in enumerate(self._reads)
+        ]
+        step.reference = before[0]
+        if self.preference.is_unpaired:
+            step.kl = max(0.0, mean(step.measure(self.module, mismatched)[:, 0] - before[1]))
         return step
-
-    def _measured(
-        self, step: PairStep, read: Callable[[PairBatch], PairBatch], adapted: bool = True
-    ) -> Floats:
-        """Return the sums of log-probabilities (S, K) of a step, on all ranks. Collective."""
-        sums = step.nothing()
-
-        def compute(i: int, losses: Array) -> None:
-            self.module.comm.meter.beat()
-            pairs, first = read(step.windows.pairs(step.batches[i])), step.places[i].start * sums.shape[1]
-            loss = SequenceLoss(step.segments(pairs))
-            found = self.module.losses(as_input(pairs.batch), loss, adapted=adapted)
-            for place, value in enumerate(found, first):
-                losses[place] = value
-
-        found: Floats = -dealt_out(self.module, len(step.batches), sums.size, compute)
-        return found.reshape(sums.shape)
 
 
 def as_it_is(pairs: PairBatch) -> PairBatch:
@@ -254,51 +251,26 @@ def mean(values: Any) -> float:
     return float(np.cumsum(values, dtype=np.float64)[-1] / len(values))
 
 
-LEAST = 1e-12  # of a mass, before its logarithm
+# ------------------------------------------------------------------------------------------- distillation
 
 
-@dataclass(frozen=True, eq=False)
-class Distilled(CrossEntropy):
-    """(1 - weight) times the cross-entropy, plus weight times the divergence from records (B T,)."""
+class DistillObjective(Objective):
+    """A teacher's predictions of the tokens of a stream, mixed with the cross-entropy."""
 
-    records: Records
-    weight: float
-    teacher: TeacherFile
+    def __init__(
+        self, module: ShardedModule, loader: StepLoader, stream: Stream, path: str, weight: float
+    ) -> None:
+        super().__init__(module, loader)
+        self._stream, self._path, self._weight, self._teacher = stream, path, weight, open_teacher(path)
 
-    def train(self, head: Any, p: Any, x: Any, g: Any, factor: float) -> tuple[Scalar, Any]:
-        to_device, flat = device.in_use().from_host, x.reshape(-1, x.shape[-1])
-        rows = np.flatnonzero(self.targets.reshape(-1) != UNCOUNTED)
-        records, targets = self.records[rows], to_device(self.targets.reshape(-1)[rows])
-        there, dx, loss = records["rest"] + records["logp"].sum(axis=-1) != 0, zeros_of(flat, x.dtype), 0.0
-        step = chunk_rows(len(rows), self.teacher.vocab)
-        for part in (slice(start, start + step) for start in range(0, len(rows), step)):
-            some = to_device(rows[part])
-            z, saved = head.forward(p, flat[some])
-            hard, dz = ops.cross_entropy(z, targets[part], (1 - self.weight) * self.scale * factor)
-            soft, slopes = self.divergence(z, targets[part], to_device(there[part]), records[part])
-            dz += slopes * (self.weight * self.scale * factor)
-            loss = loss + hard / factor + soft * self.weight * self.scale
-            dx[some] = head.backward(p, saved, dz.astype(z.dtype), g)
-        return loss, dx.reshape(x.shape)
-
-    def divergence(self, z: Any, targets: Any, there: Any, records: Records) -> tuple[Any, Any]:
-        """Return the summed divergence for logits (n, V), and its gradient."""
-        xp, to_device = namespace(z), device.in_use().from_host
-        at = xp.arange(len(z))[:, None]
-        ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
-        ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        share = ops.cross_entropy(z / z.dtype.type(self.teacher.temperature), targets, 1.0)[1].astype(
-            np.float32
+    def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
+        batch, windows = self.loader.micro(number, i), cast("Windows | PackedWindows", self.loader.windows)
+        at = windows.places(self.loader.batches(number)[i])
+        places = self._stream.in_data(np.where(batch.targets == UNCOUNTED, -1, at).ravel())
+        records = self._teacher.read(self._path, places)
+        return as_input(batch), Distilled(
+            batch.targets, scale, records, self._weight, self._teacher.temperature, self._teacher.vocab
         )
-        share[at[:, 0], targets] += 1  # the softmax, from the gradient of its cross-entropy
-        found, wanted = share[at, ids].astype(np.float64), xp.exp(logp)
-        others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
-        terms = (wanted * (logp - xp.log(xp.maximum(LEAST, found)))).sum(axis=-1)
-        terms += xp.exp(rest) * (rest - xp.log(others))
-        share *= ((others - xp.exp(rest)) / others)[:, None].astype(np.float32)
-        share[at, ids] = (found - wanted).astype(np.float32)
-        share[~there] = 0
-        return terms[there].sum(), share / np.float32(self.teacher.temperature)
 
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
@@ -316,31 +288,3 @@ def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Toke
             )
     if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):
         raise UsageError(f"--teacher {shown(path)}: expected --data without shares, and without --val-data")
-
-
-class DistilledStep(CrossEntropyStep):
-    """Distilled losses of a step's micro-batches."""
-
-    def __init__(self, objective: DistillObjective, number: int) -> None:
-        super().__init__(objective.loader, number)
-        self._of, self._batches = objective, objective.loader.batches(number)
-
-    def micro(self, i: int) -> tuple[Any, HeadLoss]:
-        batch, of = self._loader.micro(self._number, i), self._of
-        at = cast("Windows | PackedWindows", of.loader.windows).places(self._batches[i])
-        places = of.stream.in_data(np.where(batch.targets == UNCOUNTED, -1, at).ravel())
-        records = of.teacher.read(of.path, places)
-        return as_input(batch), Distilled(batch.targets, self._scale, records, of.weight, of.teacher)
-
-
-class DistillObjective(Objective):
-    """A teacher's predictions of the tokens of a stream, mixed with the cross-entropy."""
-
-    def __init__(
-        self, module: ShardedModule, loader: StepLoader, stream: Stream, path: str, weight: float
-    ) -> None:
-        super().__init__(module, loader)
-        self.stream, self.path, self.weight, self.teacher = stream, path, weight, open_teacher(path)
-
-    def step(self, number: int) -> StepLoss:
-        return DistilledStep(self, number)

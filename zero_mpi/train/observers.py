@@ -23,7 +23,7 @@ from zero_mpi.errors import JobError
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.optim.optimizer import StepResult
-from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import LossScale
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.energy import Energy
 from zero_mpi.telemetry.metrics import METRICS, Records, last_record
@@ -31,73 +31,18 @@ from zero_mpi.train.summary import Outcome
 
 MOST = 20  # steps in a row without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
-
-
-class Divergence:
-    """Counts the steps of a job that were not finite."""
-
-    def __init__(self) -> None:
-        self._steps = self._bad = 0  # number of steps seen, and of the last ones that were not finite
-        self._loss = 0.0
-
-    def saw(self, step: int, loss: float, skipped: bool, searching: bool) -> None:
-        """Count a step; raise JobError on all ranks if too many steps in a row were not finite.
-
-        skipped: its gradient was not finite; searching: float16 tries a lower loss scale next.
-        """
-        self._steps, self._loss = self._steps + 1, loss
-        if not math.isfinite(loss) or (skipped and not searching):
-            self._bad += 1
-        elif not skipped:
-            self._bad = 0
-        if self._bad >= MOST:
-            raise JobError(
-                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step}. Such steps "
-                f"are skipped, and the run has diverged; {REMEDY}"
-            )
-
-    def worth_saving(self, step: int) -> bool:
-        """Return whether the weights may be valid; if not, log it, because they must not replace good
-        ones.
-        """
-        if math.isfinite(self._loss):
-            return True
-        log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
-        return False
-
-    def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the run has come to its last step without a usable result."""
-        if not math.isfinite(self._loss):
-            raise JobError(not_finite(step))
-        if self._bad and self._bad == self._steps:
-            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learned; {REMEDY}")
-
-
-def not_finite(step: int) -> str:
-    """Return why a run that has made all its steps is not done."""
-    return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
-
-
-def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the records of a run that has made its last step say that it ended so."""
-    record = last_record(out / METRICS)
-    if record.get("step") == step and record.get("loss", 0.0) is None:
-        raise JobError(not_finite(step))
+BEHIND = 0.2  # share of the median's seconds that a rank may be slower
+RECORDS = 3  # number of records in a row in which a rank is behind, until it is named
 
 
 @dataclass(frozen=True)
 class StepMade:
-    """Result of an optimizer step, the same on all ranks except for what observers add to `record`.
+    """Result of an optimizer step, the same on all ranks except for what observers add to `record`."""
 
-    number    steps of the run so far, including this one
-    loss      nats per token, of all micro-batches
-    seconds   from the first micro-batch to the update, on this rank
-    """
-
-    number: int
-    loss: float
+    number: int  # steps of the run so far, including this one
+    loss: float  # nats per token, of all micro-batches
     result: StepResult
-    seconds: float
+    seconds: float  # from the first micro-batch to the update, on this rank
     record: dict[str, Any] = field(default_factory=dict)
 
 
@@ -125,11 +70,14 @@ class SignsOfLife(Observer):
 
 
 class Costs(Observer):
-    """Records the costs of a step: seconds, waits, bytes sent. Remembers the longest step."""
+    """Records the costs of a step: seconds, waits, bytes sent, share of the processor's peak.
 
-    def __init__(self, meter: Meter, positions_per_step: int) -> None:
-        self.longest = 0.0  # seconds
-        self._meter, self._positions = meter, positions_per_step
+    share   function from seconds to that share, None where it is not known
+    """
+
+    def __init__(self, meter: Meter, positions: int, share: Callable[[float], float | None]) -> None:
+        self.longest = 0.0  # seconds of a step
+        self._meter, self._positions, self._share = meter, positions, share
         self._waited = self._sent = 0.0
 
     def begins(self, number: int) -> None:
@@ -141,6 +89,9 @@ class Costs(Observer):
         step.record["step_seconds"] = step.seconds
         step.record["wait_seconds"] = self._meter.wait_seconds - self._waited
         step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent)
+        share = self._share(step.seconds)
+        if share is not None:
+            step.record["mfu"] = round(share, 4)
 
 
 class SkippedSteps(Observer):
@@ -150,13 +101,10 @@ class SkippedSteps(Observer):
         self._scale, self._count, self._before = scale, count, count()
 
     def ends(self, step: StepMade) -> None:
-        now, before = self._count(), self._before
-        self._before = step.record["skipped"] = now
-        if before == 0 < now and not self._scale.dynamic:
-            log.warning(
-                "the gradient of step %d is not finite: the step is skipped",
-                step.number,
-            )
+        before, self._before = self._before, self._count()
+        step.record["skipped"] = self._before
+        if before == 0 < self._before and not self._scale.dynamic:
+            log.warning("the gradient of step %d is not finite: the step is skipped", step.number)
 
 
 class HeldOutLoss(NamedTuple):
@@ -180,21 +128,20 @@ class Evaluation(Observer):
         self, every: int, last: int, evaluate: Callable[[], HeldOutLoss | None], *, first: bool
     ) -> None:
         self.loss: float | None = None
-        self.before: float | None = None
         self.longest = 0.0  # seconds
+        self._before: HeldOutLoss | None = None
         self._every, self._last, self._evaluate, self._first = every, last, evaluate, first
 
     def begins(self, number: int) -> None:
         if self._first and number == 1:
-            found = self._timed()
-            if found is not None:
-                self.before, self.figures = found.mean, found.figures
-                log.info("before the first step: validation loss %.4f", self.before)
+            self._before = self._timed()
+            if self._before is not None:
+                log.info("before the first step: validation loss %.4f", self._before.mean)
 
     def ends(self, step: StepMade) -> None:
-        if step.number == 1 and self.before is not None:
-            step.record["val_loss_before"] = self.before
-            step.record.update({f"val_{name}_before": value for name, value in self.figures.items()})
+        if step.number == 1 and self._before is not None:
+            step.record["val_loss_before"] = self._before.mean
+            step.record.update({f"val_{name}_before": x for name, x in self._before.figures.items()})
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
         found = self._timed()
@@ -212,18 +159,6 @@ class Evaluation(Observer):
         return loss
 
 
-class Utilization(Observer):
-    """Records the share of the processor's peak that a step reaches, where the peak is known."""
-
-    def __init__(self, share: Callable[[float], float | None]) -> None:
-        self._share = share
-
-    def ends(self, step: StepMade) -> None:
-        share = self._share(step.seconds)
-        if share is not None:
-            step.record["mfu"] = round(share, 4)
-
-
 class RecordWriter(Observer):
     """Writes the record: metrics.jsonl, the progress bar, trackers."""
 
@@ -234,34 +169,79 @@ class RecordWriter(Observer):
         self._records.step(step.record)
 
 
-class EndOfDivergence(Observer):
-    """Ends a run whose loss or gradients are no longer finite; raises JobError on all ranks."""
+# ------------------------------------------------------------------------------------------- divergence
 
-    def __init__(self, divergence: Divergence, scale: LossScale) -> None:
-        self._divergence, self._scale = divergence, scale
+
+class Divergence(Observer):
+    """Counts the steps of a job that were not finite, and ends it after many in a row."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self._scale, self._loss = scale, 0.0
+        self._steps = self._bad = 0  # number of steps seen, and of the last ones that were not finite
 
     def ends(self, step: StepMade) -> None:
+        """Count a step; raise JobError on all ranks if too many in a row were not finite.
+
+        A skipped step counts, unless float16 tries a lower loss scale next.
+        """
         searching = self._scale.dynamic and self._scale.exponent > 0
-        self._divergence.saw(step.number, step.loss, step.result.skipped, searching)
+        self._steps, self._loss = self._steps + 1, step.loss
+        if not math.isfinite(step.loss) or (step.result.skipped and not searching):
+            self._bad += 1
+        elif not step.result.skipped:
+            self._bad = 0
+        if self._bad >= MOST:
+            raise JobError(
+                f"loss or gradient was not finite in {MOST} steps in a row, up to step {step.number}. Such "
+                f"steps are skipped, and the run has diverged; {REMEDY}"
+            )
+
+    def worth_saving(self, step: int) -> bool:
+        """Return whether the weights may be valid and may replace good ones; if not, log it."""
+        if math.isfinite(self._loss):
+            return True
+        log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
+        return False
+
+    def check_end(self, step: int) -> None:
+        """Raise JobError on all ranks if the run has come to its last step without a usable result."""
+        if not math.isfinite(self._loss):
+            raise JobError(not_finite(step))
+        if self._bad and self._bad == self._steps:
+            raise JobError(f"no step up to {step} had a finite gradient, so nothing was learned; {REMEDY}")
+
+
+def not_finite(step: int) -> str:
+    """Return why a run that has made all its steps is not done."""
+    return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
+
+
+def check_recorded(out: Path, step: int) -> None:
+    """Raise JobError if the records of a run that has made its last step say that it ended so."""
+    record = last_record(out / METRICS)
+    if record.get("step") == step and record.get("loss", 0.0) is None:
+        raise JobError(not_finite(step))
+
+
+# ------------------------------------------------------------------------------------------- slow ranks
 
 
 class RankReport(NamedTuple):
-    """Figures of a rank; all but the first cover the time since its last report.
+    """Figures of a rank; all but the first cover the time since its last report."""
 
-    memory    bytes in use now
-    seconds   of computing, per micro-batch; None: it had none, or a GPU computes while its host goes on
-    waited    seconds in waits for other ranks
-    joules    energy of its host, reported by one rank of each; None: another rank reports it, or no counter
-    """
-
-    memory: int
-    seconds: float | None
-    waited: float
-    joules: float | None
+    memory: int  # bytes in use now
+    seconds: float | None  # of computing, per micro-batch; None: it had none, or a GPU computes meanwhile
+    waited: float  # seconds in waits for other ranks
+    joules: (
+        float | None
+    )  # energy of its host, reported by one rank of each; None: another does, or no counter
 
 
 class RankFigures(Observer):
     """Records the figures of each rank, and names slow ranks, at logged or evaluated steps: collective.
+
+    In a step all ranks wait for the slowest one, so step times do not show which rank it was. Its own seconds
+    do: the time of its micro-batches less its waits for other ranks.
 
     pace   context to enter around each micro-batch
     say    function that is given the slow ranks as a text, "" if there are none
@@ -285,7 +265,14 @@ class RankFigures(Observer):
             self._energy.look()
         if not (self._logs(step.number) or "val_loss" in step.record):
             return
-        told: list[RankReport] = self._world.comm.allgather_object(self._tell())
+        at_work, (computed, waited) = device.in_use(), self.pace.take()
+        own = RankReport(
+            at_work.memory_in_use(),
+            computed if at_work is device.HOST else None,
+            waited,
+            None if self._energy is None else self._energy.take(),
+        )
+        told: list[RankReport] = self._world.comm.allgather_object(own)
         seconds = [one.seconds for one in told]
         step.record["memory_bytes"] = [one.memory for one in told]
         step.record["micro_batch_seconds"] = seconds
@@ -297,23 +284,11 @@ class RankFigures(Observer):
             step.record["joules"] = sum(joules)
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
 
-    def _tell(self) -> RankReport:
-        at_work = device.in_use()
-        computed, waited = self.pace.take()
-        joules = None if self._energy is None else self._energy.take()
-        return RankReport(
-            at_work.memory_in_use(), computed if at_work is device.HOST else None, waited, joules
-        )
-
     def close(self, tokens: int) -> None:
         """Report the energy that the job used, if hosts measure it, for the `tokens` that it trained on."""
         if self._hosts and tokens:
             hosts, each = plural(self._hosts, "host"), self._joules / tokens
             log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)
-
-
-BEHIND = 0.2  # share of the median's seconds that a rank may be slower
-RECORDS = 3  # number of records in a row in which a rank is behind, until it is named
 
 
 class StepTimer:
@@ -324,16 +299,13 @@ class StepTimer:
         self._seconds, self._count, self._began = 0.0, 0, 0.0
         self._waited = meter.wait_seconds
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._meter.wait_seconds
-
     def __enter__(self) -> None:
-        self._began = self._now()
+        self._began = time.perf_counter() - self._meter.wait_seconds
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._seconds += self._now() - self._began
+        self._seconds += time.perf_counter() - self._meter.wait_seconds - self._began
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
@@ -361,18 +333,15 @@ class SlowRanks:
         for rank, behind in now.items():
             self._behind[rank] += 1
             if self._behind[rank] == RECORDS:
-                self._name(rank, behind, known[rank], middle)
+                log.warning(
+                    "rank %d on %s is slow: %.4g s per micro-batch, %.0f %% more than the median of ranks "
+                    "(%.4g s), %d times in a row. Is another program running there? zero-mpi doctor measures "
+                    "all ranks at once",
+                    *(rank, self._hosts[rank], known[rank], 100 * behind, middle, RECORDS),
+                    extra={"facts": {"rank": rank, "host": self._hosts[rank], "behind": round(behind, 3)}},
+                )
         return "; ".join(
             f"rank {rank} on {self._hosts[rank]}, {behind:.0%} behind"
             for rank, behind in now.items()
             if self._behind[rank] >= RECORDS
-        )
-
-    def _name(self, rank: int, behind: float, own: float, middle: float) -> None:
-        host = self._hosts[rank]
-        log.warning(
-            "rank %d on %s is slow: %.4g s per micro-batch, %.0f %% more than the median of ranks (%.4g s), "
-            "%d times in a row. Is another program running there? zero-mpi doctor measures all ranks at once",
-            *(rank, host, own, 100 * behind, middle, RECORDS),
-            extra={"facts": {"rank": rank, "host": host, "behind": round(behind, 3)}},
         )

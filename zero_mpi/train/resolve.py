@@ -15,50 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device, environment, ops
+from zero_mpi import data, device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
-from zero_mpi.checkpoint.merged import open_adapter, weights_digest
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, weights_digest
+from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
-from zero_mpi.config.bounds import (
-    cautions,
-    check,
-    in_steps,
-    rate_scales,
-    remarks,
-    thread_count,
-    threads_within,
-)
-from zero_mpi.config.inputs import (
-    adapted,
-    carried_keys,
-    check_model,
-    choose_tokenizer,
-    kept_as_floats,
-    model_from_flags,
-    open_init,
-    passed_over,
-    read_model,
-    settled,
-    shortened,
-    template_inputs,
-)
+from zero_mpi.config import bounds, inputs
 from zero_mpi.config.settings import BYTE, EPOCHS, LR_TIMES_WIDTH, MOST_CONTEXT, Config, batch_size
-from zero_mpi.data import (
-    Corpus,
-    EvalLoader,
-    HeldOut,
-    MixedWindows,
-    SampleOrder,
-    StepLoader,
-    Tokenizer,
-    WindowSource,
-    holds_token_files,
-    load_corpus,
-    windows_over,
-)
+from zero_mpi.data import Corpus, EvalLoader, HeldOut, SampleOrder, StepLoader, Tokenizer, WindowSource
 from zero_mpi.data.conversations.tokenized import ANSWERS
 from zero_mpi.data.corpus import Part
 from zero_mpi.data.documents import Remark, Stream
@@ -71,64 +37,29 @@ from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_dige
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
-from zero_mpi.optim.rates import check_scales
-from zero_mpi.sharding.layout import is_trainable
 from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log, trackers
-from zero_mpi.train import memory_check
-from zero_mpi.train.description import (
-    check_bits,
-    check_settings,
-    describe,
-    machine_facts,
-    of_text,
-    what_was_read,
-)
+from zero_mpi.train import description, memory_check, resume
 from zero_mpi.train.objective import check_teacher
-from zero_mpi.train.resume import (
-    ResumePoint,
-    as_begun,
-    changes_since,
-    check_resume,
-    find_checkpoint,
-    jumps_of_rate,
-    settled_bos,
-    settled_day,
-    tokenizer_as_begun,
-)
-from zero_mpi.train.transport import check_wish
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Specification of a run, the same on all ranks except for the text, which rank 0 has.
+    """Specification of a run, the same on all ranks except for the text, which rank 0 has."""
 
-    config       flags, with the sizes of the model of `--init`
-    threads      number of threads that this rank computes on
-    init         source of the initial weights, if they are not random
-    adapter      source of the initial adapter weights
-    tokenizer    tokenizer of the text; None: the data are ids
-    checkpoint   checkpoint to resume from
-    description  what the run's checkpoints store beside their tensors
-    unsaid       settings that are left to the data
-    loader       loader of the steps, on the rank that has the text
-    notes        lines that rank 0 prints at the start
-    no_room      why there is no memory for the run, which a dry run prints at its end; on rank 0
-    """
-
-    config: Config
-    threads: int
-    init: WeightSource | None
-    tokenizer: Tokenizer | None
+    config: Config  # flags, with the sizes of the model of `--init`
+    threads: int  # number of threads that this rank computes on
+    init: WeightSource | None  # source of the initial weights, if they are not random
+    tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are ids
     model: ModelConfig
-    checkpoint: ResumePoint | None
-    description: Description
-    adapter: WeightSource | None = None
-    unsaid: frozenset[str] = frozenset()
+    checkpoint: resume.ResumePoint | None  # checkpoint to resume from
+    description: Description  # what the run's checkpoints store beside their tensors
+    adapter: WeightSource | None = None  # source of the initial adapter weights
+    unsaid: frozenset[str] = frozenset()  # settings that are left to the data
     corpus: Corpus | None = None
-    loader: StepLoader | None = None
-    notes: tuple[str, ...] = ()
-    no_room: str = ""
+    loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
+    notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
+    no_room: str = ""  # why there is no memory for the run, which a dry run prints at its end; on rank 0
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -152,74 +83,75 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     is too large for a second reader, and one rank of a node compiles the operations for the others.
     """
     phase, notes = log.Phases(), list[str]()
-    check_settings(world, config)
-    checkpoint = find_checkpoint(world, config, Path(config.out), notes)
+    description.check_settings(world, config)
+    checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
     phase("checkpoints looked at")
     number = world.node.rank
     if checkpoint is not None:
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
     read = partial(look, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
-    spec = replace(spec, config=settled(spec.config, spec.model))  # all have read the same model
+    spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
     phase("model and tokenizer")
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
-        notes += map(log.Caution, cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
+        notes += map(log.Caution, bounds.cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
         said = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
-    notes += map(log.Caution, passed_over(spec.init))
+    notes += map(log.Caution, inputs.passed_over(spec.init))
     phase("data")
     if checkpoint is not None or not config.dry_run:  # bits matter to no plan
         machine = try_operations(world, spec.config, spec.threads, notes)
-        description = replace(spec.description, machine={**machine, **spec.description.machine})
-        spec = replace(spec, description=description)
+        described = replace(spec.description, machine={**machine, **spec.description.machine})
+        spec = replace(spec, description=described)
     phase("operations")
     if checkpoint is not None:
-        notes += [*changes_since(checkpoint, spec.description), *jumps_of_rate(checkpoint, spec.config)]
+        notes += resume.changes_since(checkpoint, spec.description)
+        notes += resume.jumps_of_rate(checkpoint, spec.config)
     return replace(spec, notes=tuple(notes))
 
 
 def look(
-    config: Config, checkpoint: ResumePoint | None, number: int, begun: str | None
+    config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
     `number`: index of the rank on its node, where the launcher does not tell it. `begun`: as for `resolve`.
     """
-    config = as_begun(config, checkpoint)
+    config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
     device.use(config.device, number)
-    check_wish(config)
-    threads = set_threads(config)
-    init = open_init(config)
-    named = None if init is None else read_model(init)
-    tokenizer = tokenizer_as_begun(choose_tokenizer(config, init, named), begun)
     where = device.in_use().name
-    model = adapted(config, named or model_from_flags(config, tokenizer), init, where)
-    config = shortened(config, model)
-    check_model(config, model)
-    check_rates(config, model)
+    kinds.check_flag(config.transport, where == "cuda")
+    threads = set_threads(config)
+    init = inputs.open_init(config)
+    named = None if init is None else inputs.read_model(init)
+    tokenizer = resume.tokenizer_as_begun(inputs.choose_tokenizer(config, init, named), begun)
+    model = inputs.adapted(config, named or inputs.model_from_flags(config, tokenizer), init, where)
+    config = inputs.shortened(config, model)
+    inputs.check_model(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
-    resumed = None if checkpoint is None else checkpoint.files.state.metadata.get(ID)
-    facts = what_was_read(config, resumed, init, model, tokenizer)
+    resumed = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
+    facts = description.what_was_read(config, resumed, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
-    said = remarks(config, tokenizer is not None, holds_token_files(config.data))
-    day = settled_day(config, tokenizer, checkpoint)
-    config = replace(config, bos=settled_bos(config, tokenizer, checkpoint), template_date=day)
-    description = describe(config, model, tokenizer, init)
-    notes = (*said, *kept_as_floats(init, model, where))
-    found = (config, threads, init, tokenizer, model, checkpoint, description, adapter, unsaid)
-    return RunSpec(*found, notes=notes), {name: short_digest(value) for name, value in facts.items()}
-
-
-def check_rates(config: Config, model: ModelConfig) -> None:
-    """Raise UsageError for a pattern of `--lr-scale` that matches no trained parameter."""
-    trained = [name for name in model.params() if is_trainable(name, config.frozen)]
-    try:
-        check_scales("--lr-scale", rate_scales(config.lr_scale), trained)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    kind = bounds.DataKind(tokenizer is not None, data.holds_token_files(config.data))
+    remarks = [*bounds.remarks(config, kind), *inputs.kept_as_floats(init, model, where)]
+    day = resume.settled_day(config, tokenizer, checkpoint)
+    config = replace(config, bos=resume.settled_bos(config, tokenizer, checkpoint), template_date=day)
+    found = RunSpec(
+        config,
+        threads,
+        init,
+        tokenizer,
+        model,
+        checkpoint,
+        description.describe(config, model, tokenizer, init),
+        adapter,
+        unsaid,
+        notes=tuple(remarks),
+    )
+    return found, {name: short_digest(value) for name, value in facts.items()}
 
 
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
@@ -249,15 +181,17 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
         if spec.tokenizer is None and isinstance(spec.init, HuggingFaceFolder):  # data of ids
-            keys = carried_keys(spec.init, spec.model)
+            keys = inputs.carried_keys(spec.init, spec.model)
         if spec.checkpoint is not None:
-            check_resume(spec.checkpoint, of_text(spec.description, config, corpus.sha256, packing, keys))
+            resume.check_resume(
+                spec.checkpoint, description.of_text(spec.description, config, corpus.sha256, packing, keys)
+            )
         on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=problem))
         return config, corpus.sha256, packing, keys
 
     config, *found = world.from_root_with_beat(read)
-    description = of_text(spec.description, config, *found)
-    return replace(on_root[0] if on_root else spec, config=config, description=description)
+    described = description.of_text(spec.description, config, *found)
+    return replace(on_root[0] if on_root else spec, config=config, description=described)
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
@@ -278,8 +212,8 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
         config = unless_said(config, context=context, epochs=EPOCHS)
         config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
     loader, held_out = make_loaders(config, corpus)
-    config = in_steps(config, loader.order.epoch)
-    check(config)
+    config = bounds.in_steps(config, loader.order.epoch)
+    bounds.check(config)
     return config, loader, held_out
 
 
@@ -290,13 +224,13 @@ def packing_of(config: Config, stream: Stream) -> str:
 
 def set_threads(config: Config) -> int:
     """Set the threads of this rank and return their number; exact mode uses one by default."""
-    wanted = threads_within(thread_count(config.threads))
+    wanted = bounds.threads_within(bounds.thread_count(config.threads))
     return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
     """Return the data of the flags."""
-    return load_corpus(
+    return data.load_corpus(
         config.data,
         val_fraction=config.val_fraction,
         context=config.context,
@@ -308,7 +242,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         control_tokens=config.control_tokens,
         bos=bos_of(tokenizer, config.bos),
         loss_on=config.loss_on or ANSWERS,
-        inputs=template_inputs(config, tokenizer),
+        inputs=inputs.template_inputs(config, tokenizer),
         packs=config.packing == DOCUMENTS,
         val_paths=config.val_data,
         batches=batches,
@@ -321,7 +255,7 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
     parts = [windows_of(config, part) for part in corpus.parts]
     order = SampleOrder([len(each) for each in parts], [part.share for part in corpus.parts], config.seed)
     steps = StepLoader(
-        parts[0] if len(parts) == 1 else MixedWindows(parts),
+        parts[0] if len(parts) == 1 else data.MixedWindows(parts),
         batch_size=config.batch_size,
         micro_batch=config.micro_batch,
         seed=config.seed,
@@ -339,7 +273,7 @@ def windows_of(config: Config, part: Part) -> WindowSource:
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None
-    found = windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
+    found = data.windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
     if part.name and not len(found):
         raise UsageError(f"--data: {part.name} holds no {found.kind}")
     return found
@@ -355,8 +289,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     if config.bits == PORTABLE:
         world.together(check_pins)
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
-    machines = world.results(lambda: (platform.node(), machine_facts(threads, kind)))
-    check_bits(machines, config.reduction == "exact", notes)
+    machines = world.results(lambda: (platform.node(), description.machine_facts(threads, kind)))
+    description.check_bits(machines, config.reduction == "exact", notes)
     slow = ops.slower(kind)
     if slow:
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))

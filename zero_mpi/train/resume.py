@@ -60,6 +60,11 @@ class ResumePoint:
     folder: Path
     files: CheckpointFiles
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the run, of older checkpoints too."""
+        return {**SINCE, **read_json(self.files.state, "training.settings")}
+
 
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
     """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
@@ -83,37 +88,29 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
 
 
 def look(config: Config, out: Path) -> list[Path]:
-    """Return the folders to resume from, the best first; a run removes the remains of interrupted saves."""
+    """Return the folders to resume from, the best first; a run removes the remains of interrupted saves.
+
+    Links are followed; a folder whose links form a circle is returned as it is.
+    """
     if not config.dry_run:
         folders.clean(out)
     if config.resume == "never":
         return []
     if config.resume == "auto":
-        return [real(folder) for folder in folders.candidates(out)]
-    folder = Path(config.resume)
-    if not is_folder(folder):
-        raise UsageError(f"--resume {shown(folder)}: no such folder; expected auto, never or a folder")
-    return [real(folder)]
-
-
-def real(folder: Path) -> Path:
-    """Return the folder that links lead to; a folder whose links form a circle is returned as it is."""
-    return Path(os.path.realpath(folder))
+        return [Path(os.path.realpath(folder)) for folder in folders.candidates(out)]
+    if not is_folder(Path(config.resume)):
+        raise UsageError(f"--resume {shown(config.resume)}: no such folder; expected auto, never or a folder")
+    return [Path(os.path.realpath(config.resume))]
 
 
 def open_checked(folder: Path, world: World) -> ResumePoint:
     """Return a checkpoint with sound indices, this rank's share of its tensors checked; raises UsageError."""
-    point = read_indices(folder)
-    check_digests(point.files, world.rank, world.size, world.meter.beat)
-    return point
-
-
-def read_indices(folder: Path) -> ResumePoint:
-    """Return the checkpoint in a folder; raises UsageError unless its files are sound and belong together."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         link = shown(folder.parent / folders.LATEST)
         raise UsageError(f"{link} points to {shown(folder.name)}, which does not exist")
-    return ResumePoint(folder, open_checkpoint(folder))
+    point = ResumePoint(folder, open_checkpoint(folder))
+    check_digests(point.files, world.rank, world.size, world.meter.beat)
+    return point
 
 
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
@@ -133,14 +130,12 @@ def as_begun(config: Config, point: ResumePoint | None) -> Config:
 
 def check_resume(point: ResumePoint, description: Description) -> None:
     """Raise UsageError if the checkpoint belongs to another run, naming the first difference."""
-    before = {**SINCE, **read_json(point.files.state, "training.settings")}
-    difference = next(differences(before, description.settings), None)
-    if difference:
-        key, was, now = difference
-        label = {"corpus": CORPUS}.get(key) or shown(key if "." in key else spelled(key))
+    for key, was, now in differences(point.settings, description.settings):
+        label = CORPUS if key == "corpus" else shown(key if "." in key else spelled(key))
+        size = next((f" ({spelled(name)})" for name, size in SIZES.items() if key == f"model.{size}"), "")
         raise UsageError(
             f"{shown(point.folder)} is a checkpoint of another run: {label} was {shown(was)}, "
-            f"now {shown(now)}{flag_of(key)}; use the same value, another --out, or --resume never"
+            f"now {shown(now)}{size}; use the same value, another --out, or --resume never"
         )
 
 
@@ -156,7 +151,7 @@ def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
     """Return ALWAYS or NEVER for `--bos`. Token files get no bos, nor does a run that began without one."""
     asked = config.bos
     if asked == AUTO and point is not None:
-        asked = {**SINCE, **read_json(point.files.state, "training.settings")}["bos"]
+        asked = point.settings["bos"]
     wanted = not holds_token_files(config.data) and bos_of(tokenizer, asked) is not None
     return ALWAYS if wanted else NEVER
 
@@ -168,25 +163,16 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
         return asked
     if point is None:
         return date.today().isoformat()
-    return str(read_json(point.files.state, "training.settings").get("template_date", DAY))
+    return str(point.settings.get("template_date", DAY))
 
 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
     """Yield notes on permitted differences from the checkpoint that affect bits or the rest of the run."""
     state = point.files.state
-    yield from changes_between(
-        read_json(state, "training.machine"), read_json(state, "training.plan"), description
-    )
-
-
-def changes_between(
-    machine: Mapping[str, Any], plan: Mapping[str, Any], description: Description
-) -> Iterator[str]:
-    """Yield these notes, given the machine and plan of the run when its state was kept."""
-    yield from map(Caution, changes(machine, description.machine))
+    yield from map(Caution, changes(read_json(state, "training.machine"), description.machine))
     changed = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(plan, description.plan)
+        for key, was, now in differences(read_json(state, "training.plan"), description.plan)
     ]
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"
@@ -210,12 +196,6 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
             "because the schedule differs from the checkpoint's; to keep the rate, use --schedule constant "
             f"--lr {last:.3g}"
         )
-
-
-def flag_of(key: str) -> str:
-    """Return the flag of a size of the model, as " (--dim)"; empty for another setting."""
-    flag = next((name for name, size in SIZES.items() if key == f"model.{size}"), None)
-    return "" if flag is None else f" ({spelled(flag)})"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.sound import keys_of
 from zero_mpi.checkpoint.state import Best, TrainingProgress, read_best
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zero_mpi import device
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import weights_digest
 from zero_mpi.checkpoint.mixes import MIXES, known_type
-from zero_mpi.checkpoint.state import Description, TrainingProgress, finite, finite_blocks, load_state
-from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.comm import Comm
+from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
+from zero_mpi.checkpoint.weights import WeightSource, weights_digest
+from zero_mpi.comm import Comm, SerialComm, kinds
+from zero_mpi.comm.gpu import select
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
 from zero_mpi.config.bounds import rate_scales
-from zero_mpi.config.optimizer import auxiliary_scales, rules_of
+from zero_mpi.config.optimizer import auxiliary_scales, rules_of, whole_matrices
 from zero_mpi.config.settings import Config
 from zero_mpi.data import Corpus, HeldOut, StepLoader, Tokenizer
 from zero_mpi.data.documents import Stream, TokenSpans
+from zero_mpi.device.types import Array
 from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
@@ -31,51 +33,132 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.lora import is_adapter
+from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops import ggml
+from zero_mpi.ops.rounding import round_to
 from zero_mpi.optim.optimizer import ShardedOptimizer
-from zero_mpi.sharding import ShardedModule
+from zero_mpi.sharding import ShardedModule, strategy_named
 from zero_mpi.sharding.host_masters import STATE
-from zero_mpi.sharding.precision import BFLOAT16
+from zero_mpi.sharding.layout import LayoutConfig, lay_out
+from zero_mpi.sharding.precision import BFLOAT16, precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObjective
 from zero_mpi.train.resolve import RunSpec, make_loaders
-from zero_mpi.train.transport import choose_transport, layout_config
 
-Place = tuple[str, int, str]  # side of the corpus, number of the part, name of what its stream has there
 SIDES = ("parts", "held_out")
 KEPT, MOST_KEPT = "reference.bin", 1 << 40  # what an objective keeps of the initial model; bytes
+NOT_SHARED = (
+    "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
+    "(containers: --shm-size)"
+)
+
+
+# ------------------------------------------------------------------------------------------- transport
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """Transport that was chosen. why: the reason for the choice; fast: the library may compute sums."""
+
+    comm: Comm
+    why: str = ""
+    fast: bool = False
+
+    @property
+    def text(self) -> str:
+        """Name of the transport for messages; empty for one rank that shares nothing."""
+        lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
+        if lone and not self.why:
+            return ""
+        exact = ", still exact" if self.comm.exact and self.fast else ""
+        return self.comm.about + exact + (f", because {self.why}" if self.why else "")
+
+
+def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
+    """Return the transport between the ranks; may add a caution to `notes`. Collective; UsageError on all."""
+    exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
+    if on_gpu:
+        comm, why = select.choose(config.transport, world.size, exact)
+        return TransportChoice(comm, why, not exact)
+    kinds.check_flag(config.transport, on_gpu)
+    if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
+        return TransportChoice(SerialComm())
+    from zero_mpi.comm.nodes.comm import Needs, NodesComm
+    from zero_mpi.comm.nodes.hybrid import MPIComm
+    from zero_mpi.comm.shared.comm import SharedComm
+    from zero_mpi.comm.shared.memory import NodesApart, NoSharedMemory
+
+    if config.transport == kinds.MPI.flag:
+        return TransportChoice(MPIComm(exact=exact))
+    strategy = strategy_named(config.strategy)
+    layout = lay_out(model.stages(config.recompute), layout_config(config, model))
+
+    def on_nodes_of(ranks: int) -> Needs:
+        if strategy.within_nodes or not strategy.shards_moments:
+            return Needs(wholes=layout.wholes(ranks), buffers=layout.buffers)
+        return Needs(buffers=layout.buffers, gathers=layout.gathers)
+
+    try:
+        try:
+            wholes = layout.wholes(world.size)
+            return TransportChoice(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
+        except NodesApart:
+            return TransportChoice(NodesComm(needs=on_nodes_of), fast=not exact)
+    except NoSharedMemory as error:
+        if not isinstance(error, NodesApart):
+            notes.append(log.Caution(NOT_SHARED))
+        elif config.transport != kinds.AUTO:
+            text = f"--transport {config.transport}: {error}; use --transport auto or mpi"
+            raise UsageError(text) from error
+        return TransportChoice(MPIComm(exact=exact), str(error))
+
+
+def layout_config(config: Config, model: ModelConfig) -> LayoutConfig:
+    """Return the settings of the flags by which a model is laid out over ranks."""
+    return LayoutConfig(
+        strategy_named(config.strategy),
+        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
+        bucket_mb=config.bucket_mb,
+        frozen=config.frozen,
+        precision=precision_named(config.precision, config.reduce_dtype),
+        stored=model.stored,
+        whole=whole_matrices(config.optimizer, model),
+    )
+
+
+# ------------------------------------------------------------------------------------------- data
 
 
 def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
-    """Return rank 0's corpus on every rank, so all train on the same text. Collective; adds to `notes`."""
-    about, own = None, dict[Place, Any]()
+    """Return rank 0's corpus on every rank, so all train on the same text. Collective; adds to `notes`.
+
+    Arrays that stay in files are not sent where all ranks can read the files.
+    """
+    about, own = None, list[Any]()
     if corpus is not None:
-        own = {
-            (side, number, name): array
-            for side in SIDES
-            for number, part in enumerate(getattr(corpus, side))
-            for name, array in vars(part.stream).items()
+        parts = [part for side in SIDES for part in getattr(corpus, side)]
+        own = [array for part in parts for array in vars(part.stream).values()]
+        bare: Any = {
+            side: tuple(part._replace(stream=None) for part in getattr(corpus, side)) for side in SIDES
         }
-        bare = {side: tuple(part._replace(stream=None) for part in getattr(corpus, side)) for side in SIDES}
-        about = {place: described(x) for place, x in own.items() if x is not None}, vars(corpus) | bare
-    found, rest = comm.broadcast_object(about)
-    in_files = {place: x for place, x in found.items() if isinstance(x, TokenSpans)}
+        about = replace(corpus, **bare), [None if each is None else described(each) for each in own]
+    rest, found = comm.broadcast_object(about)
+    in_files = [each for each in found if isinstance(each, TokenSpans)]
     if in_files and (problem := unseen(comm, in_files)):
         notes.append(problem)
-        found |= {place: (spans.dtype.str, spans.size) for place, spans in in_files.items()}
-    streams: dict[tuple[str, int], dict[str, Any]] = {}
-    for place, what in found.items():
-        *side, name = place
-        streams.setdefault(tuple(side), {})[name] = (
-            what
-            if isinstance(what, TokenSpans)
-            else broadcast(comm, own.get(place), what, f"corpus {' '.join(map(str, place))}")
-        )
-    for side in SIDES:
-        rest[side] = tuple(
-            part._replace(stream=Stream(**streams[side, number])) for number, part in enumerate(rest[side])
-        )
-    return Corpus(**rest)
+        found = [(x.dtype.str, x.size) if isinstance(x, TokenSpans) else x for x in found]
+    for number, what in enumerate(found):
+        if isinstance(what, tuple):
+            found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
+    width = len(fields(Stream))
+    streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
+    whole: Corpus = replace(
+        rest,
+        **{
+            side: tuple(part._replace(stream=next(streams)) for part in getattr(rest, side)) for side in SIDES
+        },
+    )
+    return whole
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
@@ -83,15 +166,14 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
-def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
+def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
     """Return why ranks cannot read the files themselves, alike on all; "" where they can. Collective."""
     told = comm.allgather_object((platform.node(), looked_at(in_files)))
-    expected = told[0][1]
-    rank = next((rank for rank, (_, seen) in enumerate(told) if seen != expected), None)
+    rank = next((rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]), None)
     if rank is None:
         return ""
-    nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files.values())
-    path = next(span.path for spans in in_files.values() for span in spans.spans)
+    nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files)
+    path = next(span.path for spans in in_files for span in spans.spans)
     return (
         f"rank {rank} on {told[rank][0]} cannot see {shown(path)}, which rank 0 on {told[0][0]} reads. So "
         f"each rank keeps {nbytes / 2**20:,.0f} MiB of token ids; to save memory, use a folder that all "
@@ -99,19 +181,19 @@ def unseen(comm: Comm, in_files: dict[Place, TokenSpans]) -> str:
     )
 
 
-def looked_at(in_files: dict[Place, TokenSpans]) -> str:
+def looked_at(in_files: Sequence[TokenSpans]) -> str:
     """Return a fingerprint of the ids' files as this rank sees them; empty if they cannot be read."""
     try:
-        return " ".join(in_files[place].sampled_digest().hex() for place in sorted(in_files))
+        return " ".join(spans.sampled_digest().hex() for spans in in_files)
     except JobError:
         return ""
 
 
 def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> np.ndarray[Any, Any]:
     """Return an array of rank 0, held or in files, as one that every rank holds. Collective."""
-    kind, size = described
     if comm.size == 1 and isinstance(own, np.ndarray):
         return np.ascontiguousarray(own)
+    kind, size = described
     array = own.held() if isinstance(own, TokenSpans) else np.empty(size, kind)
     if isinstance(own, np.ndarray):
         array[...] = own
@@ -119,15 +201,12 @@ def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> n
     return array
 
 
+# ------------------------------------------------------------------------------------------- the run
+
+
 @dataclass
 class Session:
-    """Run that is ready to continue from `progress`.
-
-    transport   description of the transport between ranks; empty for a single rank
-    nodes       number of nodes that the transport tells apart, 0 where it does not
-    resumed     folder of the checkpoint, if the run resumes from one
-    weights     files of the initial weights, by setting
-    """
+    """Run that is ready to continue from `progress`."""
 
     config: Config
     comm: Comm
@@ -143,10 +222,10 @@ class Session:
     progress: TrainingProgress
     tokenizer: Tokenizer | None
     notes: list[str]
-    transport: str = ""
-    nodes: int = 0
-    resumed: Path | None = None
-    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)
+    transport: str = ""  # description of the transport between ranks; empty for a single rank
+    nodes: int = 0  # number of nodes that the transport tells apart, 0 where it does not
+    resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
+    weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
 
 
 def build(world: World, spec: RunSpec) -> Session:
@@ -166,7 +245,8 @@ def build(world: World, spec: RunSpec) -> Session:
     optimizer = make_optimizer(config, module, spec.model)
     phase("module and optimizer")
     objective = make_objective(config, module, loader, held_out, corpus.parts[0].stream)
-    progress = fill(world, optimizer, spec, objective)
+    keep_reference(world, optimizer, spec, objective)
+    progress = fill_parameters(world, optimizer, spec)
     phase("parameters")
     return Session(
         config=config,
@@ -190,27 +270,6 @@ def build(world: World, spec: RunSpec) -> Session:
     )
 
 
-def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
-    """Fill parameters, and states from a checkpoint; return progress. Collective; raises UsageError."""
-    start, init, module = spec.checkpoint, spec.init, optimizer.module
-    base = [name for name in module.params if not is_adapter(name)]
-    if init is not None and (start is None or spec.model.lora is not None):
-        loose = set(base) - spec.model.stored.keys()
-        world.together(lambda: module.load_slices(finite(init.read, init.path), loose))
-    if isinstance(init, GGUFFile) and spec.model.stored:
-        world.together(lambda: module.load_stored(finite_blocks(init)))
-    if start is not None:
-        progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
-        return progress
-    adapter = spec.adapter
-    if adapter is not None:
-        world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
-    elif init is None or spec.model.lora is not None:
-        module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
-    optimizer.begin()
-    return TrainingProgress()
-
-
 def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule:
     """Return the sharded module of the flags; raises UsageError for an impossible strategy or offload."""
     stages, masters = model.stages(config.recompute), config.offload == STATE
@@ -219,44 +278,10 @@ def make_module(config: Config, model: ModelConfig, comm: Comm) -> ShardedModule
     return ShardedModule(stages, comm, layout, offload_masters=masters, auxiliary=scales)
 
 
-def fill(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> TrainingProgress:
-    """Fill parameters and states, and give the objective what it keeps of the initial model; return progress.
-
-    That is read from the run's folder, or computed from the initial weights. Collective; raises UsageError.
-    """
-    if objective.keeps:
-        weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
-        about = repr((sorted(spec.description.settings.items()), weights)).encode()
-        kept = world.from_root(lambda: read_kept(spec.out / KEPT, about))
-        if kept is None:
-            fill_parameters(world, optimizer, replace(spec, checkpoint=None))
-            kept = objective.keep()
-            world.on_root(lambda: write_kept(spec.out / KEPT, about, kept))
-        objective.use(kept)
-    return fill_parameters(world, optimizer, spec)
-
-
-def read_kept(path: Path, about: bytes) -> np.ndarray[Any, Any] | None:
-    """Return what is kept of this initial model; None if it is not there or damaged."""
-    with suppress(OSError, UsageError):
-        raw = read_file(path, MOST_KEPT)
-        if hashlib.sha256(about + raw[32:]).digest() == raw[:32]:
-            return np.frombuffer(raw, "<f8", offset=32)
-    return None
-
-
-def write_kept(path: Path, about: bytes, kept: np.ndarray[Any, Any]) -> None:
-    """Write what is kept of the initial model, if the run has a folder."""
-    data = kept.astype("<f8").tobytes()
-    if path.parent.is_dir():
-        with writing():
-            write_whole(path, hashlib.sha256(about + data).digest() + data)
-
-
 def make_objective(
     config: Config, module: ShardedModule, loader: StepLoader, held_out: HeldOut, stream: Stream
 ) -> Objective:
-    """Return the loss of the flags."""
+    """Return the loss of the flags; `stream`: what a teacher has predicted."""
     if config.teacher is not None:
         return DistillObjective(module, loader, stream, config.teacher, config.teacher_weight)
     if config.preference is None:
@@ -273,10 +298,78 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
     products = BFLOAT16 if module.precision.compute == BFLOAT16 else np.float32
     return ShardedOptimizer(
         module,
-        rules_of(config.optimizer, model, betas, config.eps, products, config.qat),
+        rules_of(config.optimizer, model, betas, config.eps, products, None if config.lora else config.qat),
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_scale=rate_scales(config.lr_scale),
         offload=config.offload,
         ema=config.ema,
     )
+
+
+def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
+    """Fill parameters, and states from a checkpoint; return progress. Collective; raises UsageError."""
+    start, init, module = spec.checkpoint, spec.init, optimizer.module
+    base = [name for name in module.params if not is_adapter(name)]
+    if init is not None and (start is None or spec.model.lora is not None):
+        loose = set(base) - spec.model.stored.keys()
+        read = finite(init.read, init.path)
+        kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
+        seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
+        world.together(lambda: module.load_slices(rounded(read, seen), loose))
+    if isinstance(init, GGUFFile) and spec.model.stored:
+        world.together(lambda: module.load_stored(finite_blocks(init)))
+    if start is not None:
+        progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
+        return progress
+    adapter = spec.adapter
+    if adapter is not None:
+        world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
+    elif init is None or spec.model.lora is not None:
+        module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+    optimizer.begin()
+    return TrainingProgress()
+
+
+def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
+    """Return a read(name, start, stop) that rounds tensors to their types; slices end between blocks."""
+
+    def rounding(name: str, start: int, stop: int) -> Array:
+        values = read(name, start, stop)
+        if name in kinds:
+            round_to(kinds[name], values, values)
+        return values
+
+    return rounding
+
+
+def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
+    """Give the objective what it keeps of the initial model: from the run's folder, or computed now.
+
+    The file begins with a digest over its numbers and over what the run begins from. Collective; UsageError.
+    """
+    if not objective.keeps:
+        return
+    path = spec.out / KEPT
+    weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
+    about = repr((sorted(spec.description.settings.items()), weights)).encode()
+
+    def read() -> np.ndarray[Any, Any] | None:
+        with suppress(OSError, UsageError):
+            raw = read_file(path, MOST_KEPT)
+            if hashlib.sha256(about + raw[32:]).digest() == raw[:32]:
+                return np.frombuffer(raw, "<f8", offset=32)
+        return None
+
+    def write() -> None:
+        data = kept.astype("<f8").tobytes()
+        if path.parent.is_dir():
+            with writing():
+                write_whole(path, hashlib.sha256(about + data).digest() + data)
+
+    kept: Any = world.from_root(read)
+    if kept is None:
+        fill_parameters(world, optimizer, replace(spec, checkpoint=None))
+        kept = objective.keep()
+        world.on_root(write)
+    objective.use(kept)

@@ -36,7 +36,8 @@ class Steps:
         comm, micro_batches = session.module.comm, session.loader.micro_batches
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
-        self.losses, self.sums = StepLoss(), list[float]()  # of the current step
+        self.losses: StepLoss
+        self.sums: list[float] = []  # of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 

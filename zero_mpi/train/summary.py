@@ -11,16 +11,16 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
-from zero_mpi.cli.text import gibibytes, size
-from zero_mpi.config.optimizer import described
-from zero_mpi.data import named
+from zero_mpi.cli.text import gibibytes, plural, size
+from zero_mpi.config.optimizer import schedule_of
+from zero_mpi.config.settings import Config
+from zero_mpi.data import Corpus, StepLoader, named
 from zero_mpi.device.types import Array
 from zero_mpi.launch.ending import BAD_USAGE, REQUEUE
 from zero_mpi.launch.folder_lock import Hold
@@ -44,21 +44,15 @@ SHOWN = 3  # kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """Facts that are known when a job starts, beside its session.
-
-    hosts   (name, ranks) in the order of first ranks;  peak   FLOP/s of all ranks together
-    memory  planned for the largest rank;  flop   of a step's products;  ask   bytes of a node's host;
-    base    where a base in blocks lies.
-    0 or None: not known.
-    """
+    """Facts that are known when a job starts, beside its session; 0, None or "": not known."""
 
     session: Session
-    hosts: Sequence[tuple[str, int]]
-    peak: float
-    memory: Memory | None = None
-    flop: float = 0.0
-    ask: int = 0
-    base: str = ""
+    hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
+    peak: float  # FLOP/s of all ranks together
+    memory: Memory | None = None  # planned for the largest rank
+    flop: float = 0.0  # of a step's products
+    ask: int = 0  # bytes of a node's host
+    base: str = ""  # where a base in blocks lies
 
     @property
     def ranks(self) -> int:
@@ -123,69 +117,52 @@ def case_of(start: Start) -> Case:
     return replace(case, transport_wanted=kind)
 
 
-def hosts_of(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (name, ranks) of each host, from the ranks' hosts in rank order."""
-    order = {name: number for number, name in reversed(list(enumerate(names)))}
-    return [(name, len(list(ranks))) for name, ranks in groupby(sorted(names, key=order.__getitem__))]
-
-
 def lines(start: Start) -> Iterator[str]:
     """Yield the lines of the summary."""
     session, config = start.session, start.session.config
-    model, loader, corpus = session.model, session.loader, session.corpus
-    yield f"zero_mpi {__version__}: {computing(start)}"
-    yield row(
-        "model",
-        f"{model.arch}, {start.parameters:,} parameters: {model.block_count} layers, width "
-        f"{model.embedding_length}, {model.head_count} heads, context {config.context}",
-    )
-    if start.base:
-        yield row("base", start.base)
-    yield row("strategy", f"{config.strategy} over {many(start.ranks, 'rank')}, {config.reduction} reduction")
-    if session.transport:
-        yield row("transport", session.transport)
+    model, loader, machine = session.model, session.loader, session.description.machine
+    ranks, place = plural(start.ranks, "rank"), start.hosts[0][0]
+    if len(start.hosts) > 1:
+        place = plural(len(start.hosts), "host")
+    threads = "" if "device" in machine else f" x {plural(start.threads, 'thread')}"
+    parts = machine.get("precision", "fp32"), machine.get("device", ""), machine["operations"]
+    yield f"zero_mpi {__version__}: {ranks}{threads} on {place}, {', '.join(filter(None, parts))}"
+    sizes = f"{model.block_count} layers, width {model.embedding_length}, {model.head_count} heads"
+    rows = [
+        ("model", f"{model.arch}, {start.parameters:,} parameters: {sizes}, context {config.context}"),
+        ("base", start.base),
+        ("strategy", f"{config.strategy} over {ranks}, {config.reduction} reduction"),
+        ("transport", session.transport),
+    ]
     if start.memory is not None:
         asked = f"request {gibibytes(start.ask)} per node"
-        yield row("memory", f"{size(start.memory.total)} planned for the largest rank ({asked}), including")
-        yield " " * TITLE + kinds(start.memory)
-    yield row(
-        "data",
-        f"{corpus.tokens[0]:,} tokens in {many(corpus.documents - corpus.val_documents, 'document')}, "
-        f"{corpus.tokens[1]:,} for validation, from {named(config.data)}",
-    )
+        planned = f"{size(start.memory.total)} planned for the largest rank ({asked}), including"
+        rows.append(("memory", f"{planned}\n{' ' * TITLE}{kinds(start.memory)}"))
+    rows += data_rows(config, session.corpus, loader)
+    count = loader.micro_batches
+    text = f"{loader.positions_per_step:,} tokens in {count:,} micro-batch{'es' * (count != 1)} of "
+    text += f"{config.micro_batch} x {config.context}"
+    if start.flop and start.peak:
+        text += f"; {flops(start.flop)} per step, measured peak {flops(start.peak)}/s"
+    rows.append(("step", text))
+    for title, text in rows:
+        if text:
+            yield from f"{title + ':':{TITLE}}{text}".splitlines()
+
+
+def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts: which data are read, and how often."""
+    documents = plural(corpus.documents - corpus.val_documents, "document")
+    held_out = f"{corpus.tokens[1]:,} for validation"
+    yield "data", f"{corpus.tokens[0]:,} tokens in {documents}, {held_out}, from {named(config.data)}"
     for part, epochs in zip(corpus.parts, loader.epochs(config.steps), strict=True):
         if part.name:
-            yield row("source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs")
-    if loader.windows.about():
-        yield row("packed", loader.windows.about())
-    yield row("steps", f"{config.steps:,}, {described(config, loader.epochs(config.steps))}")
-    yield row(
-        "step",
-        f"{loader.positions_per_step:,} tokens in {many(loader.micro_batches, 'micro-batch')} of "
-        f"{config.micro_batch} x {config.context}{work(start)}",
-    )
-
-
-def row(title: str, text: str) -> str:
-    """Return a line of the summary."""
-    return f"{title + ':':{TITLE}}{text}"
-
-
-def many(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith('h') else 's'}"
-
-
-def computing(start: Start) -> str:
-    """Return ranks, threads and hosts, and the hardware that computes."""
-    machine = start.session.description.machine
-    ranks, precision = many(start.ranks, "rank"), machine.get("precision", "fp32")
-    place = start.hosts[0][0] if len(start.hosts) == 1 else many(len(start.hosts), "host")
-    if "device" in machine:
-        return f"{ranks} on {place}, {precision}, {machine['device']}, {machine['operations']}"
-    return f"{ranks} x {many(start.threads, 'thread')} on {place}, {precision}, {machine['operations']}"
+            yield "source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
+    yield "packed", loader.windows.about()
+    times, last = min(loader.epochs(config.steps)), schedule_of(config)(config.steps)
+    read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
+    warmup = f"rate {config.lr:g} after {plural(config.warmup, 'warmup step')}"
+    yield "steps", f"{config.steps:,}, {read}; {warmup}, then {config.schedule} to {last:g}"
 
 
 def kinds(memory: Memory) -> str:
@@ -197,20 +174,14 @@ def kinds(memory: Memory) -> str:
     return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
 
 
-def work(start: Start) -> str:
-    """Return the work of a step, and the speed that is possible at best."""
-    if not start.flop or not start.peak:
-        return ""
-    return f"; {flops(start.flop)} per step, measured peak {flops(start.peak)}/s"
-
-
 def flops(count: float) -> str:
     """Return a number of operations as text, in FLOP."""
-    for unit in ("M", "G", "T"):
-        count /= 1e3 if unit != "M" else 1e6
+    count /= 1e6
+    for unit in "MGT":
         if count < 1000:
             return f"{count:.3g} {unit}FLOP"
-    return f"{count / 1e3:.3g} PFLOP"
+        count /= 1e3
+    return f"{count:.3g} PFLOP"
 
 
 def cautions(start: Start) -> Iterator[str]:
@@ -283,6 +254,12 @@ class Outcome:
         self.events.end(state, reason)
 
 
+# ------------------------------------------------------------------------------------------- utilization
+# Model FLOPs utilization (MFU) is the share of the machine's peak that a run reaches. The peak is measured at
+# the start of a run: the speed of plain matmuls on all ranks at once. The work of a step is the products of
+# forward and backward as the plan counts them; what is computed a second time to save memory does not count
+# (Chowdhery et al., "PaLM", 2022, appendix B).
+
 SECONDS = 0.04  # seconds of timed products, after one that starts threads or compiles
 LONG = 2e-3  # seconds of a large enough product: so short only where many cores or a GPU share it
 EDGES = (512, 1024, 2048, 4096)  # edges of the matrices
@@ -347,6 +324,10 @@ def step_flop(case: Case) -> float:
         micro_batch=case.micro_batch,
         context=case.context,
         frozen=case.frozen,
+        packed=case.packed,
+        preference=case.preference,
+        base_is_reference=case.base_is_reference,
+        teacher=case.teacher,
     )
     events = Simulator(lone, Once()).step()
     sequences = case.batch_size / case.micro_batch  # a last micro-batch may be smaller

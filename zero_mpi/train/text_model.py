@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import WeightSource, lora_of, open_weights
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
+from zero_mpi.models.lora import is_adapter
 from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
 from zero_mpi.ops.block_kinds import is_finite
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
@@ -78,37 +80,44 @@ def nucleus(ids: Any, below: Array, top_p: float) -> Any:
     return ids[: np.searchsorted(shares, top_p * shares[-1]) + 1]
 
 
+def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
+    """Return a tensor; raise UsageError if it holds values that are not finite."""
+    weight: Array | PackedMatrix
+    spec = file.tensors[name]
+    if isinstance(file, GGUFFile) and packs(spec.type.name, spec.shape):
+        raw = np.empty(spec.nbytes, np.uint8)
+        file.read_bytes(name, 0, raw)
+        weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
+        finite = is_finite(raw, spec.type.name)
+    else:
+        weight = file.tensor(name)
+        finite = bool(np.isfinite(weight).all())
+    if not finite:
+        raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
+    return weight
+
+
 class TextModel:
     """Model of any source that `open_weights` takes; quantized matrices stay in their blocks, if it is GGUF.
 
-    Raises UsageError for a model that it cannot run.
+    `adapter`: the file of an adapter of this model, which is computed beside it and not merged. Raises
+    UsageError for a model that it cannot run.
     """
 
-    def __init__(self, source: str | Path | WeightSource) -> None:
+    def __init__(self, source: str | Path | WeightSource, adapter: WeightSource | None = None) -> None:
         self.file = open_weights(source) if isinstance(source, str | Path) else source
         place = str(source) if isinstance(source, str | Path) else str(source.path)
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
         self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)
         self.config.check_tensors(shapes, place)
+        if adapter is not None:
+            self.config = replace(self.config, lora=lora_of(adapter))
         self.stages = self.config.stages()
-        self.weights = {name: self._weight(name) for name in self.config.params()}
+        self.weights = {
+            name: weight_of(self.file if adapter is None or not is_adapter(name) else adapter, name)
+            for name in self.config.params()
+        }
         self.reset()
-
-    def _weight(self, name: str) -> Array | PackedMatrix:
-        """Return a tensor; raise UsageError if it holds values that are not finite."""
-        weight: Array | PackedMatrix
-        spec, file = self.file.tensors[name], self.file
-        if isinstance(file, GGUFFile) and packs(spec.type.name, spec.shape):
-            raw = np.empty(spec.nbytes, np.uint8)
-            file.read_bytes(name, 0, raw)
-            weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
-            finite = is_finite(raw, spec.type.name)
-        else:
-            weight = file.tensor(name)
-            finite = bool(np.isfinite(weight).all())
-        if not finite:
-            raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
-        return weight
 
     def reset(self) -> None:
         """Forget all earlier positions."""

@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
@@ -98,7 +98,13 @@ class Timeline:
         self.recorder.end_steps()
         spans.stop()
         ended, comm = time.perf_counter(), self.comm
-        correct, wrong = self._correction()
+        begin, end = self._clock, clock_offset(comm)
+        drift, wrong = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
+
+        def correct(seconds: float) -> float:
+            """Return a time of this rank by the clock of rank 0."""
+            return seconds - begin.ahead - drift * (seconds - begin.at)
+
         events = [
             event._replace(begun=correct(event.begun), ended=correct(event.ended))
             for event in events_of(self.recorder, ended)
@@ -109,10 +115,8 @@ class Timeline:
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
         about = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(wrongs), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
-        parts, problem = (
-            self._parts(as_json(events, comm.rank, platform.node() or "localhost", min(begins))),
-            "",
-        )
+        text, problem = as_json(events, comm.rank, platform.node() or "localhost", min(begins)), ""
+        parts = self._parts(text)
         if comm.rank == 0:
             beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
             try:
@@ -123,16 +127,6 @@ class Timeline:
             pass
         shared: str = comm.broadcast_object(problem)
         return shared
-
-    def _correction(self) -> tuple[Callable[[float], float], float]:
-        """Return a map from this rank's times to rank 0's clock, and the possible error. Collective."""
-        first, last = self._clock, clock_offset(self.comm)
-        drift = (last.ahead - first.ahead) / (last.at - first.at)
-
-        def correct(seconds: float) -> float:
-            return seconds - first.ahead - drift * (seconds - first.at)
-
-        return correct, max(first.wrong, last.wrong)
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in pieces, on rank 0. Each request for the next piece is collective."""
@@ -193,6 +187,7 @@ class Tracer:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
+        """Begin, go on or end at the beginning of a step."""
         if self._timeline is not None and step >= self.stop:
             self._write()
         if self._path is not None and self._timeline is None and self.first <= step < self.stop:
@@ -202,6 +197,7 @@ class Tracer:
             self._recorded = self._recorded[0] or step, step
 
     def end(self, step: int) -> None:
+        """End with the run, after its last step."""
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:
@@ -213,11 +209,11 @@ class Tracer:
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
-        problem, (first, last) = timeline.write(), self._recorded
+        problem, (first, last), path = timeline.write(), self._recorded, timeline.path
         if problem:
             self._say(Caution(problem))
             return
-        path, size = timeline.path, f"{timeline.nbytes / 1e6:.2f} MB, {timeline.count:,} spans"
+        size = f"{timeline.nbytes / 1e6:.2f} MB, {timeline.count:,} spans"
         self._say(f"timeline of steps {first} to {last}: {path} ({size})")
         self._say(f"open it at ui.perfetto.dev, or run zero-mpi trace {path}")
         if timeline.ends_in is not None:
@@ -247,29 +243,24 @@ def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
     seconds, still_open = recorder.watch.seconds, list(recorder.open)  # another thread may be saving
     unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
-        about = {"kind": name, **({} if track == STEPS else about_label(label)), **place(step, micro_batch)}
+        about = about_event(name, "" if track == STEPS else label, step, micro_batch)
         if end is None:
             about["unfinished"] = True
         until = ended if end is None else seconds(end)
         yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), until, about)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
-        about = {"kind": kind, **about_label(label), "bytes": nbytes, **place(step, micro_batch)}
+        about = about_event(kind, label, step, micro_batch) | {"bytes": nbytes}
         if end is None or end > ended:
             about["unfinished"], end = True, ended
         yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, about)
 
 
-def place(step: int, micro_batch: int | None) -> dict[str, Any]:
-    """Return the place in the training: step and micro-batch."""
-    return {"step": step} if micro_batch is None else {"step": step, "micro_batch": micro_batch}
-
-
-def about_label(label: str) -> dict[str, str]:
-    """Return kind of data and unit from the label of a transfer; from a stage's label its scope."""
+def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
+    """Return kind and place of an event; kind of data and unit from a transfer's label, else its scope."""
     first, _, rest = label.partition(" ")
-    if first in TRAVELS and rest:
-        return {"what": first, "unit": rest}
-    return {"unit": label} if label else {}
+    unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
+    found = {"kind": kind, **unit, "step": step}
+    return found if micro_batch is None else found | {"micro_batch": micro_batch}
 
 
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
@@ -281,40 +272,30 @@ def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
         yield lane, event
 
 
-def threads(events: Sequence[TraceEvent]) -> Iterator[tuple[int, str, TraceEvent]]:
-    """Yield (thread number, name of the track, event)."""
-    for number, track in enumerate(TRACKS, 1):
-        yield from ((number, track, event) for event in events if event.family == track)
+def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
+    """Return a rank's events, and the names of its tracks, as JSON objects with commas between them.
+
+    Times are in microseconds, rounded to the nanosecond.
+    """
+    placed = [
+        (1 + TRACKS.index(event.family), event.family, event) for event in events if event.family in TRACKS
+    ]
     for number, family in enumerate(FAMILIES, 1):
         for lane, event in lanes(event for event in events if event.family == family):
-            yield LANES * number + lane, f"{family} {lane + 1}", event
-
-
-def micro(seconds: float) -> float:
-    """Return microseconds, rounded to the nanosecond."""
-    return round(seconds * 1e6, 3)
-
-
-def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) -> str:
-    """Return a rank's events, and the names of its tracks, as JSON objects with commas between them."""
-    names, lines = dict[int, str](), list[dict[str, Any]]()
-    for thread, track, event in threads(events):
+            placed.append((LANES * number + lane, f"{family} {lane + 1}", event))
+    names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
+    for thread, track, event in placed:
         names[thread] = track
-        begun, ended = micro(event.begun - origin), micro(max(event.begun, event.ended) - origin)
+        begun, ended = (
+            round(1e6 * (seconds - origin), 3) for seconds in (event.begun, max(event.begun, event.ended))
+        )
         about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
         lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
     # Of two events that begin at once, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
-    return ",\n".join(
-        json.dumps(line, separators=(",", ":")) for line in (*metadata(rank, place, names), *lines)
-    )
-
-
-def metadata(rank: int, place: str, names: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """Yield the names of a rank and its tracks for viewers, and the order in which they are shown."""
-    process = {"ph": "M", "pid": FIRST + rank}
-    yield {"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}
-    yield {"name": "process_sort_index", **process, "args": {"sort_index": rank}}
+    head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]
+    head.append({"name": "process_sort_index", **process, "args": {"sort_index": rank}})
     for thread, name in sorted(names.items()):
-        yield {"name": "thread_name", **process, "tid": thread, "args": {"name": name}}
-        yield {"name": "thread_sort_index", **process, "tid": thread, "args": {"sort_index": thread}}
+        head.append({"name": "thread_name", **process, "tid": thread, "args": {"name": name}})
+        head.append({"name": "thread_sort_index", **process, "tid": thread, "args": {"sort_index": thread}})
+    return ",\n".join(json.dumps(line, separators=(",", ":")) for line in (*head, *lines))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import OPTIMIZER
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import open_merged
-from zero_mpi.checkpoint.sound import ID, STATE_DIGEST, keys_of
+from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
 from zero_mpi.config.settings import step_range
 from zero_mpi.config.toml import recorded
@@ -34,13 +35,24 @@ from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import Records
 from zero_mpi.telemetry.proof import JobStart
 from zero_mpi.telemetry.trackers import TrackedJob
-from zero_mpi.train import observers
 from zero_mpi.train.description import identity
-from zero_mpi.train.observers import Divergence, HeldOutLoss, Observer, RankFigures, SlowRanks, check_recorded
+from zero_mpi.train.observers import (
+    Costs,
+    Divergence,
+    Evaluation,
+    HeldOutLoss,
+    Observer,
+    RankFigures,
+    RecordWriter,
+    SignsOfLife,
+    SkippedSteps,
+    SlowRanks,
+    check_recorded,
+)
 from zero_mpi.train.saving import EarlyStop, Saving, reason
 from zero_mpi.train.setup import Session
 from zero_mpi.train.steps import Steps
-from zero_mpi.train.summary import Outcome, Start, cautions, hosts_of, lines, measure, plan
+from zero_mpi.train.summary import Outcome, Start, cautions, lines, measure, plan
 from zero_mpi.train.text_model import TextModel
 from zero_mpi.train.timeline import Tracer
 
@@ -54,7 +66,7 @@ class Trainer(Steps):
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
         self.records: Records = world.together(partial(begin_records, session, world.rank))
-        self.divergence = Divergence()
+        self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
         self.saving.saver.prepare = outcome.folder.look
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
@@ -62,27 +74,27 @@ class Trainer(Steps):
 
     def observe(self, start: Start) -> list[Observer]:
         """Return the observers of each step, in their order."""
-        session, scale = self.session, self.session.module.loss_scale
+        session, config = self.session, self.session.config
         meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
         self.pace = self.rank_figures.pace
-        self.costs = observers.Costs(meter, session.loader.positions_per_step)
-        config, goes_on = session.config, session.config.init is not None
-        self.evaluation = observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on)
-        self.early_stop = EarlyStop(self.progress.best, session.config.patience)
         # Where windows are packed, the amount of computation depends on the documents.
         is_known = isinstance(session.loader.windows, Windows)
+        share = start.share if is_known else lambda seconds: None
+        self.costs = Costs(meter, session.loader.positions_per_step, share)
+        every, goes_on = config.eval_every, config.init is not None
+        self.evaluation = Evaluation(every, config.steps, self.evaluate, first=goes_on)
+        self.early_stop = EarlyStop(self.progress.best, config.patience)
         return [
-            observers.SignsOfLife(self.watchdog, self.outcome),
+            SignsOfLife(self.watchdog, self.outcome),
             self.costs,
-            observers.SkippedSteps(scale, lambda: session.optimizer.skipped),
+            SkippedSteps(session.module.loss_scale, lambda: session.optimizer.skipped),
             self.evaluation,
             self.early_stop,
-            *([observers.Utilization(start.share)] if is_known else []),
             self.rank_figures,
-            observers.RecordWriter(self.records),
+            RecordWriter(self.records),
             self.saving,
-            observers.EndOfDivergence(self.divergence, scale),
+            self.divergence,
         ]
 
     def run(self) -> int:
@@ -169,7 +181,7 @@ class Trainer(Steps):
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)
         phase("matrix products")
-        start = Start(session, hosts_of(self.hosts), reached)
+        start = Start(session, [*Counter(self.hosts).items()], reached)
         if self.world.rank:
             return start
         start = plan(start)
@@ -265,7 +277,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     if not path.exists():
         return
     base = config.init if session.model.lora is not None else None
-    model = TextModel(path if base is None else open_merged(base, path))
+    model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
     prompt = tokenizer.encode_prompt(config.prompt)
     ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
     text = tokenizer.decode(ids).decode("utf-8", "replace")

@@ -51,7 +51,11 @@ def pack_file(
 
     Raises GGUFError for a key, value, name, shape or type that GGUF or llama.cpp would refuse.
     """
-    keys = _with_architecture(architecture, metadata)
+    given = metadata.get(ARCHITECTURE_KEY, architecture)
+    if not architecture or not isinstance(given, str) or given != architecture:
+        found = f"{show(str(given))} and architecture {show(architecture)}"
+        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one non-empty name, found {found}")
+    keys = {ARCHITECTURE_KEY: architecture, **metadata}
     alignment = alignment_of(keys)
     offsets, end, lines = {}, 0, []
     for spec in checked_table(tensors).values():
@@ -66,14 +70,6 @@ def pack_file(
     start = padded(len(head), alignment)
     placed = {name: start + offset for name, offset in offsets.items()}
     return head.ljust(start, b"\0"), placed, start + end
-
-
-def _with_architecture(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    given = metadata.get(ARCHITECTURE_KEY, architecture)
-    if not architecture or not isinstance(given, str) or given != architecture:
-        found = f"{show(str(given))} and architecture {show(architecture)}"
-        raise GGUFError(f"key {ARCHITECTURE_KEY}: expected one non-empty name, found {found}")
-    return {ARCHITECTURE_KEY: architecture, **metadata}
 
 
 def alignment_of(metadata: Mapping[str, Any]) -> int:
@@ -119,7 +115,12 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return GGUFValueType.BOOL, bytes([value])
     if isinstance(value, list):
-        return GGUFValueType.ARRAY, _pack_strings(value)
+        wrong = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
+        if wrong is not None:
+            found = f"{type(value[wrong]).__name__} at place {wrong}"
+            raise GGUFError(f"expected a list of str, found {found}: numbers go into a 1-D NumPy array")
+        head = _unsigned(GGUFValueType.STRING, 4) + _unsigned(len(value), 8)
+        return GGUFValueType.ARRAY, head + b"".join(map(_pack_string, value))
     if isinstance(value, np.ndarray):
         if value.ndim != 1:
             raise GGUFError(f"expected a 1-D array, found shape {value.shape}: flatten it")
@@ -140,15 +141,6 @@ def _widened(value: Any) -> np.generic:
             raise GGUFError(f"expected a float in the range of FLOAT32, found {value}: use np.float64")
         return np.float32(value)
     raise GGUFError(f"expected str, bool, number, 1-D array or list of str, found {type(value).__name__}")
-
-
-def _pack_strings(values: list[str]) -> bytes:
-    wrong = next((i for i, value in enumerate(values) if not isinstance(value, str)), None)
-    if wrong is not None:
-        found = f"{type(values[wrong]).__name__} at place {wrong}"
-        raise GGUFError(f"expected a list of str, found {found}: numbers go into a 1-D NumPy array")
-    head = _unsigned(GGUFValueType.STRING, 4) + _unsigned(len(values), 8)
-    return head + b"".join(map(_pack_string, values))
 
 
 def _pack_name(name: str, most: int, what: str) -> bytes:

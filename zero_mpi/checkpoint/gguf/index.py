@@ -38,21 +38,12 @@ MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 1 << 19, 1 << 15, 1 << 21
 SMALLEST_KEY = 8 + 1 + 4 + 1  # bytes: name of one byte, type, a value of one byte
 SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # bytes: name of one byte, dims, one dim, type, offset
 
-_WIDTHS = {
-    "UINT8": "<u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "UINT64": "<u8",
-    "FLOAT32": "<f4",
-    "BOOL": "bool",
-    "INT8": "<i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "FLOAT64": "<f8",
+_NUMBERS = "UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FLOAT32 FLOAT64 BOOL"
+NUMBERS = {
+    int(GGUFValueType[name]): np.dtype(np.dtype(name.lower()).newbyteorder("<").str)
+    for name in _NUMBERS.split()
 }
 SHORTER = "the file became shorter while it was read"
-NUMBERS = {int(GGUFValueType[name]): np.dtype(width) for name, width in _WIDTHS.items()}
 
 
 class GGUFError(FileError):
@@ -197,10 +188,26 @@ class Index:
 def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
     """Return (keys, tensors) of a file, tensors in its order. GGUFError names the byte of the error."""
     n_tensors, n_keys = _read_header(index)
-    metadata = _read_metadata(index, n_keys)
-    alignment = _alignment(index, metadata)
-    table = _read_table(index, n_tensors, alignment)
-    return metadata, _placed(index, table, alignment, CHECKPOINT_ID in metadata)
+    metadata: Metadata = {}
+    for _ in range(n_keys):
+        key = index.string("name of a key", 1, MAX_KEY_BYTES)
+        if key in metadata:
+            raise index.fault(f"key {show(key)}: expected once, found twice")
+        index.subject = ("key", key)
+        metadata[key] = index.value()
+    value = metadata.get(ALIGNMENT_KEY, np.uint32(DEFAULT_ALIGNMENT))
+    if not isinstance(value, np.uint32) or not alignment_is_sane(int(value)):
+        found = str(value) if isinstance(value, np.uint32) else type(value).__name__
+        raise index.fault(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
+    alignment, offset = int(value), 0
+    tensors: dict[str, TensorInfo] = {}
+    for _ in range(n_tensors):
+        info = index.tensor(offset)
+        if info.name in tensors:
+            raise index.fault(f"tensor {show(info.name)}: expected once, found twice")
+        tensors[info.name] = info
+        offset += padded(info.nbytes, alignment)
+    return metadata, _placed(index, tensors, alignment, CHECKPOINT_ID in metadata)
 
 
 def _read_header(index: Index) -> tuple[int, int]:
@@ -219,37 +226,6 @@ def _read_header(index: Index) -> tuple[int, int]:
         most = f"at most {MAX_KEYS} keys and {MAX_TENSORS} tensors"
         raise index.fault(f"expected {most}, found {n_keys} and {n_tensors}")
     return n_tensors, n_keys
-
-
-def _read_metadata(index: Index, count: int) -> Metadata:
-    metadata: Metadata = {}
-    for _ in range(count):
-        key = index.string("name of a key", 1, MAX_KEY_BYTES)
-        if key in metadata:
-            raise index.fault(f"key {show(key)}: expected once, found twice")
-        index.subject = ("key", key)
-        metadata[key] = index.value()
-    return metadata
-
-
-def _read_table(index: Index, count: int, alignment: int) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    offset = 0
-    for _ in range(count):
-        info = index.tensor(offset)
-        if info.name in tensors:
-            raise index.fault(f"tensor {show(info.name)}: expected once, found twice")
-        tensors[info.name] = info
-        offset += padded(info.nbytes, alignment)
-    return tensors
-
-
-def _alignment(index: Index, metadata: Metadata) -> int:
-    value = metadata.get(ALIGNMENT_KEY, np.uint32(DEFAULT_ALIGNMENT))
-    if not isinstance(value, np.uint32) or not alignment_is_sane(int(value)):
-        found = str(value) if isinstance(value, np.uint32) else type(value).__name__
-        raise index.fault(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {found}")
-    return int(value)
 
 
 def _placed(

@@ -17,8 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_mpi.checkpoint.gguf.index import GGUFError, Index, Metadata, TensorInfo, read_index
-from zero_mpi.checkpoint.tensor_file import StoredFile, checked_range, output
+from zero_mpi.checkpoint.gguf.index import (
+    ALIGNMENT_KEY,
+    DEFAULT_ALIGNMENT,
+    GGUFError,
+    Index,
+    Metadata,
+    TensorInfo,
+    padded,
+    read_index,
+)
+from zero_mpi.checkpoint.tensor_file import Readable, StoredFile
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import open_file
@@ -29,7 +38,7 @@ PART_NAME = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class GGUFFile:
+class GGUFFile(Readable):
     """The index of a GGUF model; the data is read on demand.
 
     It holds no open file, so it can be sent to other processes that see the same path. `tensors` is in file
@@ -53,8 +62,14 @@ class GGUFFile:
         parts = [first, *_other_parts(path, first)]
         tensors: dict[str, TensorInfo] = {}
         for number, part in enumerate(parts):
-            _add_tensors(tensors, part, number)
-        _check_total(parts, len(tensors))
+            for name, info in part.tensors.items():
+                if name in tensors:
+                    twice = f"expected once, found in part {tensors[name].part + 1} too"
+                    raise part.fault(f"tensor {show(name)}: {twice}")
+                tensors[name] = replace(info, part=number)
+        for part in parts if len(parts) > 1 else ():
+            if part is first or TOTAL in part.metadata:
+                part.expect(TOTAL, np.int32, len(tensors), "the tensors in all parts")
         own = {key: value for key, value in first.metadata.items() if not key.startswith(SPLIT)}
         split = {key: value for key, value in first.metadata.items() if key.startswith(SPLIT)}
         return cls(tuple(part.file for part in parts), own, tensors, split)
@@ -69,42 +84,33 @@ class GGUFFile:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None, out: npt.NDArray[np.float32] | None = None
-    ) -> npt.NDArray[np.float32]:
-        """Return elements [start, stop) of the flattened tensor, (stop - start,) float32; in `out` if given.
-
-        All types that gguf can dequantize are supported; blocks cut by the range are read in full, no other
-        bytes are read. Raise UsageError for an unknown name, a type that holds no weights or a file that
-        changed; ValueError for a range outside the tensor or an `out` that does not fit.
-        """
-        info = self._info(name)
-        start, stop = checked_range(info, start, stop)
-        out = output(stop - start, out)
-        self.parts[info.part].values(info.offset, info, start, out)
-        return out
+    @property
+    def surplus(self) -> int:
+        """Bytes behind the last tensor, which other programs may leave."""
+        alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
+        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # of the last
+        return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill out (n,) with the stored bytes [start, start + n) of a tensor; errors as in `read`."""
-        info = self._info(name)
+        info = self.spec(name)
         if not 0 <= start <= start + out.size <= info.nbytes:
             found = f"bytes [{start}, {start + out.size}) are not inside [0, {info.nbytes})"
             raise ValueError(f"tensor {name!r}: {found}")
         self.parts[info.part].bytes_at(info.offset + start, out)
 
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Return the full tensor in its shape, float32. Errors are those of `read`."""
-        return self.read(name).reshape(self._info(name).shape)
-
     def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
         """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
-        info = self._info(name)
+        info = self.spec(name)
         return self.parts[info.part].pieces(info.offset, info.nbytes, size)
 
-    def _info(self, name: str) -> TensorInfo:
+    def spec(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise GGUFError(f"{self.path}: the file has no tensor {show(name)}")
         return self.tensors[name]
+
+    def fill(self, spec: TensorInfo, start: int, out: npt.NDArray[np.float32]) -> None:
+        self.parts[spec.part].values(spec.offset, spec, start, out)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,11 @@ class _Part:
             raise self.fault(f"key {key}: expected {kind.__name__.upper()} of 0 or more, found {found}")
         return int(value)
 
+    def expect(self, key: str, kind: type[np.integer[Any]], expected: int, what: str) -> None:
+        """Raise GGUFError unless a `split.*` key has the expected value."""
+        if (found := self.split_number(key, kind)) != expected:
+            raise self.fault(f"key {key}: expected {expected}, {what}, found {found}")
+
 
 def _read_part(path: str | os.PathLike[str]) -> _Part:
     if os.path.isdir(path) and os.path.isfile(model := os.path.join(path, "model.gguf")):
@@ -143,6 +154,7 @@ def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     """Yield the later parts of a split model, checked against the first; none if it is not split.
 
     A count of 0 or 1 is not split either: llama.cpp's tools leave the keys behind when they merge parts.
+    A later part states its place, and has no keys of the model.
     """
     count, place = first.split_number(COUNT, np.uint16, 0), first.split_number(PLACE, np.uint16, 0)
     if count <= 1 and place == 0:
@@ -151,47 +163,17 @@ def _other_parts(path: str | os.PathLike[str], first: _Part) -> Iterator[_Part]:
     if named is None or int(named[2]) != place + 1 or int(named[3]) != count:
         ending = f"-{place + 1:05d}-of-{count:05d}.gguf"
         raise first.fault(f"part {place + 1} of {count} of a model: expected a name that ends in {ending}")
+    paths = [f"{named[1]}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     if place != 0:
-        whole = _part_path(named, 0, count)
-        raise first.fault(f"this is part {place + 1} of {count} of a model: use the first part, {whole}")
-    for number in range(1, count):
-        other = _read_part(_part_path(named, number, count))
-        _check_part(other, first, number, count)
-        yield other
-
-
-def _part_path(named: re.Match[str], number: int, count: int) -> str:
-    return f"{named[1]}-{number + 1:05d}-of-{count:05d}.gguf"
-
-
-def _check_part(part: _Part, first: _Part, number: int, count: int) -> None:
-    """Raise GGUFError unless a later part states its place and has no keys of the model (part 1 has them)."""
-    for key, expected in ((PLACE, number), (COUNT, count)):
-        if (found := part.split_number(key, np.uint16)) != expected:
-            raise part.fault(
-                f"key {key}: expected {expected}, as part {number + 1} of {count}, found {found}"
-            )
-    surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
-    if surplus is not None:
-        raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
-    own, theirs = (GGUFKeys(one.metadata, str(one.file.path)).architecture for one in (first, part))
-    if theirs is not None and theirs != own:
-        raise part.fault(f"expected architecture {show(own or '')}, as in the first part, found another")
-
-
-def _check_total(parts: list[_Part], found: int) -> None:
-    """Raise GGUFError unless the first of several parts, and any other with the key, has the right total."""
-    for part in parts if len(parts) > 1 else ():
-        if part is parts[0] or TOTAL in part.metadata:
-            said = part.split_number(TOTAL, np.int32)
-            if said != found:
-                raise part.fault(f"key {TOTAL}: expected {found}, the tensors in all parts, found {said}")
-
-
-def _add_tensors(tensors: dict[str, TensorInfo], part: _Part, number: int) -> None:
-    for name, info in part.tensors.items():
-        if name in tensors:
-            raise part.fault(
-                f"tensor {show(name)}: expected once, found in part {tensors[name].part + 1} too"
-            )
-        tensors[name] = replace(info, part=number)
+        raise first.fault(f"this is part {place + 1} of {count} of a model: use the first part, {paths[0]}")
+    own = GGUFKeys(first.metadata, str(first.file.path)).architecture
+    for number, name in enumerate(paths[1:], 1):
+        part = _read_part(name)
+        for key, expected in ((PLACE, number), (COUNT, count)):
+            part.expect(key, np.uint16, expected, f"as part {number + 1} of {count}")
+        surplus = next((key for key in part.metadata if not key.startswith((SPLIT, "general."))), None)
+        if surplus is not None:
+            raise part.fault(f"key {show(surplus)}: expected only split.* and general.* keys in a later part")
+        if GGUFKeys(part.metadata, str(part.file.path)).architecture not in (None, own):
+            raise part.fault(f"expected architecture {show(own or '')}, as in the first part, found another")
+        yield part

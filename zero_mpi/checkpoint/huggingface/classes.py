@@ -176,10 +176,5 @@ ROTARY_CLASSES = {
         activation=("hidden_activation", ("gelu_pytorch_tanh",)),
         period=6,
     ),
-    "granite": RotaryClass(
-        "GraniteForCausalLM",
-        biases=ALL_BIASES,
-        llama3=True,
-        numbers=MULTIPLIERS,
-    ),
+    "granite": RotaryClass("GraniteForCausalLM", biases=ALL_BIASES, llama3=True, numbers=MULTIPLIERS),
 }

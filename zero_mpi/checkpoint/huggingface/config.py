@@ -72,20 +72,17 @@ def architecture(settings: Settings) -> str:
 
 def keys_of(arch: str, settings: Settings) -> Metadata:
     """Return the GGUF keys of a configuration, and one of zero_mpi with the settings of Llama 3's scaling."""
-    own = gpt2_keys(settings) if arch == "gpt2" else rotary_keys(arch, settings)
+    if arch == "gpt2":
+        settings.only(ONLY_GPT2)
+        own: Metadata = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
+        own["feed_forward_length"] = np.uint32(settings.size("n_inner", 4 * settings.size("n_embd")))
+        own["attention.layer_norm_epsilon"] = np.float32(settings.number("layer_norm_epsilon", 1e-5))
+    else:
+        own = rotary_keys(arch, settings)
     scaling = llama3_settings(arch, settings)
     kept = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
     named = GGUF_NAMES.get(arch, arch)
     return {"general.architecture": named} | {f"{named}.{name}": value for name, value in own.items()} | kept
-
-
-def gpt2_keys(settings: Settings) -> Metadata:
-    """Return the keys of a gpt2 model, without the prefix."""
-    settings.only(ONLY_GPT2)
-    sizes = {key: np.uint32(settings.size(name)) for key, name in GPT2_SIZES.items()}
-    hidden = np.uint32(settings.size("n_inner", 4 * settings.size("n_embd")))
-    epsilon = np.float32(settings.number("layer_norm_epsilon", 1e-5))
-    return sizes | {"feed_forward_length": hidden, "attention.layer_norm_epsilon": epsilon}
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
@@ -93,7 +90,10 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
     kind = ROTARY_CLASSES[arch]
     name, values = kind.activation
     settings.only({**ONLY_ROTARY, **kind.only, name: (None, *values)})
-    refuse_other_unturned(settings)
+    turned = settings.values.get("no_rope_layers")
+    every_fourth = isinstance(turned, list) and turned == [int(i % 4 != 3) for i in range(len(turned))]
+    if turned is not None and not every_fourth:
+        raise settings.fault("no_rope_layers", "1, 1, 1, 0 and so on (only)")
     keys: Metadata = {key: np.uint32(settings.size(name)) for key, name in SIZES.items()}
     heads = settings.size("num_attention_heads")
     width = np.uint32(head_width(arch, settings))
@@ -176,11 +176,3 @@ def refuse_windows(settings: Settings) -> None:
             raise settings.fault("sliding_window", f"null or at least {context} (llama.cpp has no window)")
     elif kinds is None and window is not None:
         settings.only({"use_sliding_window": (None, False)})
-
-
-def refuse_other_unturned(settings: Settings) -> None:
-    """Raise FileError unless the blocks without rotary positions, if a list names them, are every fourth."""
-    turned = settings.values.get("no_rope_layers")
-    every_fourth = isinstance(turned, list) and turned == [int(i % 4 != 3) for i in range(len(turned))]
-    if turned is not None and not every_fourth:
-        raise settings.fault("no_rope_layers", "1, 1, 1, 0 and so on (only)")

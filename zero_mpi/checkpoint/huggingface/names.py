@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from zero_mpi.checkpoint.tensor_file import CHUNK
+from zero_mpi.checkpoint.tensor_file import CHUNK, Floats
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 
-Floats = npt.NDArray[np.float32]
 Read = Callable[[int, int], Floats]
 """Elements [start, stop) of a stored, flattened tensor."""
 ReadBlock = Callable[[int, int, int, int], Floats]
@@ -180,18 +178,10 @@ _GEMMA3 = replace(
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
-    orders=dict.fromkeys(
-        (
-            "attn_norm",
-            "attn_q_norm",
-            "attn_k_norm",
-            "post_attention_norm",
-            "ffn_norm",
-            "post_ffw_norm",
-            "output_norm",
-        ),
-        Order.LESS_ONE,
-    ),
+    orders={
+        f"{name}norm": Order.LESS_ONE
+        for name in ("attn_", "attn_q_", "attn_k_", "post_attention_", "ffn_", "post_ffw_", "output_")
+    },
 )
 _PHI3 = replace(
     _ROTARY,

@@ -209,19 +209,12 @@ def llama3_factors(
 ) -> npt.NDArray[np.float32]:
     """Return the divisors of the `width` / 2 frequencies: 1 for short waves, `factor` for long ones, smooth
     in between (Dubey et al., The Llama 3 Herd of Models, 2024)."""
-    with np.errstate(all="ignore"):  # odd settings make odd divisors, which are refused where they are read
-        return _llama3_factors(
-            base, width, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
-        )
-
-
-def _llama3_factors(
-    base: float, width: int, factor: float, low_freq_factor: float, high_freq_factor: float, former: float
-) -> npt.NDArray[np.float32]:
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
-    context, steps = np.float32(former), high_freq_factor - low_freq_factor
-    smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
-    between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
-    out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), between)
-    return np.where(waves < context / np.float32(high_freq_factor), np.float32(1), out).astype(np.float32)
+    context, steps = np.float32(original_max_position_embeddings), high_freq_factor - low_freq_factor
+    with np.errstate(all="ignore"):  # odd settings make odd divisors, which are refused where they are read
+        waves = np.float32(2 * np.pi) * power(np.float32(base), exponents).astype(np.float32)
+        smooth = (context / waves - np.float32(low_freq_factor)) / np.float32(steps or 1)
+        between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+        out = np.where(waves > context / np.float32(low_freq_factor), np.float32(factor), between)
+        out = np.where(waves < context / np.float32(high_freq_factor), np.float32(1), out)
+    return out.astype(np.float32)

@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_mpi.comm.gpu.exchanges import MPI, Exchange, arrived, as_message, overlapped, passed
-from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, arrived, as_message, overlapped, passed
 from zero_mpi.comm.kinds import (
     AWARE_DEPTH,
     AWARE_PIECE,

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, Tickets, passed
-from zero_mpi.comm.gpu.streams import GpuStreams
+from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, GpuStreams, Tickets, passed
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, Piece, others
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import ProgressingHandle, ProgressingWrapper, Running, borrowed
-from zero_mpi.comm.wrapper import CommWrapper
+from zero_mpi.comm.transfer import Running, borrowed
+from zero_mpi.comm.wrapper import CommWrapper, ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans

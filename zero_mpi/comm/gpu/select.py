@@ -3,18 +3,30 @@
 `auto` is `mpi`, device memory straight into the library, where that is certain, and `staged`, through pinned
 memory of the host, everywhere else. NCCL is never chosen by itself. The transport describes itself; the
 reason for it is returned beside it.
+
+A process dies if its library takes a pointer to device memory for one of the host, so nothing is assumed.
+First the user, the library or a setting of the site must say a certain yes. Some libraries claim support
+wrongly, so the answer of `probe_says` counts, on one rank of each node; a GPU that admits one process only is
+left to `try_out`. All ranks have the same answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import ctypes
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zero_mpi import device
 from zero_mpi.comm import kinds
 from zero_mpi.comm.base import Comm
+from zero_mpi.comm.gpu.probe import PROBE, run_probe
 from zero_mpi.comm.kinds import Transport
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.serial import SerialComm
@@ -23,10 +35,15 @@ from zero_mpi.errors import UsageError
 
 if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
-    from zero_mpi.comm.gpu.detect import Answer
 
 POLL_SECONDS = 5e-4  # seconds: each look takes the interpreter from the thread that launches
 TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: messages that libraries send in another way than small ones
+FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library takes device memory, whatever it says; 0: it does not
+KINDS = "mpi_memory_alloc_kinds"  # a key of a communicator's info object since MPI 4.1
+SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and of MVAPICH
+LIBRARY = re.compile(r"/\S*/libmpi(?!cxx|_cxx|_mpifh|_usempi|fort)[^/\s]*\.so[^/\s]*$")
+CUDA = 0  # MPICH's number for the kind of GPU
+COMPUTE_MODE, EXCLUSIVE = 20, 3  # cudaDevAttrComputeMode, cudaComputeModeExclusiveProcess
 
 
 def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
@@ -38,8 +55,7 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
     kinds.check_flag(flag, on_gpu=True)
     if ranks == 1:
         return SerialComm(), ""
-    from zero_mpi.comm.gpu.detect import find_answer
-    from zero_mpi.comm.gpu.exchanges import MPI as library
+    from zero_mpi.comm.start_mpi import MPI as library
 
     wanted = kinds.asked_for(flag, on_gpu=True)
     if wanted and kinds.GPU_MPI not in wanted:
@@ -59,7 +75,7 @@ def make(kind: Transport, exact: bool) -> DeviceComm:
     """Return the transport of that kind, of those that carry arrays of a GPU. Collective."""
     from zero_mpi.comm.gpu.backends import CudaAwareBackend, NcclBackend, StagedBackend
     from zero_mpi.comm.gpu.comm import DeviceComm
-    from zero_mpi.comm.gpu.streams import GpuStreams
+    from zero_mpi.comm.gpu.exchanges import GpuStreams
     from zero_mpi.comm.mpi import MPIComm
     from zero_mpi.device.ordered_sum import kernels
 
@@ -94,3 +110,102 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
         return comm, answer
     comm.close()
     return None, replace(answer, yes=False, why=f"{answer.why}, but ranks received wrong bytes")
+
+
+# --------------------------------------------------------------------------- what the library can do
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to whether device memory may be handed to MPI (`yes`), and who says so (`why`)."""
+
+    yes: bool
+    why: str
+
+
+def find_answer(
+    world: Any, environ: Mapping[str, str] = os.environ, command: Sequence[str] = PROBE
+) -> Answer:
+    """Return the answer for all ranks of `world`, mpi4py's communicator. Collective."""
+    from zero_mpi.comm.topology import node_communicator  # it starts MPI
+
+    node = node_communicator(world)
+    answer = claim(world, environ)
+    if answer.yes and node.Get_rank() == 0:
+        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone() else probe_says(answer, command)
+    node.Free()
+    answers: list[Answer] = world.allgather(answer)
+    return next((found for found in answers if not found.yes), answers[0])
+
+
+def alone() -> bool:
+    """Tell whether the GPU in use lets in one process, so that a child could not use it beside this one."""
+    gpu = device.in_use()
+    if not isinstance(gpu, device.Cuda):
+        return False
+    return bool(gpu.cupy.cuda.runtime.deviceGetAttribute(COMPUTE_MODE, gpu.number) == EXCLUSIVE)
+
+
+def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
+    """Return the answer that is given without a test."""
+    forced = environ.get(FORCED, "")
+    if forced in ("0", "1"):
+        return Answer(forced == "1", f"{FORCED}={forced}")
+    said = [*memory_kinds(world), *library_says(), *site_says(environ)]
+    return next(
+        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "nobody says so")
+    )
+
+
+def memory_kinds(world: Any) -> Iterator[Answer]:
+    """Yield the answer of MPI's own list of kinds of memory, if the library has it."""
+    info = world.Get_info()
+    kinds = info.get(KINDS)
+    info.Free()
+    if kinds:
+        yield Answer("cuda" in {kind.partition(":")[0] for kind in kinds.split(",")}, f"{KINDS} is {kinds}")
+
+
+def loaded_libraries(maps: str) -> list[str]:
+    """Return the MPI libraries in a text like /proc/self/maps: `CDLL(None)` does not find their names."""
+    found = (LIBRARY.search(line) for line in maps.splitlines())
+    return list(dict.fromkeys(match[0] for match in found if match))
+
+
+def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
+    """Yield the answers of the calls by which Open MPI and MPICH report their support."""
+
+    def of_mpich(call: Any) -> int:
+        flag = ctypes.c_int(0)
+        return flag.value if call(CUDA, ctypes.byref(flag)) == 0 else 0
+
+    if libraries is None:
+        maps = Path("/proc/self/maps")
+        libraries = loaded_libraries(maps.read_text()) if maps.exists() else []
+    asked: tuple[tuple[str, Callable[[Any], int]], ...] = (
+        ("MPIX_Query_cuda_support", lambda call: int(call())),
+        ("MPIX_GPU_query_support", of_mpich),
+    )
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name, ask in asked:
+            if hasattr(library, name):
+                found = ask(getattr(library, name))
+                yield Answer(found == 1, f"{name} says {found}")
+
+
+def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
+    """Yield the answers of the variables that make a site's library take device memory."""
+    for name in SITE:
+        if name in environ:
+            yield Answer(environ[name] == "1", f"{name}={environ[name]}")
+
+
+def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
+    """Return the answer of a process that tried to send device memory."""
+    lines, end = run_probe(command)
+    told = [json.loads(line) for line in lines]
+    if told and told[-1].get("takes_memory"):
+        return Answer(True, f"{said.why}, and {told[-1]['mpi']}")
+    problem = next((about[key] for about in reversed(told) for key in ("mpi", "error") if key in about), end)
+    return Answer(False, f"{said.why}, but {problem}")

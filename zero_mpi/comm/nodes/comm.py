@@ -24,7 +24,8 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.memory import NodeMemory, NodesApart
 from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import ProgressingWrapper, Running
+from zero_mpi.comm.transfer import Running
+from zero_mpi.comm.wrapper import ProgressingWrapper
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 

@@ -7,28 +7,27 @@ owner on every node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from zero_mpi.comm.base import Comm, Handle, ModuleMemory
+from zero_mpi.comm.base import Comm, Handle
 from zero_mpi.comm.kinds import ENTRIES, MPI, NODES
 from zero_mpi.comm.mpi import MPIComm as Messages
 from zero_mpi.comm.nodes.sums import NodeSums
 from zero_mpi.comm.partition import Partition
+from zero_mpi.comm.shared.comm import SharingWrapper
 from zero_mpi.comm.topology import find_topology, node_communicator
-from zero_mpi.comm.transfer import MessageComm, ProgressingWrapper
+from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
 
-class ShardGroup(ProgressingWrapper):
+class ShardGroup(SharingWrapper):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
     def __init__(self, flat: MessageComm, sums: NodeSums) -> None:
-        super().__init__(flat.over(sums.node), sums.topology.ranks_per_node)
+        super().__init__(flat.over(sums.node), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also where `fast` would do
-        self._flat, self._sums, self._shared = flat, sums, sums.memory
+        self._flat, self._sums = flat, sums
 
     @property
     def all_contributors(self) -> int:
@@ -37,26 +36,6 @@ class ShardGroup(ProgressingWrapper):
     def progress(self) -> None:
         self._flat.progress()
         self._inner.progress()
-
-    def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> ModuleMemory:
-        if self._shared is None:
-            return super().memory(wholes, buffers, gathers)
-        arrays, slots = self._shared.allot(wholes, buffers)
-        return ModuleMemory(list(arrays), slots)
-
-    def signal_written(self) -> None:
-        if self._shared is not None:
-            self._shared.signal_written()
-
-    def wait_written(self) -> None:
-        if self._shared is not None and not self._shared.all_written():
-            self.wait_until(self._shared.all_written, "updated parameters")
-
-    def barrier_readers(self) -> None:
-        if self._shared is not None:
-            self._inner.barrier()
 
     def _reduce(
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str

@@ -28,7 +28,8 @@ from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.memory import NodeMemory, NodesApart, SharedGradientPool
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.transfer import ProgressingHandle, ProgressingWrapper
+from zero_mpi.comm.transfer import MessageComm
+from zero_mpi.comm.wrapper import ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
@@ -63,7 +64,7 @@ class Reduction(Handle):
 
     def add(self) -> None:
         """Add the slices that lie where the ranks said; call it once all of them have."""
-        mine, noted = self.partition.part(self.comm.rank), self.comm.node_memory.counters.noted
+        mine, noted = self.partition.part(self.comm.rank), self.comm.counters.noted
         parts = [
             self.pool.of_rank(rank, noted(rank, self.number), self.full, mine)
             for rank in range(self.contributors)
@@ -89,7 +90,35 @@ class OverMPI(ProgressingHandle):
         self._inner.wait()
 
 
-class SharedComm(ProgressingWrapper):
+class SharingWrapper(ProgressingWrapper):
+    """Wrapper over messages whose ranks keep the arrays of modules in the memory of their node, if any."""
+
+    def __init__(self, inner: MessageComm, ranks_here: int, node_memory: NodeMemory | None) -> None:
+        super().__init__(inner, ranks_here)
+        self.node_memory = node_memory
+
+    def memory(
+        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+    ) -> ModuleMemory:
+        if self.node_memory is None:
+            return super().memory(wholes, buffers, gathers)
+        arrays, pool = self.node_memory.allot(wholes, buffers)
+        return ModuleMemory(list(arrays), pool)
+
+    def signal_written(self) -> None:
+        if self.node_memory is not None:
+            self.node_memory.signal_written()
+
+    def wait_written(self) -> None:
+        if self.node_memory is not None and not self.node_memory.all_written():
+            self.wait_until(self.node_memory.all_written, "updated parameters")
+
+    def barrier_readers(self) -> None:
+        if self.node_memory is not None:
+            self._inner.barrier()
+
+
+class SharedComm(SharingWrapper):
     """The ranks of an MPI communicator (the world, unless another is given), all of one node.
 
     `wholes`, `buffers`: arguments of the first call of `memory`; it is set aside at once. Collective; raises
@@ -110,10 +139,10 @@ class SharedComm(ProgressingWrapper):
         if nodes > 1:
             node.Free()
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
-        self.node_memory = NodeMemory(node, wholes, buffers)
-        super().__init__(MPIComm(world, threaded=threaded), self.node_memory.size)
+        self._memory = NodeMemory(node, wholes, buffers)
+        super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
         self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
-        self._counters = self.node_memory.counters
+        self.counters = self._memory.counters
         self._started = 0  # reductions
         self.due: deque[Reduction] = deque()  # reductions that this rank has not added yet
         self._recorded: deque[Reduction] = deque()  # reductions in progress that a timeline records
@@ -127,40 +156,20 @@ class SharedComm(ProgressingWrapper):
     def wrapped(self, inner: Handle) -> Handle:
         return DONE if inner is DONE else OverMPI(self, inner)
 
-    def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
-    ) -> ModuleMemory:
-        arrays, pool = self.node_memory.allot(wholes, buffers)
-        return ModuleMemory(list(arrays), pool)
-
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that all ranks together have now."""
-        return self.node_memory.nbytes
+        return self._memory.nbytes
 
     @property
     def about(self) -> str:
         """Description of what the transport uses, for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
-    # ---------------------------------------------------------------------------------------- gathering
-
-    def signal_written(self) -> None:
-        self.node_memory.signal_written()
-
-    def wait_written(self) -> None:
-        if not self.node_memory.all_written():
-            self.wait_until(self.node_memory.all_written, "updated parameters")
-
-    def barrier_readers(self) -> None:
-        self._inner.barrier()
-
-    # --------------------------------------------------------------------------------------- reductions
-
     def _reduce(
         self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
     ) -> Handle:
-        pool, offset = self.node_memory.find(full)
+        pool, offset = self._memory.find(full)
         if pool is None:
             return super()._reduce(full, out, partition, contributors, accumulate, label)
         if self.rank < contributors:
@@ -175,8 +184,8 @@ class SharedComm(ProgressingWrapper):
         self.due.append(reduction)
         if record is not None:
             self._recorded.append(reduction)
-        self._counters.note(number, offset)
-        self._counters.raise_to(POSTED, number + 1)
+        self.counters.note(number, offset)
+        self.counters.raise_to(POSTED, number + 1)
         self._add_what_is_posted()
         return reduction
 
@@ -186,14 +195,14 @@ class SharedComm(ProgressingWrapper):
         All ranks, not only those that contribute: one that is behind may still read what `out` held (the
         summed gradient by which it updates its parameters, where these are replicated).
         """
-        while self.due and self._counters.all_reached(POSTED, self.due[0].number + 1):
+        while self.due and self.counters.all_reached(POSTED, self.due[0].number + 1):
             reduction = self.due.popleft()
             reduction.add()
-            self._counters.raise_to(SUMMED, reduction.number + 1)
+            self.counters.raise_to(SUMMED, reduction.number + 1)
 
     def is_complete(self, number: int) -> bool:
         """Return whether all ranks have added their slices of a reduction."""
-        return self._counters.all_reached(SUMMED, number + 1)
+        return self.counters.all_reached(SUMMED, number + 1)
 
     def note_ends(self) -> None:
         """Note for the timeline which reductions are over: no message tells it, so this checks."""
@@ -202,5 +211,5 @@ class SharedComm(ProgressingWrapper):
 
     def close(self) -> None:
         """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
-        self.node_memory.close()
+        self._memory.close()
         self._inner.close()

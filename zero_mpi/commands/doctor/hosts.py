@@ -4,11 +4,7 @@ A launcher of another MPI starts N jobs of one rank instead of one job of N rank
 With cores three things go wrong: more ranks than cores, where a rank that waits for a message keeps the core
 from the rank that would send it; ranks bound to fewer cores than they have threads, or several to one core
 while others idle; and ranks dealt out over the hosts in turn, so that neighbours are on different hosts.
-
-The transport `shared` keeps the model in memory that the ranks of a host share. Without it a run goes over
-messages: slower, with the same bits. A job that is killed while MPI starts leaves segments of the library
-there; the next run of the same user removes them (`launch.dev_shm`).
-
+Without shared memory a run goes over messages: slower, with the same bits.
 Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
 (`comm.gpu.probe`): some libraries claim support and then crash.
 """
@@ -24,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
@@ -118,16 +115,14 @@ def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
     return Row("launcher", f"{name}, {plural(size, 'rank')}")
 
 
-def thread_level(mpi: object) -> Row:
+def thread_level(mpi: Any) -> Row:
     """Return the row of the library's thread level; `mpi` is None without a library."""
     if mpi is None:
         remedy = "pip install 'zero-mpi[mpich]', or mpi4py built on the MPI of your site"
         return Row("MPI threads", "no MPI library can be loaded: one process only", NOTE, remedy)
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    level = {getattr(mpi, f"THREAD_{name}"): name.lower() for name in names}[mpi.Query_thread()]  # type: ignore[attr-defined]
-    if level == "multiple":
-        return Row("MPI threads", level)
-    value = f"{level}: transfers progress only between layers, because only one thread may call MPI"
+    if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+        return Row("MPI threads", "multiple")
+    value = "below multiple: transfers progress only between layers, because only one thread may call MPI"
     return Row("MPI threads", value, NOTE, "use an MPI built with MPI_THREAD_MULTIPLE")
 
 
@@ -212,14 +207,14 @@ def hosts(found: list[NodeSeats]) -> Iterator[Row]:
 
 def order(found: list[NodeSeats]) -> Row:
     """Check that the ranks of a host follow each other, and are as many on each."""
-    counts = [len(node.ranks) for node in found]
     odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
     if odd:
         which = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
         value = f"{which}: neighbouring ranks are on different hosts, which adds network traffic"
         return Row("order of ranks", value, NOTE, IN_TURN)
-    if min(counts) < max(counts):
-        value = f"{min(counts)} to {max(counts)} ranks: transports that use nodes need equal numbers"
+    counts = span(len(node.ranks) for node in found)
+    if "-" in counts:
+        value = f"{counts} ranks: transports that use nodes need equal numbers"
         return Row("order of ranks", value, NOTE, f"start the same number on each host; {IN_TURN}")
     return Row("order of ranks", "ranks of a host are consecutive")
 
@@ -319,21 +314,19 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
 
 def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
     """Yield the rows of a host's limits that would harm a job of `size` ranks."""
-    unlimited = "ulimit -{} unlimited, in the job script"
     if host.group_cores is not None and host.group_cores < host.cores:
         value = f"a control group allows {host.group_cores:g} of {plural(host.cores, 'core')} on {name}"
         remedy = "start at most that many ranks times threads, or raise it (containers: --cpus)"
         yield Row("processor time", value, NOTE, remedy)
-    if host.address_space is not None:
-        value = f"address space of {short_size(host.address_space)} on {name}: shared memory needs more"
-        yield Row("limits", value, NOTE, unlimited.format("v"))
-    if host.data is not None:
-        value = f"private memory of {short_size(host.data)} for a rank on {name}"
-        yield Row("limits", value, NOTE, unlimited.format("d"))
-    if host.locked is not None and host.locked < LEAST_LOCKED:
-        value = f"locked memory of {short_size(host.locked)} on {name}: too little for its fast network"
-        remedy = f"{unlimited.format('l')}; under Slurm, PropagateResourceLimits=NONE"
-        yield Row("limits", value, NOTE, remedy)
+    for limit, least, letter, text in (
+        (host.address_space, None, "v", "address space of {} on {}: shared memory needs more"),
+        (host.data, None, "d", "private memory of {} for a rank on {}"),
+        (host.locked, LEAST_LOCKED, "l", "locked memory of {} on {}: too little for its fast network"),
+    ):
+        if limit is not None and (least is None or limit < least):
+            slurm = "; under Slurm, PropagateResourceLimits=NONE" if letter == "l" else ""
+            remedy = f"ulimit -{letter} unlimited, in the job script{slurm}"
+            yield Row("limits", text.format(short_size(limit), name), NOTE, remedy)
     if host.files is not None and host.files < size + SPARE_FILES:
         value = f"{plural(host.files, 'open file')} on {name}, for {plural(size, 'rank')}"
         yield Row("limits", value, NOTE, f"ulimit -n {max(4096, 2 * size)}")

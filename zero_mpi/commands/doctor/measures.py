@@ -1,15 +1,13 @@
 """Measurements of the doctor: the run folder, products on each rank, messages between ranks, bits of results.
 
-Rank 0 does in the run folder with small files what a save does (`checkpoint.folders`): a folder gets its
-name, is replaced, and `latest` is pointed to it. Every host then looks for what rank 0 wrote, since each rank
-reads its own part of a checkpoint. Nothing of it stays.
+Rank 0 does in the run folder with small files what a save does (`checkpoint.folders`). Every host then looks
+for what rank 0 wrote, since each rank reads its own part of a checkpoint. Nothing of it stays.
 
-A step takes as long as its slowest rank. A host may be slow because it is older, hot or throttled, or because
-other programs compute on it. The products are those of a model, with the threads that a job has, while all
-others multiply too. Ranks pass a small and a large message on in a ring, all rings at once: the ranks of
-each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks of a node
-share its link, and the large message is cut among them. A time is the median over repeats of the slowest
-rank.
+A step takes as long as its slowest rank. The products are those of a model, with the threads that a job has,
+while all others multiply too. Ranks pass a small and a large message on in a ring, all rings at once: the
+ranks of each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks
+of a node share its link, and the large message is cut among them. A time is the median over repeats of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -246,27 +244,10 @@ def pins_fault() -> str:
 # ----------------------------------------------------------------------------------------------- messages
 
 
-class Ring(NamedTuple):
-    """Ranks to send to and receive from (None: takes no part), and how many rings share a link."""
-
-    after: int | None
-    before: int | None
-    sharing: int = 1
-
-
-def inside(where: Ranks) -> Ring:
-    """Return the ring of this rank's node."""
-    ranks, place = where.nodes[where.node], where.place
-    return Ring(None, None) if len(ranks) == 1 else Ring(ranks[(place + 1) % len(ranks)], ranks[place - 1])
-
-
-def between(where: Ranks) -> Ring:
-    """Return the ring of the ranks of this rank's place on all nodes."""
-    nodes, node, place = where.nodes, where.node, where.place
-    sharing = min(map(len, nodes))
-    if place >= sharing:
-        return Ring(None, None, sharing)
-    return Ring(nodes[(node + 1) % len(nodes)][place], nodes[node - 1][place], sharing)
+def across(where: Ranks) -> tuple[list[int], int]:
+    """Return the ranks of this rank's place on all nodes (none if a node lacks it), and how many rings."""
+    sharing = min(map(len, where.nodes))
+    return [ranks[where.place] for ranks in where.nodes] if where.place < sharing else [], sharing
 
 
 def links(where: Ranks) -> Iterator[Row]:
@@ -278,32 +259,37 @@ def links(where: Ranks) -> Iterator[Row]:
         raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
     found = where.figures["links"] = dict[str, Any](node=None, between=None)
     if len(where.nodes) < where.size:
-        found["node"] = measure(where, inside(where))
+        found["node"] = measure(where, where.nodes[where.node], 1)
         yield Row("link in a node", text_of(found["node"]))
     if len(where.nodes) > 1:
-        found["between"] = measure(where, between(where))
+        found["between"] = measure(where, *across(where))
         yield network(found["between"])
     if where.size == 1:
         yield Row("links", "not measured: only one rank")
 
 
-def measure(where: Ranks, ring: Ring) -> dict[str, float]:
-    """Return the seconds of a message and seconds of a byte over a link. Collective."""
-    large = max(int(where.options.max_mb * 2**20) // ring.sharing, SMALL + 1)
+def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]:
+    """Return the seconds of a message and seconds of a byte over a link. Collective.
+
+    ring: the ranks that pass a message on, this one among them; sharing: number of rings over a link
+    """
+    large = max(int(where.options.max_mb * 2**20) // sharing, SMALL + 1)
     alpha = seconds_of(where, ring, SMALL)
-    beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * ring.sharing)
+    beta = max(seconds_of(where, ring, large) - alpha, 0.0) / (large * sharing)
     return {"alpha_seconds": alpha, "beta_seconds_per_byte": beta}
 
 
-def seconds_of(where: Ranks, ring: Ring, nbytes: int) -> float:
+def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
     """Return the seconds in which every rank passes on `nbytes`. Collective."""
     mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    place = ring.index(where.rank) if len(ring) > 1 else None
 
     def once() -> float:
         where.comm.barrier()
         begun = time.perf_counter()
-        if ring.after is not None:
-            where.world.mpi.COMM_WORLD.Sendrecv(mine, ring.after, recvbuf=theirs, source=ring.before)
+        if place is not None:
+            after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+            where.world.mpi.COMM_WORLD.Sendrecv(mine, after, recvbuf=theirs, source=before)
         return time.perf_counter() - begun
 
     once()  # makes connections

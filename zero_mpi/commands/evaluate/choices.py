@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zero_mpi.data import Tokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
+from zero_mpi.files.text_streams import each_line, is_text
 
 # Scored: the answers; a last word, each token of which must be the most likely; all of a text. For CORE
 # what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.
@@ -184,24 +184,16 @@ EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", ".
 
 @dataclass
 class EncodedChoices:
-    """Questions as tokens.
+    """Questions as tokens."""
 
-    sequences   an array of ids for each answer of each question, or for each window of a text
-    starts      first token that counts, in each sequence
-    counts      sequences of each question
-    right       number of the right answer of each question
-    answers     texts of all answers; empty for further windows of a text
-    span        which tokens count, as `task_forms` defines it
-    cut         number of sequences whose beginnings are left out, since they exceed the context
-    """
-
+    # An array of ids for each answer of each question, or for each window of a text.
     sequences: list[Ids] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
-    span: str = ANSWERS
-    cut: int = 0
+    starts: list[int] = field(default_factory=list)  # first token that counts, in each sequence
+    counts: list[int] = field(default_factory=list)  # sequences of each question
+    right: list[int] = field(default_factory=list)  # number of the right answer of each question
+    answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
+    span: str = ANSWERS  # which tokens count, as above
+    cut: int = 0  # number of sequences whose beginnings are left out, since they exceed the context
 
     @property
     def tokens(self) -> list[int]:

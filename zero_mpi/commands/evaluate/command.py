@@ -51,24 +51,28 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Text and questions that the models are given to read.
+    """Text and questions that the models are given to read."""
 
-    windows   over the text, if there is one; text: facts about it, for --json; tokens: of each window
-    answers   of the questions, if there are any, and once more where the most likely ids are asked for
-    choices   the questions
-    """
-
-    windows: WindowSet | None
-    text: dict[str, Any]
-    tokens: np.ndarray[Any, Any]
-    answers: list[AnswerSet]
+    windows: WindowSet | None  # over the text, if there is one
+    text: dict[str, Any]  # facts about it, for --json
+    tokens: np.ndarray[Any, Any]  # of each window
+    answers: list[AnswerSet]  # of the questions, and once more where the most likely ids are asked for
     choices: EncodedChoices | None
 
 
 def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
     """Return the dataset on all ranks. Collective; raises UsageError on all of them."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
-    choices: EncodedChoices | None = world.from_root(lambda: read_questions(task, opened))
+
+    def read_questions() -> EncodedChoices | None:
+        if task.choices is None:
+            return None
+        assert opened.tokenizer is not None, "questions are text"
+        context = min(candidate.model.context_length for candidate in opened.candidates)
+        bos = bos_of(opened.tokenizer, task.config.bos)
+        return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots, task.delimiter)
+
+    choices: EncodedChoices | None = world.from_root(read_questions)
     if task.config.data:
         notes, read = list[str](), list[Corpus]()
         world.from_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
@@ -78,7 +82,8 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
             if not isinstance(note, Remark):
                 log.tell(log.Caution(note))
         windows = WindowSet(cut, opened.config.micro_batch, task.windows)
-        text, tokens = about(cut, windows, corpus, opened)
+        tokens = counted(windows, np.ones(opened.candidates[0].model.vocab_size, np.int64))
+        text = about(cut, windows, corpus, opened) | {"tokens": int(tokens.sum())}
     answers = []
     if choices is not None:
         scales = (1.0, 0.0) if choices.span in (GREEDY, LAST) else (1.0,)
@@ -86,29 +91,20 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
     return EvaluationData(windows, text, tokens, answers, choices)
 
 
-def read_questions(task: Task, opened: Opened) -> EncodedChoices | None:
-    """Return the questions of --choices, which have to fit every model."""
-    if task.choices is None:
-        return None
-    assert opened.tokenizer is not None, "questions are text"
-    context = min(candidate.model.context_length for candidate in opened.candidates)
-    bos = bos_of(opened.tokenizer, task.config.bos)
-    return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots, task.delimiter)
-
-
 def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     """Return the tokens of --data; raises UsageError, also for a stride longer than a window."""
-    Windows(np.zeros(0, np.int64), opened.config.context, task.stride)
-    tokenizer = None if holds_token_files(opened.config.data) else opened.tokenizer
-    corpus = read_corpus(opened.config, opened.candidates[0].model, tokenizer, Batches(beat))
+    config = opened.config
+    Windows(np.zeros(0, np.int64), config.context, task.stride)
+    tokenizer = None if holds_token_files(config.data) else opened.tokenizer
+    corpus = read_corpus(config, opened.candidates[0].model, tokenizer, Batches(beat))
     if len(corpus.parts) > 1:
         raise UsageError("--data: expected paths without shares: evaluate one source at a time")
     if corpus.train.counted is not None and task.stride is not None:
         raise UsageError(f"--stride {task.stride}: conversations have no stride: leave it out")
     if corpus.train.counted is not None and task.imatrix is not None:
         raise UsageError(f"--imatrix {task.imatrix}: conversations are padded: use a text")
-    if not len(cut_up(corpus.parts[0], opened.config.context, task.stride)):
-        raise UsageError(f"--context {opened.config.context}: no answer begins within it: use a larger one")
+    if not len(cut_up(corpus.parts[0], config.context, task.stride)):
+        raise UsageError(f"--context {config.context}: no answer begins within it: use a larger one")
     return corpus
 
 
@@ -119,18 +115,13 @@ def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWind
     return PackedWindows(part.stream, context, packs=False)
 
 
-def about(
-    cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened
-) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
-    """Return the facts about the text, and how many tokens of each window count."""
-    vocabulary = opened.candidates[0].model.vocab_size
-    tokens = counted(windows, np.ones(vocabulary, np.int64))
-    nbytes = None
+def about(cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
+    """Return the facts about the text, but for the number of tokens."""
+    stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
         lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text behind each id
         nbytes = int(counted(windows, lengths).sum())
-    stride, rest, bos = None, 0, corpus.parts[0].bos
     if isinstance(cut, Windows):
         first = 1 if bos is None else 0  # token that is predicted
         stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
@@ -140,12 +131,12 @@ def about(
         "bos": bos,
         "windows": windows.count,
         "windows_of_the_text": len(cut),
-        "tokens": int(tokens.sum()),
+        "tokens": 0,
         "bytes": nbytes,
         "tokens_of_the_text": corpus.train.size,
         "tokens_after_the_last_window": rest,
         "sha256": corpus.sha256,
-    }, tokens
+    }
 
 
 __all__ = ["command", "main", "make_parser"]
@@ -187,43 +178,33 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
         log.tell(note)
     sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
     importance = None if task.imatrix is None else Importance(opened.candidates[0].model, world.comm)
-    seen = [importance, None]  # of the first model
-    models = [
-        figures_of(task, candidate, dataset, measure(world, opened.config, candidate, sets, watchdog, sums))
-        for candidate, sums in zip(opened.candidates, seen, strict=False)
-    ]
+    models = []
+    for candidate, seen in zip(opened.candidates, (importance, None), strict=False):
+        losses = measure(world, opened.config, candidate, sets, watchdog, seen)
+        models.append(figures_of(task, candidate, dataset, losses))
     found = joined(dataset, models)
+    text = dataset.text
     if importance is not None and task.imatrix is not None:
-        totals, text = importance.totals(), dataset.text
-        tokens = text["windows"] * text["context"]
-        texts = [shown(path) for path in task.config.data]
-        matrix = partial(write_importance, task.imatrix, totals, tokens, texts)
-        world.on_root(lambda: matrix(text["windows"], text["context"]))
+        totals, texts = importance.totals(), [shown(path) for path in task.config.data]
+        arguments = task.imatrix, totals, texts, text["windows"], text["context"]
+        world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
         sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
-        found["divergence"] = divergence_figures(sums, int(dataset.tokens.sum()))
-    if task.top_k_out is not None:
-        predict(world, task, opened, dataset, watchdog)
+        found["divergence"] = divergence_figures(sums, text["tokens"])
+    if task.top_k_out is not None and dataset.windows is not None:
+        vocab = opened.candidates[0].model.vocab_size
+        if task.top_k > vocab:
+            raise UsageError(f"--top-k {task.top_k}: the model has {vocab} tokens")
+        made_of = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
+        teacher = TeacherFile(task.top_k, float(task.temperature), *made_of)
+        with opened_module(world, opened.config, opened.candidates[0], watchdog) as module:
+            write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
+            del module
     return found
-
-
-def predict(world: World, task: Task, opened: Opened, dataset: EvaluationData, watchdog: Watchdog) -> None:
-    """Write the file of --top-k-out. Collective."""
-    assert task.top_k_out is not None, "predictions have a file"
-    assert dataset.windows is not None, "and a text"
-    digests = dataset.text["sha256"], fingerprint(opened.tokenizer)
-    sizes = dataset.text["tokens_of_the_text"], opened.candidates[0].model.vocab_size
-    if task.top_k > sizes[1]:
-        raise UsageError(f"--top-k {task.top_k}: the model has {sizes[1]} tokens")
-    teacher = TeacherFile(task.top_k, float(task.temperature), *sizes, *digests)
-    with opened_module(world, opened.config, opened.candidates[0], watchdog) as module:
-        write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
-        del module
 
 
 def figures_of(task: Task, candidate: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:
     """Return the figures of one model; `losses` of its windows, then of its answers."""
-    left = list(losses)
     found: Figures = {
         "model": candidate.title,
         "arch": candidate.model.arch,
@@ -231,9 +212,10 @@ def figures_of(task: Task, candidate: Candidate, dataset: EvaluationData, losses
         "precision": task.config.precision,
     }
     if dataset.windows is not None:
-        found["text"] = text_figures(left.pop(0), dataset.tokens, dataset.text["bytes"])
+        nats, *losses = losses
+        found["text"] = text_figures(nats, dataset.tokens, dataset.text["bytes"])
     if dataset.choices is not None:
-        found["choices"] = choice_figures(left[0], dataset.choices, *left[1:])
+        found["choices"] = choice_figures(losses[0], dataset.choices, *losses[1:])
     return found
 
 

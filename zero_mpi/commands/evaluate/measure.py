@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,23 +34,11 @@ from zero_mpi.launch.world import World
 from zero_mpi.nn.linear import observing
 from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.ops.reference import chunk_rows
-from zero_mpi.sharding import ShardedModule, strategy_named
+from zero_mpi.sharding import ShardedModule
 from zero_mpi.sharding.evaluation import PartedBatch, dealt_out, part_losses
-from zero_mpi.sharding.layout import LayoutConfig
-from zero_mpi.sharding.precision import precision_named
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
-from zero_mpi.train.transport import choose_transport
-
-
-class SequenceSet(Protocol):
-    """Rows of tokens of which some targets count; micro-batch i is the same on any rank."""
-
-    count: int  # losses
-    micro_batches: int
-
-    def micro(self, i: int) -> PartedBatch:
-        """Return micro-batch i, from 0."""
+from zero_mpi.train.setup import choose_transport, layout_config
 
 
 class WindowSet:
@@ -107,10 +95,10 @@ class AnswerSet:
         return PartedBatch(x, targets, parts, here.start, self._scale)
 
 
-def counted(sequences: SequenceSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each loss the sum of `values` (V,), by id, over the targets that count."""
+def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each window the sum of `values` (V,), by id, over the targets that count."""
     found: list[int] = []
-    for batch in map(sequences.micro, range(sequences.micro_batches)):
+    for batch in map(windows.micro, range(windows.micro_batches)):
         targets = [batch.targets[part] for part in batch.parts]
         found += [int(values[ids[ids != UNCOUNTED]].sum()) for ids in targets]
     return np.array(found, np.int64)
@@ -132,12 +120,7 @@ def opened_module(
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
     for note in notes if world.rank == 0 else ():
         log.tell(note)
-    layout = LayoutConfig(
-        strategy_named(config.strategy),
-        prefetch=config.stages_ahead(device.in_use().name == "cuda"),
-        frozen=config.freeze,  # all parameters are frozen, so there are no gradient buffers
-        precision=precision_named(config.precision),
-    )
+    layout = layout_config(config, candidate.model)  # all is frozen, so there are no gradient buffers
     module = ShardedModule(candidate.model.stages(), comm, layout)
     read = finite(candidate.source.read, candidate.source.path)
     world.together(partial(module.load_slices, read))
@@ -150,19 +133,20 @@ def measure(
     world: World,
     config: Config,
     candidate: Candidate,
-    sets: Sequence[SequenceSet],
+    sets: Sequence[WindowSet | AnswerSet],
     watchdog: Watchdog,
     importance: Importance | None = None,
 ) -> list[Array]:
     """Return the losses of a model in nats, (count,) float64 for each set, on all ranks. Collective.
 
-    Raises UsageError on all ranks for weights or losses that are not finite. `importance` sees the first set.
+    Raises UsageError on all ranks for weights or losses that are not finite. `importance` sees the inputs of
+    matrices in the first set.
     """
+    found: list[Array] = []
     with opened_module(world, config, candidate, watchdog) as module:
-        found = [
-            take_through(module, sequences, candidate, watchdog, None if number else importance)
-            for number, sequences in enumerate(sets)
-        ]
+        for sequences in sets:
+            seen = None if found else importance
+            found.append(losses_of(module, sequences, candidate.name, watchdog, seen))
         del module
     for losses in found:
         if not np.isfinite(losses).all():
@@ -174,8 +158,31 @@ def measure(
     return found
 
 
+def losses_of(
+    module: ShardedModule,
+    sequences: WindowSet | AnswerSet,
+    name: str,
+    watchdog: Watchdog,
+    importance: Importance | None,
+) -> Array:
+    """Return the losses of one set, with a progress bar. Collective."""
+    hidden = module.comm.rank > 0 or not watched()
+    with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
+
+        def read(number: int) -> PartedBatch:
+            watchdog.beat(f"micro-batch {number} of {sequences.micro_batches} of {name}")
+            bar.update(min(module.comm.size, sequences.micro_batches - number))
+            return sequences.micro(number)
+
+        seen = nullcontext() if importance is None else observing(importance.observe)
+        after = None if importance is None else importance.end_round
+        with np.errstate(all="ignore"), seen:  # overflow is reported by the caller
+            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
+    return losses
+
+
 def divergence(
-    world: World, config: Config, candidates: Sequence[Candidate], windows: SequenceSet, watchdog: Watchdog
+    world: World, config: Config, candidates: Sequence[Candidate], windows: WindowSet, watchdog: Watchdog
 ) -> Array:
     """Return `divergences` of two models over the windows. Collective."""
 
@@ -194,28 +201,9 @@ def divergence(
     return found
 
 
-def take_through(
-    module: ShardedModule,
-    sequences: SequenceSet,
-    candidate: Candidate,
-    watchdog: Watchdog,
-    importance: Importance | None = None,
-) -> Array:
-    """Return the losses of one set; `importance` sees the inputs of matrices. Collective."""
-    hidden = module.comm.rank > 0 or not watched()
-    with tqdm(total=sequences.micro_batches, desc=candidate.name, leave=False, disable=hidden) as bar:
-
-        def read(number: int) -> PartedBatch:
-            watchdog.beat(f"micro-batch {number} of {sequences.micro_batches} of {candidate.name}")
-            bar.update(min(module.comm.size, sequences.micro_batches - number))
-            return sequences.micro(number)
-
-        seen = nullcontext() if importance is None else observing(importance.observe)
-        after = None if importance is None else importance.end_round
-        with np.errstate(all="ignore"), seen:  # overflow is reported below
-            losses: Any = part_losses(module, sequences.micro_batches, sequences.count, read, after)
-    return losses
-
+# ------------------------------------------------------------------------------------------- predictions
+# `--top-k-out`: a rank writes the records of its micro-batches to their places, so the bytes do not depend on
+# the number of ranks, and a job that is started again leaves out the micro-batches whose records are there.
 
 LEAST = 1e-12  # of the mass of all other ids
 
@@ -247,15 +235,19 @@ def write_top_k(
     world: World, module: ShardedModule, windows: WindowSet, out: Path, teacher: TeacherFile
 ) -> None:
     """Write the file of a teacher's predictions, or go on where an interrupted job stopped. Collective."""
-    part = out.with_name(f"{out.name}.part")
+    part, top = out.with_name(f"{out.name}.part"), TopK(teacher)
+
+    def is_done(i: int) -> bool:
+        """Return whether the last record that micro-batch i writes is there."""
+        places = windows.places(i)
+        return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
 
     def start() -> list[int]:
         with writing():
             begin(part, teacher)
-        return [i for i in range(windows.micro_batches) if not is_done(part, teacher, windows, i)]
+        return [i for i in range(windows.micro_batches) if not is_done(i)]
 
     left: list[int] = world.from_root(start)
-    top = TopK(teacher)
 
     def compute(number: int, losses: Array) -> None:
         batch, places = windows.micro(left[number]), windows.places(left[number])
@@ -273,14 +265,8 @@ def write_top_k(
     world.on_root(lambda: finish(part, out, teacher))
 
 
-def is_done(part: Path, teacher: TeacherFile, windows: WindowSet, i: int) -> bool:
-    """Return whether the last record that micro-batch i writes is there."""
-    places = windows.places(i)
-    return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
-
-
 def finish(part: Path, out: Path, teacher: TeacherFile) -> None:
-    """Put the digest into the header, and give the file its name."""
+    """Put the digest of the records into the header, and give the file its name."""
     with writing(), part.open("r+b") as file:
         total, _ = hashlib.sha256(), file.seek(HEAD)
         while block := file.read(READ_AT_ONCE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,35 +74,44 @@ def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
 
 
 class Importance:
-    """Sums of the squares of each matrix's inputs, over all micro-batches in their order.
+    """Sums of the squares of each matrix's inputs, and the number of these, over all micro-batches in order.
 
     They are summed as gradients are: the result does not depend on the number of ranks.
     """
 
     def __init__(self, model: ModelConfig, comm: Comm) -> None:
-        shapes = {name: param.shape for name, param in model.params().items() if name.startswith("blk.")}
-        ends = np.cumsum([shape[-1] if len(shape) == 2 else 0 for shape in shapes.values()]).tolist()
-        self.places = {
-            name: slice(end - shape[-1], end)
-            for (name, shape), end in zip(shapes.items(), ends, strict=True)
-            if len(shape) == 2 and name.endswith(".weight")
-        }
-        self._comm, self._partition = comm, partitioned(-(-ends[-1] // 1024) * 1024, comm.size, 1024)
+        self.places, end = dict[str, tuple[int, int, int]](), 0  # first element, matrices, columns
+        for name, param in model.params().items():
+            if name.startswith("blk.") and name.endswith(".weight") and len(param.shape) > 1:
+                matrices, columns = param.shape[0] if len(param.shape) > 2 else 1, param.shape[-1]
+                self.places[name] = end, matrices, columns
+                end += matrices * (columns + 1)
+        self._comm, self._partition = comm, partitioned(-(-end // 1024) * 1024, comm.size, 1024)
         self._full = np.zeros(self._partition.length, np.float32)
         part = self._partition.part(comm.rank)
         self._own = np.zeros(part.stop - part.start, np.float32)
-        self.seen, self.tokens = set[str](), 0
+        self._seen = set[str]()
 
-    def observe(self, name: str, x: Any) -> None:
-        """Add the inputs x (..., in) of a matrix."""
-        place = self.places.get(name)
-        if place is not None:
-            flat = device.in_use().to_host(x).reshape(-1, x.shape[-1])
+    def sums_and_counts(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return views: sums of squares (M, in) and numbers of inputs (M, 1) of each matrix."""
+        start, matrices, columns = self.places[name]
+        both = self._full[start : start + matrices * (columns + 1)].reshape(matrices, columns + 1)
+        return both[:, :columns], both[:, columns:]
+
+    def observe(self, name: str, x: Any, starts: Any) -> None:
+        """Add the inputs x (..., in) of a matrix, or of a stack: those of expert e begin at row starts[e]."""
+        if name not in self.places:
+            return
+        to_host = device.in_use().to_host
+        flat, (sums, counts) = to_host(x).reshape(-1, x.shape[-1]), self.sums_and_counts(name)
+        bounds = [0, len(flat)] if starts is None else to_host(starts).tolist()
+        for matrix, (first, stop) in enumerate(pairwise(bounds)):
             squares = np.zeros(x.shape[-1])
-            for start in range(0, len(flat), ROWS):
-                squares += np.square(flat[start : start + ROWS].astype(np.float64)).sum(0)
-            self._full[place] += squares.astype(np.float32)
-            self.seen.add(name)
+            for at in range(first, stop, ROWS):
+                squares += np.square(flat[at : min(at + ROWS, stop)].astype(np.float64)).sum(0)
+            sums[matrix] += squares.astype(np.float32)
+            counts[matrix] += stop - first
+        self._seen.add(name)
 
     def end_round(self, contributors: int) -> None:
         """Add what the ranks have seen in a round. Collective."""
@@ -109,8 +119,8 @@ class Importance:
         self._comm.reduce_scatter(*arguments, contributors=contributors, accumulate=True).wait()
         self._full.fill(0)
 
-    def totals(self) -> dict[str, NDArray[np.float32]]:
-        """Return the sums (1, in) of the matrices with inputs, on all ranks. Collective."""
+    def totals(self) -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """Return sums (M, in) and counts (M, 1) of the matrices with inputs, on all ranks. Collective."""
         self._comm.allgather(self._own, self._full, self._partition).wait()
-        names = sorted(set[str]().union(*self._comm.allgather_object(self.seen)))
-        return {name: self._full[self.places[name]][None] for name in names}
+        names = sorted(set[str]().union(*self._comm.allgather_object(self._seen)))
+        return {name: self.sums_and_counts(name) for name in names}

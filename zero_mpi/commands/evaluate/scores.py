@@ -92,10 +92,11 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
         "acc_norm": [max(1, len(answer)) for answer in bare],
         "acc_bytes": [max(1, len(answer.encode())) for answer in bare],
     }
-    right = {
-        name: right_ones(-losses / np.asarray(divisor, np.float64), choices)
-        for name, divisor in divisors.items()
-    }
+    right = dict[str, int]()
+    for name, divisor in divisors.items():
+        of_questions = grouped((-losses / np.asarray(divisor, np.float64)).tolist(), choices.counts)
+        first = [found.index(max(found)) for found in of_questions]
+        right[name] = sum(chosen == each for chosen, each in zip(first, choices.right, strict=True))
     shares = {name: count / len(choices.counts) for name, count in right.items()}
     return {
         "right": {name: right[name] for name in BY},
@@ -104,13 +105,6 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
         **{name: shares[name] for name in ACC[1:]},
         "log_likelihoods": likelihoods,
     }
-
-
-def right_ones(likelihoods: Array, choices: EncodedChoices) -> int:
-    """Return how many questions have their right answer as the most likely."""
-    of_questions = grouped(likelihoods.tolist(), choices.counts)
-    first = [found.index(max(found)) for found in of_questions]
-    return sum(chosen == right for chosen, right in zip(first, choices.right, strict=True))
 
 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
@@ -139,7 +133,6 @@ def subtracted(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 
 
-NO_NUMBER = "-"
 DIFFERENCE = "difference"
 ANSWERS = "right answers by"
 TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byte": "per byte"}
@@ -168,7 +161,11 @@ def lines(figures: Figures) -> Iterator[str]:
             f"probability: {100 * found['rms_change']:.3f} %; same top token: {100 * found['same_top']:.2f} %"
         )
     if "choices" in figures:
-        yield from ("", about_choices(figures["choices"]), "")
+        about = figures["choices"]
+        cut = f", {about['cut']:,} cut at the beginning to fit the context" if about["cut"] else ""
+        yield ""
+        yield f"{plural(about['questions'], 'question')} with {plural(about['answers'], 'answer')}{cut}"
+        yield ""
         if "right" in rows[0]["choices"]:
             yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[by]:>20}" for by in BY)
             for name, row in zip(names, rows, strict=True):
@@ -198,12 +195,6 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
         yield f"{plural(rest, 'token')} at the end are left out: too few for a window"
 
 
-def about_choices(choices: dict[str, Any]) -> str:
-    """Return how many questions there were."""
-    cut = f", {choices['cut']:,} cut at the beginning to fit the context" if choices["cut"] else ""
-    return f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
-
-
 def number(value: float | None, places: int) -> str:
-    """Return a number with `places` decimal places, if there is one."""
-    return NO_NUMBER if value is None else f"{value:,.{places}f}"
+    """Return a number with `places` decimal places, or "-" for none."""
+    return "-" if value is None else f"{value:,.{places}f}"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.merged import adapter_source, open_merged, weights_digest
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merged, weights_digest
 from zero_mpi.cli.parser import Parser
+from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given
@@ -32,13 +32,12 @@ from zero_mpi.data.corpus import tokenizers_of
 from zero_mpi.data.tokenizers.byte import ALWAYS, AUTO
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
-from zero_mpi.files.gguf_keys import TOKENS
+from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 from zero_mpi.launch.consistency import short_digest
 from zero_mpi.models import ModelConfig
 from zero_mpi.train.description import settings, what_was_read
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
-from zero_mpi.train.transport import check_wish
 
 MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
 SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
@@ -49,9 +48,6 @@ SETTINGS = {  # those of training that an evaluation has, and what --help says w
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # these flags come first in --help
-OF_QUESTIONS = ("shots", "delimiter")
-OF_TEACHERS = ("top_k", "temperature")
-OF_WINDOWS = ("context", "stride", "windows")
 EXAMPLES = """\
 Examples:
 
@@ -67,36 +63,21 @@ A line of FILE.jsonl (answers are counted from 0):
 
 @dataclass(frozen=True)
 class Task:
-    """Evaluation to do.
+    """Evaluation to do."""
 
-    config    the settings that training has as well; `init` is the model, which is not trained
-    lora      an adapter of the first model
-    against   a second model
-    choices   a file of questions with several answers, or of a published task
-    shots     number of solved questions before each
-    delimiter   text between question and answer of CORE
-    context   tokens of a window, None: the model's, at most MOST_CONTEXT
-    stride    tokens from a window to the next, None: as many as a window has
-    windows   maximum number of windows, None: all
-    json      a file for all figures
-    kl        whether the probabilities of both models are compared
-    imatrix   a file for the importance matrix of the model
-    top_k_out   a file for the `top_k` most likely ids of each token at a temperature, for train --teacher
-    """
-
-    config: Config
-    lora: str | None = None
-    against: str | None = None
-    choices: Path | None = None
-    shots: int = 0
-    delimiter: str = " "
-    context: int | None = None
-    stride: int | None = None
-    windows: int | None = None
-    json: Path | None = None
-    kl: bool = False
-    imatrix: Path | None = None
-    top_k_out: Path | None = None
+    config: Config  # settings that training has as well; `init` is the model, which is not trained
+    lora: str | None = None  # an adapter of the first model
+    against: str | None = None  # a second model
+    choices: Path | None = None  # questions with several answers, or a published task
+    shots: int = 0  # number of solved questions before each
+    delimiter: str = " "  # text between question and answer of CORE
+    context: int | None = None  # tokens of a window, None: the model's, at most MOST_CONTEXT
+    stride: int | None = None  # tokens from a window to the next, None: as many as a window has
+    windows: int | None = None  # maximum number of windows, None: all
+    json: Path | None = None  # a file for all figures
+    kl: bool = False  # whether the probabilities of both models are compared
+    imatrix: Path | None = None  # a file for the importance matrix of the model
+    top_k_out: Path | None = None  # a file for the `top_k` most likely ids of each token, for train --teacher
     top_k: int = 32
     temperature: float = 1.0
 
@@ -116,56 +97,34 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
-    parser.add_argument("--against", metavar="PATH", help="second model, to evaluate and compare")
-    parser.add_argument(
-        "--choices",
-        "--task",
-        metavar="FILE",
-        help="multiple-choice questions or a published task (HellaSwag, ARC, PIQA, CORE, ...), as JSON lines",
+    add = parser.add_argument
+    add("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    add("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    add("--against", metavar="PATH", help="second model, to evaluate and compare")
+    questions = (
+        "multiple-choice questions or a published task (HellaSwag, ARC, PIQA, CORE, ...), as JSON lines"
     )
-    parser.add_argument(
-        "--shots", type=int, metavar="N", help="solved questions shown before each question (default: 0)"
-    )
-    parser.add_argument(
-        "--delimiter",
-        metavar="TEXT",
-        help=r"text between question and answer in CORE files, e.g. '\nAnswer: ' (default: a space)",
-    )
+    add("--choices", "--task", metavar="FILE", help=questions)
+    add("--shots", type=int, metavar="N", help="solved questions shown before each question (default: 0)")
+    text = r"text between question and answer in CORE files, e.g. '\nAnswer: ' (default: a space)"
+    add("--delimiter", metavar="TEXT", help=text)
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
-    parser.add_argument(
-        "--context", type=int, help=f"tokens per window (default: the model's, at most {MOST_CONTEXT})"
-    )
-    parser.add_argument(
-        "--stride", type=int, help="tokens between starts of windows; each token counts once "
-        "(default: --context)"
-    )  # fmt: skip
-    parser.add_argument("--windows", type=int, help="number of windows, spread over the text (default: all)")
+    text = f"tokens per window (default: the model's, at most {MOST_CONTEXT})"
+    add("--context", type=int, help=text)
+    text = "tokens between starts of windows; each token counts once (default: --context)"
+    add("--stride", type=int, help=text)
+    add("--windows", type=int, help="number of windows, spread over the text (default: all)")
     add_settings(parser, {name: text for name, text in SETTINGS.items() if name not in FIRST})
-    add_files(parser)
-    add_teacher_flags(parser)
+    add("--json", metavar="FILE", help="write all results to FILE as JSON")
+    text = "KL divergence and equal likeliest tokens of both models, on --data"
+    add("--kl", action="store_true", help=text)
+    text = "write the importance matrix of the model on --data, for export"
+    add("--imatrix", metavar="FILE", help=text)
+    text = "write the most likely tokens of each position, for train"
+    add("--top-k-out", metavar="FILE", help=text)
+    add("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
+    add("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
     return parser
-
-
-def add_files(parser: Parser) -> None:
-    """Add the flags about quantization and files to write."""
-    parser.add_argument("--json", metavar="FILE", help="write all results to FILE as JSON")
-    parser.add_argument(
-        "--kl", action="store_true", help="KL divergence and equal likeliest tokens of both models, on --data"
-    )
-    parser.add_argument(
-        "--imatrix", metavar="FILE", help="write the importance matrix of the model on --data, for export"
-    )
-
-
-def add_teacher_flags(parser: Parser) -> None:
-    """Add the flags of predictions that `train --teacher` learns from."""
-    parser.add_argument(
-        "--top-k-out", metavar="FILE", help="write the most likely tokens of each position, for train"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="number of these tokens (default: 32)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="their temperature (default: 1)")
 
 
 def read_task(arguments: Sequence[str]) -> Task:
@@ -173,26 +132,22 @@ def read_task(arguments: Sequence[str]) -> Task:
     settings, own = given(make_parser(), arguments, SETTINGS)
     config = Config(init=own.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
-    files = ("choices", "json", "imatrix", "top_k_out")
-    own |= {name: Path(own[name]) for name in files if name in own}
+    own |= {name: Path(own[name]) for name in ("choices", "json", "imatrix", "top_k_out") if name in own}
     if not config.data and "choices" not in own:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     if "kl" in own and ("against" not in own or not config.data):
         raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
-    for name in (*OF_WINDOWS, "imatrix", "top_k_out"):
-        if name in own and not config.data:
-            raise UsageError(f"{spelled(name)} {own[name]}: needs a text: add --data PATH")
-    for name in OF_WINDOWS:
-        within(name, own.get(name, 1), 1)
-    for name in OF_TEACHERS:
-        if name in own and "top_k_out" not in own:
-            raise UsageError(f"{spelled(name)} {own[name]}: needs a file: add --top-k-out FILE")
-        within(name, own.get(name, 1), 1 if name == "top_k" else 1e-3)
-    for name in OF_QUESTIONS:
-        if name in own and "choices" not in own:
-            raise UsageError(f"--{name} {show(own[name])}: needs questions: add --task FILE")
-    if "delimiter" in own:
-        own["delimiter"] = own["delimiter"].replace(r"\n", "\n")
+    needs = dict.fromkeys(
+        ("context", "stride", "windows", "imatrix", "top_k_out"), ("data", "a text: add --data PATH")
+    )
+    needs |= dict.fromkeys(("top_k", "temperature"), ("top_k_out", "a file: add --top-k-out FILE"))
+    needs |= dict.fromkeys(("shots", "delimiter"), ("choices", "questions: add --task FILE"))
+    for name, (other, what) in needs.items():
+        if name in own and not (config.data if other == "data" else other in own):
+            raise UsageError(f"{spelled(name)} {shown(str(own[name]))}: needs {what}")
+    for name, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
+        within(name, own.get(name, 1), least)
+    own["delimiter"] = own.get("delimiter", " ").replace(r"\n", "\n")
     return Task(config, **own)
 
 
@@ -228,36 +183,24 @@ class Candidate:
         return {} if self.tokenizer is None else self.tokenizer.metadata()
 
     @property
-    def tokens(self) -> list[str]:
-        """Texts of its tokens, as far as they are known."""
-        found = self.keys.get(TOKENS)
-        return found if isinstance(found, list) else []
-
-    @property
-    def name(self) -> str:
-        """Path for messages."""
-        return shown(self.title, LONGEST_NAME)
-
-    @property
     def title(self) -> str:
         """Paths of model and adapter."""
         return self.path if self.lora is None else f"{self.path} + {self.lora}"
 
+    @property
+    def name(self) -> str:
+        """Title for messages."""
+        return shown(self.title, LONGEST_NAME)
+
 
 @dataclass(frozen=True)
 class Opened:
-    """Findings of a rank before anything large is read.
+    """Findings of a rank before anything large is read."""
 
-    config      the settings, with the tokens of a window
-    candidates    the model, and the one that it is compared with
-    tokenizer   tokenizer of text; for data of ids, the one that knows their bytes, or None
-    threads     number of threads that this rank computes on
-    """
-
-    config: Config
-    candidates: tuple[Candidate, ...]
-    tokenizer: Tokenizer | None
-    threads: int
+    config: Config  # the settings, with the tokens of a window
+    candidates: tuple[Candidate, ...]  # the model, and the one that it is compared with
+    tokenizer: Tokenizer | None  # tokenizer of text; for data of ids, the one that knows their bytes
+    threads: int  # number of threads that this rank computes on
 
 
 def look(task: Task, number: int) -> tuple[Opened, Facts]:
@@ -266,7 +209,7 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     `number`: index of the rank on its node, where the launcher does not tell it.
     """
     device.use(task.config.device, number)
-    check_wish(task.config)
+    kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
     threads = set_threads(task.config)
     asked = (task.config.init, task.lora), (task.against, None)
     opened = [(path, open_merged(path, lora), lora) for path, lora in asked if path is not None]
@@ -274,8 +217,11 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
-    bos = settled_bos(task.config, tokenizer, None)
-    config = replace(task.config, context=window_length(task, candidates), bos=bos)
+    context = task.context or min(MOST_CONTEXT, *(each.model.context_length for each in candidates))
+    for each in candidates:
+        if context > (room := each.model.context_length):
+            raise UsageError(f"--context {context}: the model {shown(each.path)} allows at most {room}")
+    config = replace(task.config, context=context, bos=settled_bos(task.config, tokenizer, None))
     facts: dict[str, object] = {}
     for candidate in candidates:
         of_model = replace(config, init=candidate.path)
@@ -308,12 +254,11 @@ def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
 def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
     """Raise UsageError unless two models have the same tokens, as far as their files say."""
     sizes = candidate.model.vocab_size, base.model.vocab_size
-    odd = f"{sizes[1]} tokens, expected {sizes[0]}"
-    if sizes[0] == sizes[1]:
-        pairs = enumerate(zip(candidate.tokens, base.tokens, strict=False))
-        different = ((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        place, (expected, found) = next(different, (0, ("", "")))
-        odd = f"token {place} is {show(found)}, expected {show(expected)}" if expected != found else ""
+    odd = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
+    ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (candidate, base))
+    for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
+        if found != expected and not odd:
+            odd = f"token {place} is {show(found)}, expected {show(expected)}"
     if odd:
         raise UsageError(
             f"--against {shown(base.path)}: {odd} as in {shown(candidate.path)}: only models with the same "
@@ -346,13 +291,3 @@ def cautions(task: Task, opened: Opened) -> Iterator[str]:
             f"--against {path}: {', '.join(differ)} differ from {opened.candidates[0].name}: both models "
             "read the tokens of the first one's tokenizer"
         )
-
-
-def window_length(task: Task, candidates: tuple[Candidate, ...]) -> int:
-    """Return the tokens of a window; raises UsageError if a model has positions for fewer."""
-    rooms = [candidate.model.context_length for candidate in candidates]
-    wanted = task.context or min(MOST_CONTEXT, *rooms)
-    for candidate, room in zip(candidates, rooms, strict=True):
-        if wanted > room:
-            raise UsageError(f"--context {wanted}: the model {shown(candidate.path)} allows at most {room}")
-    return wanted

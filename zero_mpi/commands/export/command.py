@@ -24,10 +24,8 @@ from zero_mpi import environment
 from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.huggingface.peft import PEFT_CONFIG, PEFT_MODEL
+from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
-from zero_mpi.checkpoint.merged import MergedWeights, adapter_source, is_adapter_file, open_merged
 from zero_mpi.checkpoint.mixes import (
     ALIASES,
     FILE_TYPES,
@@ -38,24 +36,31 @@ from zero_mpi.checkpoint.mixes import (
     needs_weights,
     types_of,
 )
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import (
+    MergedWeights,
+    WeightSource,
+    adapter_source,
+    is_adapter_file,
+    keys_of,
+    open_merged,
+    open_weights,
+)
 from zero_mpi.cli.parser import Parser
-from zero_mpi.commands.export.encode import Encoder
-from zero_mpi.commands.export.gguf_files import PlannedFile, create, fill, planned
-from zero_mpi.commands.export.huggingface import ends_of
-from zero_mpi.commands.export.safetensors_folder import (
+from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
+from zero_mpi.commands.export.huggingface import (
     COPIED,
     DTYPES,
     TOKENIZER,
     Kinds,
+    ends_of,
     write_folder,
     write_peft,
 )
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import JobError, UsageError
+from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.foreign import show, shown
-from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, refusing
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
@@ -120,7 +125,7 @@ class Export:
 
     @property
     def place(self) -> Path:
-        return self.target.with_name(f".{self.target.name}.partial")
+        return partial_of(self.target)
 
     @property
     def paths(self) -> list[Path]:
@@ -149,13 +154,21 @@ class Export:
 
     def publish(self) -> None:
         """Give the result its name; of several files the first one last: with it the model is complete."""
+        place, target = self.place, self.target
         if len(self.files) > 1:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
                 path.replace(result)
-            self.place.rmdir()
+            place.rmdir()
+        elif place.is_dir() and target.exists():
+            sync_folder(place)
+            replace_folder(place, target)  # now one of these names is the old folder's
+            remove(place)
+            remove(target.with_name(f".{target.name}.old"))
         else:
-            publish(self.place, self.target)
-        sync_folder(self.target.absolute().parent)
+            if place.is_dir():
+                sync_folder(place)
+            place.replace(target)
+        sync_folder(target.absolute().parent)
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -199,12 +212,12 @@ def prepare(options: Namespace, tells: bool) -> Export:
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
     found = Export(target, options.type, options.pure)
+    only = options.base is not None
+    source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
     if not as_gguf:
-        found.write = folder_writer(options, shard)
+        writer = partial(write_peft, source, open_weights(options.base), options.type) if only else None
+        found.write = writer or partial(write_folder, source, options.type, shard)
         return found
-    source = (
-        open_source(options.source, True, options.merge) if options.base is None else only_adapter(options)
-    )
     found.encoder = encoder_of(source, options)
     found.kinds = {name: kind.name.lower() for name, kind in found.encoder.kinds.items()}
     keys = gguf_metadata(source, options.type, options.imatrix, tells)
@@ -214,9 +227,6 @@ def prepare(options: Namespace, tells: bool) -> Export:
     if taken is not None and not options.force:
         raise UsageError(f"{taken}: already exists: use another name, or --force to replace it")
     return found
-
-
-# ----------------------------------------------------------------------------------- what is asked for
 
 
 def size_of(flag: str, text: str) -> int:
@@ -252,31 +262,22 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
-def folder_writer(options: Namespace, most: int) -> Callable[[Path], Kinds]:
-    """Return the writer of a folder; raises UsageError for a source that it cannot convert."""
-    if options.base is None:
-        source = open_source(options.source, False, options.merge)
-        return partial(write_folder, source, options.type, most)
-    return partial(write_peft, only_adapter(options), open_weights(options.base), options.type)
-
-
-def only_adapter(options: Namespace) -> WeightSource:
+def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     """Return the adapter that is exported alone, with --base; raises UsageError if it does not fit."""
-    as_gguf = options.format == "gguf" or options.target.endswith(".gguf")
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, given in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if given is not None:
             raise UsageError(f"{name} {given}: not with --base, which converts only the adapter")
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)
+    MergedWeights(base, adapter)  # refuses an adapter of another base
     return adapter
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     """Return the source; raises UsageError unless it is a model that the target's format can hold."""
     source = open_merged(path, adapter)
-    architecture = GGUFKeys(source.metadata, str(source.path)).architecture
+    architecture = keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
         found = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {found}")
@@ -288,9 +289,6 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     return source
 
 
-# ----------------------------------------------------------------------------------------- a GGUF file
-
-
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     """Return the types of the file's tensors; raises UsageError where they need a library or a matrix."""
     wanted, matrix = options.type, options.imatrix
@@ -298,24 +296,18 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     if by_ggml:
         ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = GGUFKeys(source.metadata, str(source.path)).text(QAT) == wanted and matrix is None
+    trained_for = keys_of(source).text(QAT) == wanted and matrix is None
     kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
         if name not in importance and needs_weights(name, kind, wanted):
             remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
-    return Encoder(source, kinds, by_ggml, importance, masters_of(source) if trained_for else None)
-
-
-def masters_of(source: WeightSource) -> GGUFFile | None:
-    """Return the state beside a checkpoint's model, if it is the same checkpoint's."""
-    path = source.path.with_name(OPTIMIZER)
-    if not isinstance(source, GGUFFile) or not is_file(path):
-        return None
-    state = GGUFFile.open(path)
-    ids = {GGUFKeys(file.metadata, str(file.path)).text(CHECKPOINT_ID) for file in (state, source)}
-    return state if len(ids) == 1 else None
+    masters, beside = None, source.path.with_name(OPTIMIZER)
+    if trained_for and isinstance(source, GGUFFile) and is_file(beside):
+        state = GGUFFile.open(beside)
+        masters = state if keys_of(state).text(CHECKPOINT_ID) == keys_of(source).text(CHECKPOINT_ID) else None
+    return Encoder(source, kinds, by_ggml, importance, masters)
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
@@ -327,7 +319,9 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
     if matrix is not None:
         keys["quantize.imatrix.file"] = matrix
     if isinstance(source, HuggingFaceFolder):
-        keys |= tokenizer_keys(source)
+        path, none = source.path / TOKENIZER, {"tokenizer.ggml.model": "none"}
+        size = source.tensors["token_embd.weight"].shape[0]
+        keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
     if tells and (rules := rules_in_words(keys)):
         why = "it may tokenize some text differently"
         print(
@@ -335,29 +329,6 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
             file=sys.stderr,
         )
     return keys | ends_of(keys, str(source.path))[1]
-
-
-def tokenizer_keys(source: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the keys of the tokenizer in a folder; without one, llama.cpp's key for no tokenizer."""
-    path = source.path / TOKENIZER
-    if not path.exists():
-        return {"tokenizer.ggml.model": "none"}
-    return tokenizer_from_json(path, source.tensors["token_embd.weight"].shape[0]).metadata()
-
-
-# ------------------------------------------------------------------------------------------ the target
-
-
-def publish(place: Path, target: Path) -> None:
-    """Let a file or folder at `place` replace the target."""
-    if place.is_dir():
-        sync_folder(place)
-    if place.is_dir() and target.exists():
-        replace_folder(place, target)  # now one of these names is the old folder's
-        remove(place)
-        remove(target.with_name(f".{target.name}.old"))
-    else:
-        place.replace(target)
 
 
 def remove(path: Path) -> None:

@@ -5,19 +5,27 @@ The pieces do not depend on the number of ranks, so neither do the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, quantize
+from gguf.constants import GGML_QUANT_SIZES
 
 from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file
 from zero_mpi.checkpoint.gguf.index import Metadata, padded
-from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL
+from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
+from zero_mpi.checkpoint.mixes import PLAIN
 from zero_mpi.checkpoint.parallel_write import OutputFile
-from zero_mpi.commands.export.encode import Encoder
+from zero_mpi.checkpoint.tensor_file import Floats
+from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.errors import FileError
+from zero_mpi.files.foreign import show
+from zero_mpi.ops import ggml
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,9 @@ def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) ->
 def create(file: PlannedFile, path: Path) -> None:
     """Create a file of its full length with its header."""
     header, _, nbytes = file.packed()
-    output = OutputFile(path)
-    try:
+    with closing(OutputFile(path)) as output:
         output.resize(nbytes)
         output.write_at(0, header)
-    finally:
-        output.close()
 
 
 def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, rank: int, size: int) -> None:
@@ -71,11 +76,90 @@ def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, 
     number = count()
     for file, path in zip(files, paths, strict=True):
         _, offsets, _ = file.packed()
-        output = OutputFile(path, new=False)
+        pieces = ((name, *piece) for name, *_ in file.table for piece in encoder.pieces(name))
+        with closing(OutputFile(path, new=False)) as output:
+            for name, start, stop, offset in pieces:
+                if next(number) % size == rank:
+                    output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
+
+
+AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The types of a source's tensors in a file, and how blocks are made.
+
+    by_ggml      by ggml's quantizers; otherwise by the package gguf, which has those of 8 bits and the oldest
+    importance   weights of columns by tensor, (matrices, width)
+    masters      state of a checkpoint whose parameters are rounded already: blocks are made of its masters
+    """
+
+    source: WeightSource
+    kinds: dict[str, GGMLQuantizationType]
+    by_ggml: bool = False
+    importance: dict[str, Floats] = field(default_factory=dict)
+    masters: GGUFFile | None = None
+
+    def table(self) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
+        """Return name, shape and type of each tensor."""
+        return [(name, spec.shape, self.kinds[name]) for name, spec in self.source.tensors.items()]
+
+    def pieces(self, name: str) -> list[tuple[int, int, int]]:
+        """Return the pieces of a tensor: first and last element, and first byte in the file's tensor."""
+        spec, kind = self.source.tensors[name], self.kinds[name]
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)
+        step = max(1, AT_ONCE // width) * width if kind not in PLAIN else AT_ONCE
+        return [
+            (at, min(at + step, start + matrix), at // block * nbytes)
+            for start in range(0, spec.size, matrix)
+            for at in range(start, start + matrix, step)
+        ]
+
+    def encoded(self, name: str, start: int, stop: int) -> memoryview:
+        """Return elements [start, stop) in the tensor's type; the source's own bytes if it has that type."""
+        spec, kind = self.source.tensors[name], self.kinds[name]
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        if isinstance(self.source, GGUFFile) and spec.type == kind:
+            raw = np.empty((stop - start) // block * nbytes, np.uint8)
+            self.source.read_bytes(name, start // block * nbytes, raw)
+            return raw.data
+        what, master = f"{self.source.path}: tensor {show(name)}", f"optimizer.master.{name}"
+        if self.masters is not None and master in self.masters.tensors:
+            values = self.masters.read(master, start, stop)
+        else:
+            values = self.source.read(name, start, stop)
+        if kind in PLAIN or not self.by_ggml:
+            return next(encoded_pieces(what, [values], kind))
+        check_finite(what, values)
+        weights = self.importance.get(name)
+        if weights is not None:
+            weights = weights[start // (spec.size // len(weights))]
         try:
-            for name, *_ in file.table:
-                for start, stop, offset in encoder.pieces(name):
-                    if next(number) % size == rank:
-                        output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
-        finally:
-            output.close()
+            return ggml.quantize(values.reshape(-1, spec.shape[-1]), kind, weights).reshape(-1).data
+        except OverflowError:
+            raise too_large(what, values, kind) from None
+
+
+def check_finite(what: str, values: Floats) -> None:
+    """Raise FileError unless all values are finite."""
+    if not np.isfinite(values).all():
+        raise FileError(f"{what}: expected finite numbers, found some that are not")
+
+
+def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
+    """Return the error for values that a type cannot hold."""
+    return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
+
+
+def encoded_pieces(what: str, pieces: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
+    """Yield flat pieces, of whole blocks, in a type. FileError for values not finite or too large for it."""
+    for piece in pieces:
+        check_finite(what, piece)
+        for at in range(0, max(piece.size, 1), AT_ONCE):
+            try:
+                with np.errstate(over="raise"):  # not infinity in the place of a large number
+                    yield quantize(piece[None, at : at + AT_ONCE], kind).data
+            except FloatingPointError:
+                raise too_large(what, piece, kind) from None

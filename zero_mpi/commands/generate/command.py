@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi import environment, ops
-from zero_mpi.checkpoint.merged import open_merged
+from zero_mpi.checkpoint.weights import open_merged
 from zero_mpi.cli.parser import Parser
 from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import template_inputs, tokenizer_of, with_template

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.merged import is_adapter_file, lora_of
 from zero_mpi.checkpoint.sound import (
     ID,
     STATE_DIGEST,
@@ -26,9 +25,8 @@ from zero_mpi.checkpoint.sound import (
     check_files,
     digest_of_files,
     from_lines,
-    keys_of,
 )
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of
 from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, open_subject, read_tensor
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError

@@ -21,12 +21,11 @@ from zero_mpi.checkpoint.sound import (
     PIECE_BYTES,
     average_beside,
     digest_of_pieces,
-    keys_of,
     piece_digests,
 )
 from zero_mpi.checkpoint.state import ARCHITECTURE, STATE
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_weights
 from zero_mpi.ops.block_kinds import PACKED, is_finite
 
 READ_AT_ONCE = 1 << 20  # bytes read at a time

@@ -157,19 +157,20 @@ class Restarts:
         is_same = failed == self._failed_before and not ending.progressed
         self._failed_before = failed
         if is_same:
-            self._give_up(ending, f"the same failure again after step {ending.step}: {ending.reason}")
-        return not is_same and self._has_restarts(ending)
+            why = f"the same failure again after step {ending.step}: {ending.reason}"
+            return self._gives_up(ending, why)
+        return self._has_restarts(ending)
 
     def _has_restarts(self, ending: Ending) -> bool:
-        """Return whether the limit allows a restart; log it if not."""
-        most: int = self._limits.restarts
-        if self._count >= most:
-            self._give_up(ending, f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint")
-        return self._count < most
+        most = self._limits.restarts
+        why = f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint"
+        return self._count < most or self._gives_up(ending, why)
 
-    def _give_up(self, ending: Ending, why: str) -> None:
+    def _gives_up(self, ending: Ending, why: str) -> bool:
+        """Log why there is no other start; return False."""
         say(f"zero_mpi supervise: giving up: {why}")
         self._folder.note(events.GAVE_UP, ending.step, reason=why)
+        return False
 
     def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
         """Return the hosts of the next start, once it is time, or the exit status if there is none."""

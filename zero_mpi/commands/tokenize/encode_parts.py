@@ -15,8 +15,9 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,27 +74,22 @@ def cut_parts(
     """
     if size is None:
         size = min(max(sum(map(sum, weights)) // FRACTION, LEAST), MOST)
+    pieces = list[FilePiece]()
+    for number, (file, found) in enumerate(zip(files, weights, strict=True)):
+        if TEXT_FORMATS[file.format].divisible:
+            ends = [*range(size, sum(found), size), sum(found)] if sum(found) else []
+            pieces += [FilePiece(number, a, b, b - a) for a, b in pairwise([0, *ends])]
+        else:
+            pieces += [FilePiece(number, n, n + 1, weight) for n, weight in enumerate(found)]
     parts, held = list[list[FilePiece]](), 0
-    for piece in _pieces(files, weights, size):
+    for piece in pieces:
         if not parts or held + piece.weight > size:
             parts.append([])
             held = 0
         parts[-1].append(piece)
         held += piece.weight
     width = max(5, len(str(len(parts))))
-    return [WorkPart(f"{number:0{width}d}", tuple(pieces)) for number, pieces in enumerate(parts)]
-
-
-def _pieces(files: Sequence[InputFile], weights: Sequence[Sequence[int]], size: int) -> Iterator[FilePiece]:
-    for number, (file, found) in enumerate(zip(files, weights, strict=True)):
-        if TEXT_FORMATS[file.format].divisible:
-            total = sum(found)
-            for first in range(0, total, size):
-                stop = min(first + size, total)
-                yield FilePiece(number, first, stop, stop - first)
-        else:
-            for place, weight in enumerate(found):
-                yield FilePiece(number, place, place + 1, weight)
+    return [WorkPart(f"{number:0{width}d}", tuple(each)) for number, each in enumerate(parts)]
 
 
 def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
@@ -135,8 +131,7 @@ class ProgressSum:
         self._what, self._before, self._total = what, before, max(total, 1)
         self._mine, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
-        self._finished = self._over = self._is_done = False
-        self._problems = list[Exception]()
+        self._finished = self._has_problem = self._over = self._is_done = False
         self._begun = self._said = time.monotonic()
         self._due = 0.0
 
@@ -145,19 +140,22 @@ class ProgressSum:
 
         A problem of one rank stops all, and is raised on all.
         """
+        problems = list[Exception]()
         try:
             work(self)
         except (UsageError, JobError) as error:
-            self._problems.append(error)
+            self._has_problem = True
+            problems.append(error)
         self._finished = True
         while self.beat():
             time.sleep(PAUSE)
-        self._world.together(self._raise_first)
-        return self._is_done
 
-    def _raise_first(self) -> None:
-        if self._problems:
-            raise self._problems[0]
+        def raise_first() -> None:
+            for problem in problems:
+                raise problem
+
+        self._world.together(raise_first)
+        return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Add the work done since the last call; return False once all ranks are to stop."""
@@ -165,9 +163,8 @@ class ProgressSum:
         if any(amount):
             self._moved()
         if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
-            self._sum = np.array(
-                [*self._mine, self._finished, bool(self._problems) or self._stops()], np.float64
-            )
+            stops = self._has_problem or self._stops()
+            self._sum = np.array([*self._mine, self._finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:
@@ -218,17 +215,18 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
     reading = encoding.reading()
     reading.beat = progress.beat
     text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.asked)
-    encoding = replace(encoding, text=text)
     with closing(reading), writing():
         for part in parts:
-            reading.begin(encoding.text_filter())
-            if not _encode(encoding, part, reading, progress):
+            reading.filter, reading.skipped = encoding.text_filter(), 0
+            if not _encode(encoding, text.anew(), part, reading, progress):
                 return
 
 
-def _encode(encoding: Encoding, part: WorkPart, reading: Reading, progress: ProgressSum) -> bool:
+def _encode(
+    encoding: Encoding, reader: TextReader, part: WorkPart, reading: Reading, progress: ProgressSum
+) -> bool:
     """Write a part; return False if all ranks are to stop, perhaps because of this one."""
-    reader, total = encoding.text.anew(), 0
+    total = 0
 
     def texts() -> Iterator[Text]:
         nonlocal total
@@ -240,7 +238,7 @@ def _encode(encoding: Encoding, part: WorkPart, reading: Reading, progress: Prog
                 yield name, data
             progress.beat(Amount(piece.weight))
 
-    with PartWriter(encoding.out, part.name, megatron_dtype(encoding.text.tokenizer.vocab_size)) as writer:
+    with PartWriter(encoding.out, part.name, megatron_dtype(reader.tokenizer.vocab_size)) as writer:
         for document in text_documents(texts(), reader):
             assert isinstance(document.tokens, np.ndarray), "encoded ids are held"
             writer.add(document.name, document.tokens)

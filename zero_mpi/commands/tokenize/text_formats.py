@@ -18,9 +18,16 @@ from zero_mpi.data.text_files import HEAD, TextFilter
 from zero_mpi.data.token_formats import MEGATRON_MOST
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import quoted, shown
-from zero_mpi.files.json_lines import is_text
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, MOST_UNPACKED, TextStream, length_of, line_number, packing_of
+from zero_mpi.files.text_streams import (
+    MOST,
+    MOST_UNPACKED,
+    TextStream,
+    is_text,
+    length_of,
+    line_number,
+    packing_of,
+)
 
 FLAG = "TEXT"  # names the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
@@ -62,10 +69,6 @@ class Reading:
         self.skipped = 0
         self.beat: Callable[[], object] = lambda: None
         self._stream: TextStream | None = None
-
-    def begin(self, text_filter: TextFilter) -> None:
-        """Begin another part, with empty findings."""
-        self.filter, self.skipped = text_filter, 0
 
     def stream(self, path: Path, first: int) -> TextStream:
         """Return the stream of a file, where it was left if that lies before `first`."""
@@ -111,20 +114,17 @@ class TextFormat(NamedTuple):
     divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
 
 
-def _length(file: InputFile, reading: Reading) -> list[int]:
+def _length(file: InputFile, reading: Reading) -> list[int] | None:
+    if file.format == TEXT.name:
+        with TextStream(file.path) as stream:
+            if not reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD)):
+                return None
     return [file.size if not packing_of(file.path.name) else length_of(file.path, reading.beat)]
 
 
-def _length_of_text(file: InputFile, reading: Reading) -> list[int] | None:
-    with TextStream(file.path) as stream:
-        takes = reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD))
-    return _length(file, reading) if takes else None
-
-
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    most = MEGATRON_MOST
-    if packing_of(file.path.name):
-        most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size))
+    packed = packing_of(file.path.name)
+    most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
     with TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -152,21 +152,21 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
     with open_table(file.path) as found:
-        names = found.schema_arrow.names
+        names, where = found.schema_arrow.names, shown(file.path)
         if reading.field not in names:
             others = shown(", ".join(names), 100) or "none"
-            problem = f"expected a column {quoted(reading.field)}, found {others}; name it with --field"
-            raise FileError(f"{shown(file.path)}: {problem}")
+            column = f"expected a column {quoted(reading.field)}, found {others}"
+            raise FileError(f"{where}: {column}; name it with --field")
         kind = str(found.schema_arrow.field(reading.field).type)
         if kind not in ("string", "large_string"):
-            problem = f"{reading.field}: expected a column of texts, found {shown(kind, 60)}"
-            raise FileError(f"{shown(file.path)}: {problem}")
-        groups = map(found.metadata.row_group, range(found.metadata.num_row_groups))
-        columns = ([group.column(place) for place in range(group.num_columns)] for group in groups)
-        return [
-            sum(max(each.total_uncompressed_size, 0) for each in of if each.path_in_schema == reading.field)
-            for of in columns
-        ]
+            texts = f"expected a column of texts, found {shown(kind, 60)}"
+            raise FileError(f"{where}: {reading.field}: {texts}")
+        weights = []
+        for group in map(found.metadata.row_group, range(found.metadata.num_row_groups)):
+            columns = map(group.column, range(group.num_columns))
+            sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == reading.field]
+            weights.append(sum(max(size, 0) for size in sizes))
+        return weights
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
@@ -185,7 +185,7 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
 
 JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
 PARQUET = TextFormat("Parquet", (".parquet",), _group_weights, _rows)
-TEXT = TextFormat("text", ("",), _length_of_text, _whole)
+TEXT = TextFormat("text", ("",), _length, _whole)
 TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first match is used
 
 

@@ -129,11 +129,8 @@ class PartWriter:
             raise UsageError(f"{name}: a document of {len(ids):,} tokens, at most {MEGATRON_MOST:,} fit")
         if len(ids):
             raw = ids.astype(self._dtype, copy=False).tobytes()
-            try:
+            with naming(self._aside[BIN]):
                 self._file.write(raw)
-            except OSError as error:
-                with naming(self._aside[BIN]):
-                    raise error
             self._digest.update(raw)
             self._sizes.append(len(ids))
 

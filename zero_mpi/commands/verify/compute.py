@@ -39,7 +39,7 @@ from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
-from zero_mpi.sharding.loss_scale import LossScale
+from zero_mpi.sharding.precision import LossScale
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.metrics import METRICS, finite_or_none
 from zero_mpi.telemetry.proof import PROOF, bits_of

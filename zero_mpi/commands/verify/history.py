@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.sound import ID, check_digests, keys_of, open_checkpoint
+from zero_mpi.checkpoint.sound import ID, check_digests, open_checkpoint
+from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines

@@ -29,8 +29,8 @@ from zero_mpi.data.conversations.row_sources import (
 )
 from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
-from zero_mpi.files.json_lines import each_line, is_text
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import each_line, is_text
 
 Message = dict[str, Any]
 T = TypeVar("T")

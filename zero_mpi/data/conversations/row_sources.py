@@ -14,10 +14,9 @@ from typing import Any
 
 from zero_mpi.errors import FileError, UsageError, import_optional
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.json_lines import BOM
 from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import MOST, TextStream, packing_of
+from zero_mpi.files.text_streams import BOM, MOST, TextStream, packing_of
 
 LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}

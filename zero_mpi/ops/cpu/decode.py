@@ -24,8 +24,8 @@ from zero_mpi.ops.cpu.jit import LIBERTIES, ONE, PLACE, PLACES, SINGLE, ZERO, em
 
 MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
 COLUMNS = 16
-# Columns of all instructions: the operation, how many of a step may be computed at the same time, the number of
-# parts, and the addresses of input and output. A to H mean what the function of the operation says.
+# Columns of all instructions: the operation, how many of a step may be computed at the same time, the number
+# of parts, and the addresses of input and output. A to H mean what the function of the operation says.
 OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
 
 PART = 1 << 15  # elements of a matrix in a part of a product: about two microseconds

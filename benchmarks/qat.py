@@ -1,0 +1,63 @@
+"""The loss that a type costs a fine-tuned model, without and with training for it (--qat).
+
+    python benchmarks/qat.py MODEL.gguf
+
+Two ranks fine-tune the model on Python's help texts twice, export both results to the type and measure the
+held-out loss of the exported files, and of the first one before it was quantized. `won back` is the share of
+the loss by quantization that --qat avoids.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    about = "Measure what a type costs a fine-tuned model, and what --qat wins back."
+    parser = argparse.ArgumentParser(prog="python benchmarks/qat.py", description=about)
+    parser.add_argument("model", type=Path, help="GGUF to fine-tune")
+    parser.add_argument("--type", default="q4_0", help="type of the exported files (default: q4_0)")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: 60)")
+    parser.add_argument("--ranks", type=int, default=2, help="MPI ranks (default: 2)")
+    parser.add_argument("--lr", default="1e-4", help="peak learning rate (default: 1e-4)")
+    return parser
+
+
+def main() -> None:
+    """Train, export, evaluate and print the table."""
+    options = make_parser().parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder, names = Path(made), sorted(topics)
+        (folder / "held.txt").write_text("\n\n".join(topics[name] for name in names[::10]))
+        rest = (topics[name] for place, name in enumerate(names) if place % 10)
+        (folder / "train.txt").write_text("\n\n".join(rest))
+
+        def run(*arguments: object, ranks: int = 0) -> None:
+            start = ["mpirun", "-n", str(ranks), sys.executable] if ranks else [sys.executable]
+            subprocess.run([*start, "-m", *map(str, arguments)], cwd=folder, check=True, stdout=sys.stderr)
+
+        def loss(model: str) -> float:
+            flags = ("--data", "held.txt", "--context", 128, "--micro-batch", 4, "--json", "found.json")
+            run("zero_mpi", "evaluate", model, *flags, ranks=options.ranks)
+            return float(json.loads((folder / "found.json").read_text())["models"][0]["text"]["loss"])
+
+        size = ("--context", 128, "--batch-size", 8, "--micro-batch", 4, "--precision", "bf16")
+        train = ("--init", options.model.resolve(), "--data", "train.txt", *size, "--steps", options.steps)
+        rest_of = ("--lr", options.lr, "--sample", 0, "--eval-every", 0, "--save-every", 0)
+        for out, more in (("plain", ()), ("qat", ("--qat", options.type))):
+            run("zero_mpi.train", *train, *rest_of, "--out", out, *more, ranks=options.ranks)
+            run("zero_mpi", "export", f"{out}/latest", f"{out}.gguf", "--type", options.type)
+        floats, plain, qat = (loss(name) for name in ("plain/latest", "plain.gguf", "qat.gguf"))
+    print(f"fine-tuned, floats       {floats:.4f} nats per token")
+    print(f"fine-tuned, then {options.type:8} {plain:.4f}")
+    print(f"--qat {options.type:8}, exported {qat:.4f}")
+    print(f"won back                 {100 * (plain - qat) / (plain - floats):.0f} %")
+
+
+if __name__ == "__main__":
+    main()

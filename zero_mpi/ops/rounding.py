@@ -1,0 +1,25 @@
+"""Numbers as blocks of a quantized type hold them, for training on what a file will have."""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGMLQuantizationType, quantize
+
+from zero_mpi import ops
+from zero_mpi.device.types import Array
+from zero_mpi.ops import ggml
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
+
+PIECE = 1 << 18  # elements rounded at a time, a multiple of every block
+
+
+def round_to(kind: str, values: Array, out: Array) -> None:
+    """Fill out (n,) with float32 `values` as blocks of a type hold them."""
+    if kind in PLAIN:
+        out[...] = values.astype(PLAIN[kind])
+        return
+    block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
+    make = quantize if ggml.reader(kind) is None else ggml.quantize  # these give the same bytes
+    for start in range(0, values.size, PIECE):
+        rows = np.asarray(values[start : start + PIECE]).reshape(-1, block)
+        ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + PIECE])
