@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import wild
+
+from zero_mpi.data.teacher_file import HEAD, TeacherFile
 
 
 def header(text: bytes, version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
@@ -151,4 +154,23 @@ def special(random: Random, folder: Path) -> list[str]:
     return command(folder, random)
 
 
-CASES = {"sound": sound, "bytes": bytes_of, "special": special, "others": others}
+def teachers(random: Random, folder: Path) -> list[str]:
+    """Predictions of a teacher that lie: other values in the header, edits, and other lengths."""
+    (folder / "ids.npy").write_bytes(header(usual()) + IDS)
+    teacher = TeacherFile(3, 1.0, 500, 61, "d", "t", "s")
+    fields, records = json.loads(teacher.header()), bytes(500 * teacher.record.itemsize)
+    fields[random.choice([*fields, "more"])] = wild.value(random)
+    lie = wild.as_text(fields, random)[:HEAD].ljust(HEAD) + records
+    sound = teacher.header() + records
+    raw = random.choice([lie, lie[: random.randrange(len(lie))], sound + b"x", wild.edited(random, sound)])
+    (folder / "top").write_bytes(raw)
+    return [*command(folder, random), "--teacher", "top"]
+
+
+CASES = {
+    "sound": sound,
+    "bytes": bytes_of,
+    "special": special,
+    "others": others,
+    "teachers": teachers,
+}

@@ -4,9 +4,7 @@ That the ids are right is shown beside llama.cpp, in test_bpe_llamacpp.py.
 """
 
 import json
-import pickle
 import sys
-from pathlib import Path
 
 import bpe_files
 import numpy as np
@@ -59,11 +57,6 @@ def test_words_are_merged_and_special_tokens_are_text_unless_asked_for():
     assert SMALL.decode([259, 260, 262, 261]) == b"hello<mark>", "control and unused tokens are no text"
 
 
-def test_text_and_its_bytes_have_the_same_ids():
-    for text in TEXTS:
-        assert SMALL.encode(text).tolist() == SMALL.encode(text.encode()).tolist()
-
-
 @pytest.mark.parametrize(
     ("data", "text"),
     [
@@ -92,6 +85,7 @@ def test_ids_are_as_wide_as_the_vocabulary_needs():
 def test_every_text_comes_back(trained):
     for text in TEXTS:
         assert trained.decode(trained.encode(text)).decode() == text
+        assert trained.encode(text.encode()).tolist() == trained.encode(text).tolist()
         assert trained.decode(trained.encode(text, special=True)) == without(trained, text).encode()
 
 
@@ -144,9 +138,8 @@ def test_long_texts_are_cut():
 
 
 PARTS = [
-    *"aabbs",
+    *"aabbs'",
     "'s",
-    "'",
     "  ",
     " ",
     "\n",
@@ -255,11 +248,6 @@ def test_the_keys_are_kept_unchanged():
     assert all(kept[key] is keys[key] for key in kept)
 
 
-def test_it_can_be_sent_to_another_process():
-    again = pickle.loads(pickle.dumps(SMALL))
-    assert again.encode("hello <mark>").tolist() == [259, 32, 261]
-
-
 # choosing and refusing
 
 
@@ -343,10 +331,6 @@ def test_documents_are_encoded_whole_with_eos_behind_each(documents, group, monk
     assert (corpus.documents, corpus.notes) == (3, ())
 
 
-def test_the_hash_is_that_of_the_bytes_whatever_the_tokenizer(documents):
-    assert corpus_of(documents, SMALL).sha256 == corpus_of(documents, ByteTokenizer()).sha256
-
-
 def test_without_eos_a_bos_stands_between_documents_and_without_both_a_note_says_so(documents):
     keys = KEYS | {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": np.uint32(33)}
     assert corpus_of(documents, BPETokenizer(keys)).train.ids.tolist()[-2:] == [259, 33]
@@ -354,12 +338,3 @@ def test_without_eos_a_bos_stands_between_documents_and_without_both_a_note_says
     assert corpus.train.ids.tolist() == [259, *b" <|im_end|>", 261, 258, 259]
     (note,) = corpus.notes
     assert "neither EOS nor BOS" in note
-
-
-def test_a_package_is_read_the_same_each_time(trained):
-    options = {"val_fraction": 0.1, "seed": 1, "vocab_size": trained.vocab_size}
-    folder = Path(json.__file__).parents[1] / "asyncio"
-    first, second = (corpus_of(folder, trained, **options) for _ in range(2))
-    assert first.train.ids.tobytes() == second.train.ids.tobytes()
-    assert first.val.ids.tobytes() == second.val.ids.tobytes()
-    assert first.train.size > 100_000

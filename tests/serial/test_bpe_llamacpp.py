@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
-from zero_mpi.data import BPETokenizer, ByteTokenizer, load_corpus, tokenizer_from_json
+from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
@@ -61,10 +61,6 @@ def held(tokenizer: BPETokenizer, text: str) -> bytes:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Any, BPETokenizer]:
     return open_server(oracles.smollm2()), BPETokenizer(bpe_files.smollm2_keys())
-
-
-def test_there_are_many_texts():
-    assert len(set(TEXTS)) > 150
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
@@ -128,16 +124,6 @@ def test_the_ids_of_each_splitting_are_llama_cpps(trained):
     for text in TEXTS:
         assert_same(server, tokenizer, text)
         assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
-
-
-def test_a_corpus_reads_control_tokens_as_llama_cpp_does(trained, tmp_path):
-    server, tokenizer = trained
-    text = "<|im_start|>user\nl><tool> hello<|endoftext|>\n<|im_start|><|begin|>it's 12 <|im_start" * 3
-    (tmp_path / "chat").write_text(text)
-    options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    for reading, parse in (("parse", True), ("plain", False)):
-        corpus = load_corpus([str(tmp_path / "chat")], tokenizer=tokenizer, control_tokens=reading, **options)
-        assert corpus.train.ids[:-1].tolist() == tokenize(server, text, parse_special=parse)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

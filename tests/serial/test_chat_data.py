@@ -13,7 +13,7 @@ from test_evaluate import surprises
 from test_generate import LLAMA, write_model
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.config.inputs import check_kind_of_data, with_template
+from zero_mpi.config.inputs import check_kind_of_data
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus
 from zero_mpi.data.conversations.tokenized import ConversationReader
@@ -46,12 +46,6 @@ def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_
     assert corpus(path, loss_on="all").documents == 4
     held = corpus(path, val_fraction=0.5)
     assert (held.documents, held.val_documents) == (2, 1), "whole conversations are held out"
-
-
-def test_nothing_but_questions_is_no_data(tmp_path):
-    path = write_lines(tmp_path / "chat.jsonl", ASKED)
-    with pytest.raises(UsageError, match=r"chat.jsonl; .* without an answer"):
-        corpus(path)
 
 
 def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
@@ -106,15 +100,6 @@ def test_flags_that_do_not_go_with_the_data_are_refused(case, tmp_path, monkeypa
         check_kind_of_data(Config(**settings))
     check_kind_of_data(Config(data=["chat.jsonl"], chat_template="t", loss_on="all"))
     check_kind_of_data(Config(data=["text"], control_tokens="plain"))
-
-
-def test_a_tokenizer_takes_another_template(tmp_path):
-    (tmp_path / "t.jinja").write_text(ZEPHYR)
-    for tokenizer in (ByteTokenizer(), chat_tokenizer(CHATML)):
-        changed = with_template(tokenizer, str(tmp_path / "t.jinja"))
-        assert changed.metadata()[TEMPLATE] == ZEPHYR
-        assert changed.metadata().keys() == tokenizer.metadata().keys() | {TEMPLATE}
-        assert with_template(tokenizer, None) is tokenizer
 
 
 # ------------------------------------------------------------------------------------------------- a run
@@ -229,10 +214,3 @@ def test_three_ranks_learn_the_answers_as_one_does(folder):
     assert_same_run(folder / "1", folder / "3")
     train(1, folder / "all", *FLAGS, "--loss-on", "all")
     assert fields(folder / "all") != fields(folder / "1")
-
-
-@needs_mpiexec
-def test_bytes_have_no_template_of_their_own(folder):
-    flags = [flag for flag in FLAGS if flag not in ("--chat-template", "t.jinja")]
-    line = refusal(folder, "zero_mpi.train", "--out", "out", *flags)
-    assert "--chat-template FILE" in line

@@ -238,15 +238,6 @@ def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
         list(read([(name, tmp_path / name)]))
 
 
-def test_reasons_are_bounded(tmp_path):
-    bad = BadRows()
-    for number in range(1000):
-        bad.add("x", number, ValueError(f"reason {'abc'[number % 3] * number}"))
-    assert bad.counts.total() == 1000
-    assert len(bad.counts) < 9
-    assert len(bad.notes()[0]) < 2000
-
-
 @pytest.mark.parametrize(("name", "pack"), [("q.jsonl.gz", gzip.compress), ("q.jsonl.zst", zstd)])
 def test_questions_may_be_packed(name, pack, tmp_path):
     question = {"question": "a", "answers": ["b", "c"], "right": 0}

@@ -23,7 +23,7 @@ from zero_mpi.data.conversations.formats import (
     one_conversation,
     read_conversations,
 )
-from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader, marked
+from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
 from zero_mpi.errors import UsageError
 from zero_mpi.files import text_streams
 from zero_mpi.files.gguf_keys import TEMPLATE
@@ -120,12 +120,6 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
     assert taken >= 5
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_are_those_of_transformers(name, tmp_path, oracle):
-    (found,) = read(tmp_path, name, {"messages": TALK[1:]})
-    assert found.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
-
-
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=2, max_size=5))
 def test_ids_are_those_of_the_whole_text(contents):
@@ -133,7 +127,7 @@ def test_ids_are_those_of_the_whole_text(contents):
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
-        found = marked(each, *tokenizer.encode_with_lengths([each.text])[0])
+        found = reader(name)._marked(each, *tokenizer.encode_with_lengths([each.text])[0])
         assert found.ids.tolist() == tokenizer.encode(each.text, special=True).tolist()
         covered = np.repeat(found.counted, found.lengths)
         assert len(covered) == len(each.text.encode())
@@ -167,8 +161,9 @@ def answers_in(found):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_counts_are_answers_with_their_end_of_turn(name, tmp_path):
+def test_ids_are_those_of_transformers_and_answers_count_with_their_end_of_turn(name, tmp_path, oracle):
     (found,) = read(tmp_path, name, {"messages": TALK[1:]})
+    assert found.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
     assert answers_in(found) == ANSWER_TEXTS[name]
     (whole,) = read(tmp_path, name, {"messages": TALK[1:]}, loss_on=ALL)
     assert whole.counted.all()
@@ -234,6 +229,7 @@ MOVED = {  # templates that write a turn otherwise once more follows: what is sa
     ),
     "an empty answer that nothing ends": ("plain", said("a", ""), []),
     "nothing at the end": ("plain", said("a", "b\n\n"), ["b"]),
+    "a token of both sides": ("plain", said("a", "b!"), ["b!\n"]),  # "!\n" is one token
 }  # fmt: skip
 
 
@@ -269,15 +265,9 @@ def test_a_turn_that_a_template_leaves_out_counts_nothing(tmp_path):
     assert not found.counted.any()
 
 
-def test_a_token_of_both_sides_counts(tmp_path):
-    """ "!\\n" is one token, and its "!" is of the answer."""
-    (found,) = read(tmp_path, "plain", {"messages": said("a", "b!")})
-    assert answers_in(found) == ["b!\n"]
-
-
-def test_only_a_completion_counts(tmp_path):
-    earlier = said("a", "b", "c")
-    (found,) = read(tmp_path, "chatml", {"prompt": earlier, "completion": said("u", "d")[1:]})
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_only_a_completion_counts(name, tmp_path):
+    (found,) = read(tmp_path, name, {"prompt": said("a", "b", "c"), "completion": said("u", "d")[1:]})
     assert answers_in(found) == ["d<|im_end|>"]
 
 
@@ -324,9 +314,7 @@ BAD = {
     '{"messages": []}': "expected at least one message, found none",
     '{"messages": {}}': "messages: expected a list of messages, found {}",
     '{"messages": ["hi"]}': r"messages\[0\]: expected an object with role and content, found 'hi'",
-    '{"messages": [{"content": "a"}]}': r"messages\[0\]: expected an object with role and content",
     '{"messages": [{"role": "me", "content": "a"}]}': r"\[0\]: role: expected one of .*, found 'me'",
-    '{"messages": [{"role": ["user"], "content": "a"}]}': r"role: expected .*, found \['user'\]",
     '{"messages": [{"role": "user"}]}': "content: expected a text, or parts .*, found None",
     '{"messages": [{"role": "user", "content": 7}]}': "content: expected a text, or parts .*, found 7",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"content: expected a text.*found '\\ud800'",
@@ -334,11 +322,8 @@ BAD = {
     '{"prompt": "a", "completion": 1}': "^--data .*, line 2: completion: expected a text, found 1; --skip",
     '{"prompt": "a", "completion": []}': "two texts, or two lists of messages, found one of each",
     '{"instruction": "a", "output": "b", "input": 3}': "input: expected a text, found 3",
-    '{"instruction": "a", "output": "b", "system": 3}': "system: expected a text, found 3",
-    '{"conversations": "hi"}': "conversations: expected a list of messages, found 'hi'",
     '{"conversations": [{"role": "user"}]}': r"conversations\[0\]: expected an object with from and value",
     '{"conversations": [{"from": "cat", "value": "a"}]}': r"\[0\]: from: expected one of human, .*'cat'",
-    '{"conversations": [{"from": 1, "value": "a"}]}': "from: expected one of human, .*, found 1",
     '{"conversations": [{"from": "gpt", "value": 1}]}': r"\[0\]: value: expected a text, .* found 1",
     '{"messages": ': "line 2: no JSON: Expecting value at column 14;",
     '{"messages": [], "messages": []}': "expected 'messages' once, found it twice",
@@ -394,24 +379,16 @@ MEMORY = "the chat template: .* 256 MiB of memory"
 LETTERS = "the chat template: .* 10[0-9]{5} characters"
 WICKED = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": LONG,
-    "{% set x = range(9999) | list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}"
-    "{% endfor %}": LONG,
-    "{% set x = range(99999) | list %}{{ ([x] * 99999) | map('sum') | list | length }}": LONG,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}": LONG,
-    "{% for a in range(9999) %}{{ range(9999) | map('pprint') | list | length }}{% endfor %}": LONG,
     "{{ [] | slice(1000000000000) | max }}": LONG,  # these never come back from a filter
     "{{ ('<a>' * 3999999) | striptags }}": LONG,
-    "{{ ('a b ' * 3999999) | wordwrap }}": LONG,
-    "{{ ('a b ' * 3999999) | pprint }}": LONG,
     "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
     "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}": LONG,  # nor this one to the interpreter
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "its recursion is too deep",
-    "{{ range(10**9) }}": "Range too big",
     "{{ 'a' * 10**10 }}": MEMORY,
     "{{ 9 ** 99999 }}": "ValueError: .*4300",
     "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}": LONG,
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}": MEMORY,
-    "{{ 'x' | center(10**9) }}": MEMORY,
     "{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}": LETTERS,
     "{{ 'a ' * 15000000 }}": LETTERS,
     "{{ ''.__class__.__mro__ }}": "SecurityError",
@@ -463,17 +440,17 @@ def test_renderings_of_a_conversation_share_their_time(monkeypatch):
         return found
 
     monkeypatch.setattr(ChatTemplate, "_asked", a_second_each)
-    for seconds in (3, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
+    for seconds in (2, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
         monkeypatch.setattr(chat_template, "SECONDS", seconds)
         given.clear()
         reader, conversation = ConversationReader(chat_tokenizer(CHATML)), Conversation("a:1", tuple(AB))
-        if seconds == 3:
+        if seconds == 2:
             with pytest.raises(ValueError, match="is over"):
                 reader.render(conversation)
-            assert given == [3, 2, 1, 0], "the time that compiling takes is the first conversation's"
+            assert given == [2, 1, 0], "the time that compiling takes is the first conversation's"
         else:
             assert [reader.render(conversation).text for _ in range(2)][1].endswith("b<|im_end|>\n")
-            assert given == [9, 8, 7, 6, 9, 8]
+            assert given == [9, 8, 7, 9]
 
 
 def test_a_text_may_be_long_where_its_conversation_is():
@@ -522,11 +499,6 @@ def test_a_message_that_is_not_trained_stays_in_the_text(key, name, tmp_path):
     assert whole.text == shared.text == reader(name).render(Conversation("x", tuple(talk))).text
     assert answers_in(whole) == answers_in(shared) == ["right<|im_end|>"]
     assert not none.counted.any()
-
-
-def test_a_prompt_does_not_count_by_the_marks_of_a_template(tmp_path):
-    (found,) = read(tmp_path, "marked", {"prompt": said("a", "b", "c"), "completion": said("u", "d")[1:]})
-    assert answers_in(found) == ["d<|im_end|>"]
 
 
 @pytest.mark.parametrize(

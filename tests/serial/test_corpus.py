@@ -12,7 +12,6 @@ import pytest
 from zero_mpi.data import (
     ByteTokenizer,
     collect_files,
-    holds_token_files,
     load_corpus,
     stdlib_files,
     text_files,
@@ -166,13 +165,6 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
         load(path)
 
 
-def test_token_files_are_taken_as_they_are(tmp_path):
-    one, two = put_ids(tmp_path / "1.npy", [5, 6, 7]), put_ids(tmp_path / "2.npy", [70000, 1, 2], np.uint32)
-    corpus = load(one, two, tokenizer=None, vocab_size=70001)
-    assert corpus.train.ids.held().tolist() == [5, 6, 7, 70000, 1, 2]
-    assert (corpus.train.ids.dtype, corpus.documents) == (np.uint32, 2)
-
-
 @pytest.mark.parametrize(
     ("array", "found"),
     [
@@ -195,13 +187,6 @@ def test_text_and_token_files_are_not_mixed(tmp_path):
     for paths in ([tmp_path], [tmp_path / "a", tmp_path / "ids.npy"]):
         with pytest.raises(UsageError, match=r"not both: .*ids.npy is one, .*a is not"):
             load(*paths)
-
-
-def test_which_kind_of_files_is_known_beforehand(tmp_path):
-    ids, text = put_ids(tmp_path / "ids.npy", range(9)), put(tmp_path / "a", "text")
-    assert holds_token_files([str(ids)])
-    assert not holds_token_files([str(text)])
-    assert not holds_token_files([])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -229,12 +214,6 @@ def test_the_draw_depends_on_the_seed_alone_and_keeps_the_order(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_last_training_document_is_never_held_out(tmp_path, seed):
-    corpus = load(many(tmp_path, count=3), val_fraction=0.99, seed=seed)
-    assert (corpus.documents, corpus.val_documents, corpus.train.size) == (3, 2, 51)
-
-
-@pytest.mark.parametrize("seed", range(8))
 def test_a_giant_is_not_held_out_where_others_do(tmp_path, seed):
     write(tmp_path, **{f"d{i}": "s" * 99 for i in range(9)}, giant="g" * 9099)
     corpus = load(tmp_path, val_fraction=0.05, seed=seed)
@@ -242,24 +221,11 @@ def test_a_giant_is_not_held_out_where_others_do(tmp_path, seed):
     assert corpus.val.size == 500
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_of_two_giants_the_smaller_is_held_out(tmp_path, seed):
-    corpus = load(write(tmp_path, a="a" * 500, b="b" * 400), val_fraction=0.05, seed=seed)
-    assert documents_of(corpus.val.ids) == {ord("b")}
-
-
 def test_of_a_single_document_the_tail_is_held_out(tmp_path):
     corpus = load(put(tmp_path / "a", bytes(range(1, 100))), val_fraction=0.101)
     assert corpus.train.ids.tolist() == list(range(1, 90))
     assert corpus.val.ids.tolist() == [*range(90, 100), EOS]
     assert (corpus.documents, corpus.val_documents, corpus.notes) == (1, 0, ())
-
-
-@pytest.mark.parametrize(("fraction", "held"), [(0.04, 0), (0.05, 5), (0.95, 95), (0.96, 0)])
-def test_a_tail_is_held_out_only_if_both_parts_have_a_window(tmp_path, fraction, held):
-    corpus = load(put(tmp_path / "a", "x" * 99), val_fraction=fraction)
-    assert (corpus.val.size, corpus.train.size) == (held, 100 - held)
-    assert len(corpus.notes) == (not held)
 
 
 def test_without_a_held_out_set_a_note_says_why(tmp_path):
@@ -341,13 +307,6 @@ def test_the_hash_is_pinned(tmp_path):
     recipe = [(b"a", b"one"), (b"b/c", b"two")]
     parts = [len(name).to_bytes(8, "little") + name + sha256(data).digest() for name, data in recipe]
     assert load(tmp_path).sha256 == sha256(b"".join(parts)).hexdigest()
-
-
-def test_the_hash_of_token_files_sees_ids_and_names(tmp_path):
-    files = [("a/x.npy", [1, 2, 3]), ("b/x.npy", [1, 2, 4]), ("c/y.npy", [1, 2, 3]), ("d/x.npy", [1, 2, 3])]
-    hashes = [load(put_ids(tmp_path / name, ids), context=2).sha256 for name, ids in files]
-    assert hashes[0] == hashes[3]
-    assert len(set(hashes)) == 3
 
 
 def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):

@@ -38,11 +38,6 @@ def test_a_sample_is_what_it_is_whoever_asks(shares, samples, seed):
     assert together.tolist() == list(itertools.chain(*alone))
 
 
-def test_one_source_is_dealt_out_as_ever():
-    samples = np.arange(40)
-    assert np.array_equal(SampleOrder([9], [1.0], 5).windows(samples), window_of(samples, 9, 5))
-
-
 def test_epochs_of_each_source_have_each_window_once():
     order = SampleOrder([6, 10], [3, 1], 0)
     found = order.windows(np.arange(4000))

@@ -15,10 +15,10 @@ from test_samples import printed, write_model
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import read_json
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.inputs import check_kind_of_data, template_inputs, tokenizer_in, with_template
+from zero_mpi.config.inputs import check_kind_of_data, template_inputs, tokenizer_in
 from zero_mpi.config.settings import Config
 from zero_mpi.data import BPETokenizer, tokenizer_config, tokenizer_json
-from zero_mpi.data.conversations.chat_template import TOOL_USE, TemplateInputs
+from zero_mpi.data.conversations.chat_template import TemplateInputs
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import TEMPLATE
@@ -167,18 +167,6 @@ def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_pat
     assert [
         exported.apply_chat_template(said("a"), tools=t, tokenize=False) for t in (None, TOOLS)
     ] == rendered
-
-
-def test_a_template_is_chosen_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = tokenizer_in(str(named_folder(tmp_path / "m", None, default="D", tool_use="T", rag="R")))
-    for which, text in {"rag": "R", "tool_use": "T"}.items():
-        chosen = with_template(tokenizer, which)
-        assert (chosen.metadata()[TEMPLATE], TOOL_USE in chosen.metadata()) == (text, False)
-    with pytest.raises(UsageError, match="--chat-template nope"):
-        with_template(tokenizer, "nope")
-    (tmp_path / "rag").write_text("F")
-    assert with_template(tokenizer, "rag").metadata()[TEMPLATE] == "F"
 
 
 def test_damaged_templates_of_a_folder_are_refused(tmp_path):

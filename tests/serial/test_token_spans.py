@@ -74,13 +74,6 @@ def test_windows_are_those_of_an_array(folder):
         assert np.array_equal(getattr(one.batch(every), name), getattr(other.batch(every), name))
 
 
-def test_spans_that_lie_behind_each_other_are_one(folder):
-    spans = in_files(folder, range(50))
-    pieces = [spans[a : a + 10].spans[0] for a in range(0, 50, 10)]
-    assert TokenSpans(pieces, VOCABULARY).spans == spans.spans
-    assert len(TokenSpans([pieces[0], pieces[2]], VOCABULARY).spans) == 2
-
-
 def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
     spans = in_files(folder, range(100))
     path = spans.spans[0].path

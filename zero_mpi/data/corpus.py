@@ -182,13 +182,11 @@ def load_corpus(
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: `PATH=SHARE` for each makes each a source (`sources_of`). `val_paths`: data to hold out
-    instead. `any_bytes`: named files are read unchanged, text or not. `skip_bad`: bad rows of
-    conversations are left out, with a note. `control_tokens`: how to read the spelling of one in text,
-    "parse" or "plain"; None: plain, with a note. Token files need no tokenizer. `bos`: the id that begins
-    each window of text and each conversation. `loss_on`: "answers" or "all". `packs`: windows hold whole
-    documents, which may be shorter than `context`. Token files and large encoded text stay on disk.
-    `inputs`: of templates. `preferences`: the loss that needs pairs. Raises UsageError for invalid values.
+    `paths`: `PATH=SHARE` for each makes each a source. `val_paths`: data to hold out instead. `any_bytes`,
+    `skip_bad`, `control_tokens`, `loss_on`, `inputs`, `preferences`: see `DocumentReader`. Token files need
+    no tokenizer. `bos`: the id that begins each window of text and each conversation. `packs`: windows hold
+    whole documents, which may be shorter than `context`. Token files and large encoded text stay on disk.
+    Raises UsageError for invalid values.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
@@ -200,6 +198,10 @@ def load_corpus(
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
         splits.append(_split(reader, DataSource("", list(val_paths)), context, flag="--val-data"))
+    return _joined(splits, vocab_size)
+
+
+def _joined(splits: Sequence[_Split], vocab_size: int) -> Corpus:
     digests = [each.digest for each in splits]
     of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(

@@ -60,13 +60,13 @@ class DocumentReader(NamedTuple):
 
     text: TextReader | None
     vocab: int
-    any_bytes: bool
-    loss_on: str
+    any_bytes: bool  # named files are read unchanged, text or not
+    loss_on: str  # "answers" or "all" tokens of conversations
     packs: bool
     batches: Batches
     bos: int | None = None
     inputs: TemplateInputs = NO_INPUTS
-    skips_bad: bool = False
+    skips_bad: bool = False  # leaves out bad rows of conversations, with a note
     preferences: str = ""  # the loss that needs pairs
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:

@@ -197,7 +197,7 @@ def up_to(counts: Places) -> Places:
 
 
 def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield items in order, in groups that end once their sizes add up to `most`; the last may be empty."""
+    """Yield items in order, in groups that end once their sizes add up to `most`."""
     group, total = list[T](), 0
     for item in items:
         group.append(item)
@@ -205,7 +205,8 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
         if total >= most:
             yield group
             group, total = [], 0
-    yield group
+    if group:
+        yield group
 
 
 def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> NDArray[Any]:

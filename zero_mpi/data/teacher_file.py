@@ -45,12 +45,10 @@ class TeacherFile:
 
     @property
     def record(self) -> np.dtype[Any]:
-        """The type of a record."""
         return np.dtype([("ids", "<u4", (self.k,)), ("logp", "<f4", (self.k,)), ("rest", "<f4")])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
         return HEAD + self.tokens * self.record.itemsize
 
     def header(self) -> bytes:

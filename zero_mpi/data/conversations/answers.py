@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from zero_mpi.data.conversations.chat_template import ChatTemplate, RenderedText
-from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, Message
+from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText
+from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation
 
 Span = tuple[int, int]  # letters: the first, and the one after the last
 Spans = dict[int, Span | None]  # keyed by message number
@@ -45,12 +45,16 @@ class AnswerFinder:
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        whole = self.template.render(messages, tools=self._tools)
+        by_speaker = dict[object, list[int]]()  # turns by the role that spoke before
+        for turn in [] if self.template.marks else turns:
+            by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
+        firsts = [speaking[0] for speaking in by_speaker.values()]
+        whole = self.template.render(messages, tools=self._tools, prompts=firsts)
         if not turns:
             return whole.text, []
         if self.template.marks:
-            return whole.text, marks_of(whole, messages, turns)
-        spans = self.by_loop(whole, messages, turns) or self.by_renders(whole, messages, turns)
+            return whole.text, self._marked(whole, messages, turns)
+        spans = self._by_loop(whole, messages, by_speaker) or self._by_renders(whole, messages, turns)
         return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
@@ -60,29 +64,43 @@ class AnswerFinder:
         except ValueError:  # the template needs tools
             return True
 
-    def by_loop(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+    def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
+        """Return the template's marks in these turns, found by its loop or by their order; or ValueError."""
+        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if len(turns) == len(answers) or not whole.marked:
+            return whole.marked
+        places = segments(whole)
+        if places.keys() >= set(answers):
+            inside = [places[n] for n in turns]
+            return [mark for mark in whole.marked if any(start <= mark[0] < stop for start, stop in inside)]
+        if len(whole.marked) == len(answers):
+            return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
+        raise ValueError(
+            "the chat template: expected a {% generation %} block around each answer, because some are not "
+            "trained"
+        )
+
+    def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
         """Return the answer of each turn by the template's loop; none if the loop does not tell of all."""
         places, spans = segments(whole), Spans()
-        if not places.keys() >= set(turns):
+        turns = {turn for speaking in by_speaker.values() for turn in speaking}
+        if not places.keys() >= turns:
             return {}
-        by_speaker = dict[object, list[int]]()
-        for turn in turns:
-            by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
         for speaking in by_speaker.values():
-            # The first turn is short; the text before the last one depends on no later message.
-            for turn in dict.fromkeys((speaking[0], speaking[-1])):
-                before = self._text(messages[:turn], generation_prompt=True)
-                if before is not None and whole.text.startswith(before):
-                    lead = before[places[turn][0] :], len(before) - places[turn][0]
-                    break
-            else:
+            first, last = speaking[0], speaking[-1]
+            before = whole.before[first]
+            if before is None or not whole.text.startswith(before):
+                first = last  # the text before it depends on no later message
+                before = self._text(messages[:last], generation_prompt=True)
+            if before is None or not whole.text.startswith(before):
                 continue
+            lead, size = before[places[first][0] :], len(before) - places[first][0]
             for turn in speaking:
                 start, stop = places[turn]
-                if whole.text.startswith(lead[0], start, stop):
-                    start += lead[1]  # shorter if an answer includes the text after the message before
+                if whole.text.startswith(lead, start, stop):
+                    start += size  # less than 0 if an answer includes the text after the message before
                     spans[turn] = start, self._end_of_turn(whole.text, start, stop)
-        if rest := set(turns) - spans.keys():
+        if rest := turns - spans.keys():
             other = self._instead(whole, messages, rest)
             others = segments(other)
             if not others.keys() >= rest:
@@ -91,7 +109,7 @@ class AnswerFinder:
                 spans[turn] = self._differing(whole.text, places[turn], other.text, others[turn])
         return spans
 
-    def by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+    def _by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
         """Return the answer of each turn by rendering each turn."""
         if len(turns) > MOST_TURNS:
             raise ValueError(
@@ -159,23 +177,6 @@ class AnswerFinder:
         except ValueError:
             return ""
         return behind.strip().partition("\n")[0].rstrip()
-
-
-def marks_of(whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-    """Return the template's marks in these turns, found by its loop or by their order; or ValueError."""
-    answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-    if len(turns) == len(answers) or not whole.marked:
-        return whole.marked
-    places = segments(whole)
-    if places.keys() >= set(answers):
-        inside = [places[n] for n in turns]
-        return [mark for mark in whole.marked if any(start <= mark[0] < stop for start, stop in inside)]
-    if len(whole.marked) == len(answers):
-        return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
-    raise ValueError(
-        "the chat template: expected a {% generation %} block around each answer, because some are not "
-        "trained"
-    )
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:

@@ -1,6 +1,9 @@
 """A model's chat template: it turns messages into the text that Transformers would make.
 
-A template is a stranger's program and runs in a process of its own (`sandbox`).
+A template is a stranger's program and runs in a process of its own (`sandbox`). Before the first rendering it
+is tried: whether it takes texts or lists of parts as contents, and in which form it shows tool calls. Most
+templates write `arguments | tojson`, which puts a backslash before each quote of a text; others add the text
+to another one, which fails for an object.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from zero_mpi.data.tokenizers.byte import Tokenizer
 from zero_mpi.errors import FileError, UsageError
@@ -28,10 +31,41 @@ from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
 Message = dict[str, Any]
-KEY, VALUE = "zq_key", "zq_value"
-TEXT = f'{{"{KEY}": "{VALUE}"}}'
+TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
+DAY = "2024-07-26"  # default day of `strftime_now`
+PROGRAM = str(Path(__file__).with_name("sandbox.py"))
+SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
+MOST_BYTES = 1 << 20  # bytes of a template: those of models have some thousands
+NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
+REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
+KEY, VALUE = "zq_key", "zq_value"  # a key and a value that no template writes by itself
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": NO_PARAMETERS}}
+
+
+class TemplateInputs(NamedTuple):
+    """Inputs that flags give to templates: variables, the system message, the day for `strftime_now`."""
+
+    variables: Mapping[str, Any] = MappingProxyType({})
+    system: str | None = None
+    day: str = DAY
+
+
+NO_INPUTS = TemplateInputs()
+
+
+class RenderedText(NamedTuple):
+    """Text of a conversation, and places in it.
+
+    marked    (start, stop) of each part that the template itself marks as the assistant's
+    begins    where the text of each message begins; None if the template has no loop that tells
+    before    for each message asked about, the text up to it that asks for an answer; None: refused
+    """
+
+    text: str
+    marked: list[tuple[int, int]]
+    begins: list[int | None]
+    before: dict[int, str | None]
 
 
 class CallForm(NamedTuple):
@@ -54,72 +88,17 @@ class CallForm(NamedTuple):
             return call
         if isinstance(call.get("function"), dict):
             return call | {"function": self._call(call["function"])}
-        return call | {"arguments": self._arguments(call["arguments"])} if "arguments" in call else call
-
-    def _arguments(self, value: Any) -> Any:
-        if self.text == self.objects or isinstance(value, str) is self.text:
-            return value
+        if "arguments" not in call or self.text == self.objects:
+            return call
+        value = call["arguments"]
+        if isinstance(value, str) is self.text:
+            return call
         if self.text:
-            return json.dumps(value, ensure_ascii=False)
+            return call | {"arguments": json.dumps(value, ensure_ascii=False)}
         try:
-            return parse_json(value)
+            return call | {"arguments": parse_json(value)}
         except ValueError:
-            return value
-
-
-def form_of(render: Callable[[list[Message], list[Any] | None], str]) -> CallForm:
-    """Return the form that a template shows, with tools or without; `render` raises ValueError for others."""
-
-    def shows(content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
-        function = {"name": "f", "arguments": arguments}
-        call = {"id": "call12345", "type": "function", "function": function}  # an id in Mistral's form
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        try:
-            found = render([{"role": "user", "content": "a"}, answer], tools)
-        except ValueError:
-            return False
-        return all(text in found for text in texts)
-
-    for content, tools in product(("", None), (None, [TOOL])):
-        text, objects = shows(content, TEXT, tools, TEXT), shows(content, {KEY: VALUE}, tools, KEY, VALUE)
-        if text or objects:
-            return CallForm(content, text, objects)
-    return CallForm()
-
-
-if TYPE_CHECKING:
-    from zero_mpi.data.conversations.formats import Message
-
-TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
-DAY = "2024-07-26"  # default day of `strftime_now`
-PROGRAM = str(Path(__file__).with_name("sandbox.py"))
-SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
-MOST_BYTES = 1 << 20  # bytes of a template: those of models have some thousands
-NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
-REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
-
-
-class TemplateInputs(NamedTuple):
-    """Inputs that flags give to templates: variables, the system message, the day for `strftime_now`."""
-
-    variables: Mapping[str, Any] = MappingProxyType({})
-    system: str | None = None
-    day: str = DAY
-
-
-NO_INPUTS = TemplateInputs()
-
-
-class RenderedText(NamedTuple):
-    """Text of a conversation, and places in it.
-
-    marked    (start, stop) of each part that the template itself marks as the assistant's
-    begins    where the text of each message begins; None if the template has no loop that tells
-    """
-
-    text: str
-    marked: list[tuple[int, int]]
-    begins: list[int | None]
+            return call
 
 
 class EndlessTemplate(Exception):
@@ -129,8 +108,8 @@ class EndlessTemplate(Exception):
 class ChatTemplate:
     """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
 
-    It runs in a process of its own, which starts again after a rendering that took too long has ended it. All
-    renderings of a conversation share `SECONDS`; the first also includes the trials of what is accepted.
+    Its process starts again after a rendering that took too long has ended it. All renderings of a
+    conversation share `SECONDS`; the first also includes the trials of what is accepted.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
@@ -143,14 +122,20 @@ class ChatTemplate:
             raise UsageError(str(error)) from None
 
     def render(
-        self, messages: Sequence[Message], generation_prompt: bool = False, tools: list[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool = False,
+        tools: list[Any] | None = None,
+        prompts: Sequence[int] = (),
     ) -> RenderedText:
         """Return the text of messages; `generation_prompt`: with what comes before an answer.
 
-        Raises ValueError, in one line, for whatever goes wrong in the template.
+        `prompts`: numbers of messages before which an answer is asked for. Raises ValueError, in one line,
+        for whatever goes wrong in the template.
         """
         with self.sharing_time():
-            return self._rendered([self._fitted(each) for each in messages], generation_prompt, tools)
+            fitted = [self._fitted(each) for each in messages]
+            return self._rendered(fitted, generation_prompt, tools, prompts)
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
@@ -180,7 +165,20 @@ class ChatTemplate:
 
     @cached_property
     def _calls(self) -> CallForm:
-        return form_of(lambda messages, tools: self._rendered(messages, False, tools).text)
+        for content, tools in product(("", None), (None, [TOOL])):
+            as_text = f'{{"{KEY}": "{VALUE}"}}'
+            text = self._shows_call(content, as_text, tools, as_text)
+            objects = self._shows_call(content, {KEY: VALUE}, tools, KEY, VALUE)
+            if text or objects:
+                return CallForm(content, text, objects)
+        return CallForm()
+
+    def _shows_call(self, content: str | None, arguments: Any, tools: list[Any] | None, *texts: str) -> bool:
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call12345", "type": "function", "function": function}  # an id in Mistral's form
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        found = self._tried([{"role": "user", "content": "a"}, answer], tools)
+        return all(text in found for text in texts)
 
     @cached_property
     def _takes_text(self) -> bool:
@@ -192,23 +190,32 @@ class ChatTemplate:
 
     def _shows(self, content: Any, *texts: str) -> bool:
         """Return whether the template prints these texts of a content, and no list as Python or JSON text."""
+        found = self._tried([{"role": "user", "content": content}], None)
+        as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
+        return all(text in found for text in texts) and not as_list
+
+    def _tried(self, messages: list[Message], tools: list[Any] | None) -> str:
+        """Return the text of messages; empty if the template refuses them."""
         try:
-            found = self._rendered([{"role": "user", "content": content}], False, None).text
+            return self._rendered(messages, False, tools).text
         except ValueError:
-            return False
-        return all(text in found for text in texts) and not any(
-            f"{q}text{q}: {q}\ue000" in found for q in "'\""
-        )
+            return ""
 
     def _rendered(
-        self, messages: Sequence[Message], generation_prompt: bool, tools: list[Any] | None
+        self,
+        messages: list[Message],
+        generation_prompt: bool,
+        tools: list[Any] | None,
+        prompts: Sequence[int] = (),
     ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}
-        variables |= {"messages": list(messages), "add_generation_prompt": generation_prompt}
+        variables |= {"messages": messages, "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()
-        found = self._asked(self._process, variables)
-        return RenderedText(found["text"].decode(), found["marked"], found["begins"])
+        found = self._asked(self._process, variables | {"prompts": list(prompts)})
+        before = [None if text is None else text.decode() for text in found["before"]]
+        text: str = found["text"].decode()
+        return RenderedText(text, found["marked"], found["begins"], dict(zip(prompts, before, strict=True)))
 
     def _started(self) -> subprocess.Popen[bytes]:
         words, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
@@ -258,25 +265,24 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 def template_of(
     tokenizer: Tokenizer, inputs: TemplateInputs = NO_INPUTS, key: str = TEMPLATE
 ) -> ChatTemplate:
-    """Return the chat template that came with a tokenizer; raises UsageError if there is none."""
+    """Return the chat template that came with a tokenizer; raises UsageError if there is none.
+
+    It may name special tokens by their common names, such as bos_token.
+    """
     keys = GGUFKeys(tokenizer.metadata())
     source = keys.text(key)
     if source is None:
         raise UsageError(f"the tokenizer has no chat template: {REMEDY}")
-    return ChatTemplate(source, special_tokens(keys), inputs)
+    tokens = keys.texts(TOKENS) or []
+    ids = {theirs: keys.token_id(ours, len(tokens)) for ours, theirs in NAMES.items()}
+    special = {f"{name}_token": tokens[place] for name, place in ids.items() if place is not None}
+    return ChatTemplate(source, special, inputs)
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
     """Return whether a template of a tokenizer asks for the day."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
-
-
-def special_tokens(keys: GGUFKeys) -> dict[str, str]:
-    """Return the names that a template has for special tokens, such as bos_token, and their spellings."""
-    tokens = keys.texts(TOKENS) or []
-    ids = {theirs: keys.token_id(ours, len(tokens)) for ours, theirs in NAMES.items()}
-    return {f"{name}_token": tokens[place] for name, place in ids.items() if place is not None}
 
 
 def read_template(path: str | Path) -> str:

@@ -5,6 +5,12 @@
     {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
     {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
 
+Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label:
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}                or lists of messages
+    {"chosen": "...", "rejected": "..."}                                 the prompt is how both begin
+    {"prompt": "...", "completion": "...", "label": true}                for KTO
+
 `tools` may stand beside each form. Other keys of a line are ignored; those of a message are passed to the
 template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
 """
@@ -18,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zero_mpi.data.conversations.chat_template import Message
 from zero_mpi.data.conversations.row_sources import (
     DOCUMENT,
     LINES,
@@ -32,7 +39,6 @@ from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import each_line, is_text
 
-Message = dict[str, Any]
 T = TypeVar("T")
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
@@ -50,14 +56,14 @@ EXPECTED = (
     "expected an object with messages, with prompt and completion, with instruction and output, or with "
     "conversations"
 )
+EXPECTED_PAIR = "expected an object with chosen and rejected"
 ROWS = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"
     rb'"(?:data|messages|conversations|prompt|instruction|chosen|rejected|completion)")'
 )
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
-
-
+PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
 MOST_REASONS = 6  # reasons that are counted separately
 VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts that do not make a new reason
 
@@ -110,6 +116,10 @@ class Conversation:
         return replace(self, messages=messages, answers=self.answers + 1, silent=silent)
 
 
+Sides = tuple[Conversation | None, Conversation | None]
+"""The better and the worse conversation of a row."""
+
+
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
     """Return whether all files hold conversations; raises UsageError if only some do, or for no access."""
     found = [holds_conversations(path) for _, path in files]
@@ -124,8 +134,7 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
     """Return whether a file holds pairs of answers, or answers with labels; raises FileError."""
-    forms = [("chosen", "rejected"), *[("prompt", "completion", "label")] * labels]
-    return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, forms)
+    return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
 
 
 def holds_conversations(
@@ -180,32 +189,99 @@ def read_conversations(
 
 def one_conversation(name: str, value: Any) -> Conversation:
     """Return the conversation of a line; ValueError for anything else."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{EXPECTED}, found {quoted(value)}")
-    value = without_nulls(value)
+    value = _row(value, EXPECTED)
     filled = {key for key, each in value.items() if each != []}
     forms = (read for there in (filled, value) for keys, read in FORMS if all(key in there for key in keys))
     read = next(forms, None)
     if read is None:
-        raise ValueError(f"{EXPECTED}, found {', '.join(map(show, list(value)[:5])) or 'nothing'}")
+        raise ValueError(f"{EXPECTED}, found {_keys_of(value)}")
     earlier, messages = read(value)
     if not messages:
         raise ValueError("expected at least one message, found none")
     everything = (*earlier, *messages)
-    silent = frozenset(place for place, message in enumerate(everything) if not is_trained(message))
-    return Conversation(name, everything, len(earlier), silent, tools_of(value.get("tools")))
+    silent = frozenset(place for place, message in enumerate(everything) if not _is_trained(message))
+    return Conversation(name, everything, len(earlier), silent, _tools(value.get("tools")))
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the keys whose value is null."""
+def one_pair(name: str, value: Any, labels: bool) -> Sides:
+    """Return the better and the worse conversation of a line; with `labels` one may be missing.
+
+    Only the answers, which follow the prompt, count in them. Raises ValueError for anything else.
+    """
+    expected = (
+        "expected an object with chosen and rejected" + ", or with prompt, completion and label" * labels
+    )
+    value = _row(value, expected)
+    tools = _tools(value.get("tools"))
+
+    def side(key: str, earlier: list[Message], answer: list[Message]) -> Conversation:
+        found = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
+        if not found.turns:
+            raise ValueError(f"{key}: expected an answer of the assistant, found none")
+        return found
+
+    if all(key in value for key in PAIR):
+        earlier, *answers = _prompt_and_answers(value)
+        return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
+    if not labels or not all(key in value for key in LABELLED):
+        raise ValueError(f"{expected}, found {_keys_of(value)}")
+    if not isinstance(label := value["label"], bool):
+        raise ValueError(f"label: expected true or false, found {quoted(label)}")
+    found = side("completion", *_by_prompt(value))
+    return (found, None) if label else (None, found)
+
+
+def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], list[Message]]:
+    """Return the messages of the prompt, and those of both answers."""
+    prompt, kinds = value.get("prompt"), {type(value[key]) for key in PAIR}
+    if kinds == {list}:
+        answers = [_messages(key, value[key]) for key in PAIR]
+        if isinstance(prompt, list):
+            return _messages("prompt", prompt), answers[0], answers[1]
+        at = _first_difference(*answers)  # a prompt as text is how both begin
+        return answers[0][:at], answers[0][at:], answers[1][at:]
+    if list in kinds:
+        raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
+    texts = [_said(ASSISTANT, value, key)["content"] for key in PAIR]
+    if prompt is None:
+        at = _first_difference(*texts)
+        at -= at > 0 and texts[0][at - 1] == " "
+        prompt, texts = texts[0][:at], [text[at:] for text in texts]
+        if not prompt:
+            raise ValueError("chosen and rejected: expected texts with a common beginning, or a prompt")
+    is_list = isinstance(prompt, list)
+    earlier = _messages("prompt", prompt) if is_list else [_said(USER, {"prompt": prompt}, "prompt")]
+    chosen, rejected = ([{"role": ASSISTANT, "content": text}] for text in texts)
+    return earlier, chosen, rejected
+
+
+def _first_difference(a: Any, b: Any) -> int:
+    """Return the first place where two texts or lists differ; the last common one if none does."""
+    least = min(len(a), len(b))
+    return next((place for place in range(least) if a[place] != b[place]), max(0, least - 1))
+
+
+def _row(value: Any, expected: str) -> Message:
+    """Return an object without the keys whose value is null; ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{expected}, found {quoted(value)}")
+    found: Message = _without_nulls(value)
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
-        return list(map(without_nulls, value))
+        return list(map(_without_nulls, value))
     if not isinstance(value, dict):
         return value
-    return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
 
 
-def is_trained(message: Message) -> bool:
+def _keys_of(value: Message) -> str:
+    return ", ".join(map(show, list(value)[:5])) or "nothing"
+
+
+def _is_trained(message: Message) -> bool:
     """Return whether no key of an assistant's message takes it out of the loss; ValueError for others."""
     found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
     for key, value in found.items():
@@ -215,90 +291,86 @@ def is_trained(message: Message) -> bool:
     return all(found.values())
 
 
-def tools_of(value: Any) -> list[Any] | None:
-    """Return the tools of a line, given as a list or its JSON text; None if there are none, ValueError for
-    others.
-    """
+def _tools(value: Any) -> list[Any] | None:
+    """Return the tools of a line, a list or its JSON text; None if there are none, ValueError for others."""
     found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
     if found is not None and not isinstance(found, list):
         raise ValueError(f"tools: expected a list, or a JSON text of one, found {quoted(value)}")
     return found or None
 
 
-def by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
     """Return a prompt and its completion; if these are texts, the user's message and the assistant's."""
     kinds = {type(value[name]) for name in ("prompt", "completion")}
     if kinds == {list}:
-        return messages_of("prompt", value["prompt"]), messages_of("completion", value["completion"])
-    if kinds & {list}:
+        return _messages("prompt", value["prompt"]), _messages("completion", value["completion"])
+    if list in kinds:
         raise ValueError(
             "prompt and completion: expected two texts, or two lists of messages, found one of each"
         )
-    return [said(USER, value, "prompt")], [said(ASSISTANT, value, "completion")]
+    return [_said(USER, value, "prompt")], [_said(ASSISTANT, value, "completion")]
 
 
-def by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
     """Return messages of Alpaca's form; an input follows the instruction after a blank line."""
-    asked = said(USER, value, "instruction")
+    asked = _said(USER, value, "instruction")
     if value.get("input"):
-        asked["content"] += "\n\n" + said(USER, value, "input")["content"]
-    return [*by_system(value), asked], [said(ASSISTANT, value, "output")]
+        asked["content"] += "\n\n" + _said(USER, value, "input")["content"]
+    return [*_by_system(value), asked], [_said(ASSISTANT, value, "output")]
 
 
-def by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
     """Return messages of ShareGPT's form: (nothing, all messages)."""
     found = []
-    for place, turn in enumerate(listed("conversations", value["conversations"])):
+    for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
             raise ValueError(f"{where}: expected an object with from and value, found {quoted(turn)}")
         kept = {key: turn[key] for key in TRAINED if key in turn}
         found.append(
-            one_message(where, {"role": turn["from"], "content": turn["value"], **kept}, "from", "value")
+            _message(where, {"role": turn["from"], "content": turn["value"], **kept}, "from", "value")
         )
-    return [], [*by_system(value), *found]
+    return [], [*_by_system(value), *found]
 
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], list[Message]]]], ...] = (
-    (("messages",), lambda value: ([], messages_of("messages", value["messages"]))),  # OpenAI's form
-    (("conversations",), by_speakers),
-    (("prompt", "completion"), by_prompt),
-    (("instruction", "output"), by_instruction),
+    (("messages",), lambda value: ([], _messages("messages", value["messages"]))),  # OpenAI's form
+    (("conversations",), _by_speakers),
+    (("prompt", "completion"), _by_prompt),
+    (("instruction", "output"), _by_instruction),
 )
 
 
-def by_system(value: Message) -> list[Message]:
-    """Return the message of a line's `system`; none if it is missing or empty."""
-    return [said(SYSTEM, value, "system")] if value.get("system") else []
+def _by_system(value: Message) -> list[Message]:
+    return [_said(SYSTEM, value, "system")] if value.get("system") else []
 
 
-def said(role: str, value: Message, key: str) -> Message:
+def _said(role: str, value: Message, key: str) -> Message:
     """Return a message whose content is the text of a key."""
     if not is_text(value[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
     return {"role": role, "content": value[key]}
 
 
-def listed(key: str, value: Any) -> list[Any]:
-    """Return a list; ValueError for anything else."""
+def _listed(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{key}: expected a list of messages, found {quoted(value)}")
     return value
 
 
-def messages_of(key: str, value: Any) -> list[Message]:
+def _messages(key: str, value: Any) -> list[Message]:
     """Return messages with a role and a content that is a text, or a list of parts that are."""
-    return [one_message(f"{key}[{place}]", each) for place, each in enumerate(listed(key, value))]
+    return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
 
 
-def one_message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
+def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
     """Return a message; one that calls tools may lack content. ValueError, with these names, for others."""
     if not isinstance(value, dict) or "role" not in value:
         raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")
     kept: Message = {key: each for key, each in value.items() if each != []}
     if name in CALLERS:
-        kept["tool_calls"], name, content = calls_of(f"{where}: {of_content}", content), ASSISTANT, ""
+        kept["tool_calls"], name, content = _calls(f"{where}: {of_content}", content), ASSISTANT, ""
     if name not in SPEAKERS:
         names = ", ".join(SPEAKERS)
         raise ValueError(f"{where}: {of_role}: expected one of {names}, found {quoted(value['role'])}")
@@ -309,18 +381,19 @@ def one_message(where: str, value: Any, of_role: str = "role", of_content: str =
         kept = {THOUGHTS[1]: thoughts, **kept, THOUGHTS[0]: thoughts}  # as Transformers does
     if content is None and kept["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
-    texts: list[Any] = list(map(text_of, content)) if isinstance(content, list) else [content]
-    for place, text in enumerate(texts):
-        if not is_text(text):
-            found = content[place] if isinstance(content, list) else content
+    is_list = isinstance(content, list)
+    parts: Any = content if is_list else [content]
+    for part in parts:
+        text = part.get("text") if is_list and isinstance(part, dict) and part.get("type") == "text" else None
+        if not is_text(text if is_list else part):
             raise ValueError(
                 f"{where}: {of_content}: expected a text, or parts such as "
-                f'{{"type": "text", "text": "..."}}, found {quoted(found)}'
+                f'{{"type": "text", "text": "..."}}, found {quoted(part)}'
             )
     return kept | {"content": content}
 
 
-def calls_of(where: str, value: Any) -> list[Message]:
+def _calls(where: str, value: Any) -> list[Message]:
     """Return the calls of a JSON text: one object with name and arguments, or a list; else ValueError."""
     try:
         found = parse_json(value) if is_text(value) else value
@@ -330,71 +403,3 @@ def calls_of(where: str, value: Any) -> list[Message]:
     if not calls or not all(isinstance(call, dict) and is_text(call.get("name")) for call in calls):
         raise ValueError(f"{where}: expected a call as JSON with name and arguments, found {quoted(value)}")
     return [{"type": "function", "function": call} for call in calls]
-
-
-def text_of(part: Any) -> Any:
-    """Return the text of a part of a message's content; None for a part of another kind."""
-    return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-
-
-PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
-Sides = tuple[Conversation | None, Conversation | None]
-EXPECTED_PAIR = "expected an object with chosen and rejected"
-
-
-def one_pair(name: str, value: Any, labels: bool) -> Sides:
-    """Return the better and the worse conversation of a line; with `labels` one may be missing.
-
-    Raises ValueError for anything else.
-    """
-    expected = f"{EXPECTED_PAIR}, or with prompt, completion and label" if labels else EXPECTED_PAIR
-    if not isinstance(value, dict):
-        raise ValueError(f"{expected}, found {quoted(value)}")
-    value = without_nulls(value)
-    tools = tools_of(value.get("tools"))
-
-    def side(key: str, earlier: list[Message], answer: list[Message]) -> Conversation:
-        found = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
-        if not found.turns:
-            raise ValueError(f"{key}: expected an answer of the assistant, found none")
-        return found
-
-    if all(key in value for key in PAIR):
-        earlier, *answers = prompt_and_answers(value)
-        return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
-    if not labels or not all(key in value for key in LABELLED):
-        raise ValueError(f"{expected}, found {', '.join(map(show, list(value)[:5])) or 'nothing'}")
-    if not isinstance(label := value["label"], bool):
-        raise ValueError(f"label: expected true or false, found {quoted(label)}")
-    found = side("completion", *by_prompt(value))
-    return (found, None) if label else (None, found)
-
-
-def prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return the messages of the prompt, and those of both answers."""
-    prompt, kinds = value.get("prompt"), {type(value[key]) for key in PAIR}
-    if kinds == {list}:
-        answers = [messages_of(key, value[key]) for key in PAIR]
-        if isinstance(prompt, list):
-            return messages_of("prompt", prompt), answers[0], answers[1]
-        at = first_difference(*answers)  # a prompt as text is how both begin
-        return answers[0][:at], answers[0][at:], answers[1][at:]
-    if list in kinds:
-        raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
-    texts = [said(ASSISTANT, value, key)["content"] for key in PAIR]
-    if prompt is None:
-        at = first_difference(*texts)
-        at -= at > 0 and texts[0][at - 1] == " "
-        prompt, texts = texts[0][:at], [text[at:] for text in texts]
-        if not prompt:
-            raise ValueError("chosen and rejected: expected texts with a common beginning, or a prompt")
-    is_list = isinstance(prompt, list)
-    earlier = messages_of("prompt", prompt) if is_list else [said(USER, {"prompt": prompt}, "prompt")]
-    chosen, rejected = ([{"role": ASSISTANT, "content": text}] for text in texts)
-    return earlier, chosen, rejected
-
-
-def first_difference(a: Any, b: Any) -> int:
-    """Return the first place where two texts or lists differ; the last common one if none does."""
-    least = min(len(a), len(b))
-    return next((place for place in range(least) if a[place] != b[place]), max(0, least - 1))

@@ -7,8 +7,9 @@ memory beyond a limit. A conversation must give the same text whenever and where
 no `random`, and `strftime_now` returns a given day.
 
 `chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
-`marshal` come in, each after its length: the template (`source`, `day`), then variables of each rendering.
-Each has `seconds` of CPU time; the answer has one value and the seconds that are `left`.
+`marshal` come in, each after its length: the template (`source`, `day`), then variables of each rendering,
+with the numbers of messages (`prompts`) before which the text that asks for an answer is wanted too. Each
+has `seconds` of CPU time; the answer has one value and the seconds that are `left`.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if id(value) in self._places:
             self.begins[self._places[id(value)]] = self.written
 
-    def rendered(self, template: Template, variables: dict[str, Any], most: int) -> dict[str, Any]:
-        """Return the text of a template, of at most `most` letters, and the places in it."""
+    def rendered(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
+        """Return the text of a template, of at most `most` letters."""
         self._places = {id(message): place for place, message in enumerate(variables["messages"])}
         self.written, self.marked = 0, list[tuple[int, int]]()
         self.begins: list[int | None] = [None] * len(variables["messages"])
@@ -94,7 +95,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.written += len(part)
             if self.written > most:
                 raise TemplateError(f"the text has more than {most} characters, the limit here")
-        return {"text": "".join(parts).encode(), "marked": self.marked, "begins": self.begins}
+        return "".join(parts).encode()
+
+    def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
+        """Return a text and the places in it, and the texts that ask for answers; None for a refused one."""
+        prompts, before = request.pop("prompts"), list[bytes | None]()
+        found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
+        for place in prompts:
+            part = request | {"messages": request["messages"][:place], "add_generation_prompt": True}
+            try:
+                before.append(self.rendered(template, part, most))
+            except Exception:  # the template may want no such part
+                before.append(None)
+        return found | {"before": before}
 
 
 def refuse(message: object) -> NoReturn:
@@ -129,7 +142,7 @@ def main() -> None:
                 sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime
                 template, found = sandbox.compiled(request["source"]), {}
             else:
-                found = sandbox.rendered(template, request, LETTERS + GROWTH * size)
+                found = sandbox.answer(template, request, LETTERS + GROWTH * size)
         except Exception as error:  # a stranger's program may raise anything
             found = {"error": told(error)}
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)

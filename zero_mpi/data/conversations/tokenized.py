@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise, tee
+from itertools import accumulate, chain, pairwise, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from zero_mpi.data.conversations.chat_template import (
     template_of,
 )
 from zero_mpi.data.conversations.formats import BadRows, Conversation, Sides, one_pair, read_conversations
+from zero_mpi.data.documents import in_groups
 from zero_mpi.data.tokenizers.byte import Tokenizer, with_bos
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
@@ -129,9 +130,9 @@ class ConversationReader:
         inputs: TemplateInputs = NO_INPUTS,
     ) -> None:
         self._tokenizer, self._all, self._bos, self._system = tokenizer, loss_on == ALL, bos, inputs.system
-        self._spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
+        spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
         self._is_end = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.ends))
-        ends = [self._spelt[place] for place in tokenizer.ends]
+        ends = [spelt[place] for place in tokenizer.ends]
         self._finder = self._for_tools = AnswerFinder(template_of(tokenizer, inputs), ends)
         if TOOL_USE in tokenizer.metadata():
             self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
@@ -161,27 +162,38 @@ class ConversationReader:
 
     def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
         """Yield conversations as tokens."""
-        found, measured = tee(rendered)
-        ends = accumulate(len(each.text) for each in measured)
-        for _, pairs in groupby(zip(ends, found, strict=True), lambda pair: pair[0] // GROUP):
-            group = [each for _, each in pairs]
+        for group in in_groups(rendered, lambda each: len(each.text), GROUP):
             encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
             for each, (ids, lengths) in zip(group, encoded, strict=True):
-                yield self._begun(marked(each, ids, lengths))
+                yield self._marked(each, ids, lengths)
 
-    def _begun(self, found: TokenizedConversation) -> TokenizedConversation:
-        """Return a conversation with bos in front, which stands for no bytes, and with its facts."""
-        ids = with_bos(found.ids, self._bos)
-        if len(ids) > len(found.ids):
-            counted, lengths = np.insert(found.counted, 0, self._all), np.insert(found.lengths, 0, 0)
-            found = found._replace(ids=ids, counted=counted, lengths=lengths)
-        begins = np.flatnonzero(found.counted & ~np.append(False, found.counted[:-1]))
-        begins = begins[:1] if self._all else begins  # a row is one segment, whatever is silent in it
-        ended = np.add.reduceat(self._is_end[ids] & found.counted, begins) if begins.size else begins
-        size, bos = {"tokens": len(ids), "counted": int(found.counted.sum())}, self._tokenizer.bos
-        found.facts.update(size, bos=int(ids[:1].tolist() == [bos]), turns=begins.size)
-        found.facts["endless"] = int((ended == 0).sum())
-        return found
+    def _marked(
+        self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
+    ) -> TokenizedConversation:
+        """Return a conversation with marks on the tokens (n,) of answers, which stand for so many bytes.
+
+        Bos in front stands for none. Raises UsageError if the tokens do not stand for all of the text.
+        """
+        ends, size = np.cumsum(lengths), len(each.text.encode())
+        if lengths.sum() != size:
+            raise UsageError(
+                f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
+                f"{lengths.sum()} of {size} bytes in its tokens"
+            )
+        counted, begins = np.zeros(len(ids), bool), ends - lengths
+        for start, stop in in_bytes(each.text, each.spans):
+            if start < stop:
+                counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
+        if len(with_bos(ids, self._bos)) > len(ids):
+            ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
+            counted = np.insert(counted, 0, self._all)
+        turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
+        turns = turns[:1] if self._all else turns  # a row is one segment, whatever is silent in it
+        ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
+        bos = int(ids[:1].tolist() == [self._tokenizer.bos])
+        each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
+        each.facts["endless"] = int((ended == 0).sum())
+        return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """Return the text of a conversation and its answers; ValueError, in one line, if rendering fails."""
@@ -197,34 +209,10 @@ class ConversationReader:
                 facts["unread"] = int(not finder.reads_tools(conversation, text))
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        counted = between(spans, len(text)) if self._all else spans
-        return RenderedConversation(conversation.name, text, counted, facts)
-
-
-def between(spans: Sequence[Span], size: int) -> list[Span]:
-    """Return the parts of a text of so many letters before, between and after places, which are in order."""
-    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), size]
-    return list(zip(starts, stops, strict=True))
-
-
-def marked(
-    each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
-) -> TokenizedConversation:
-    """Return a conversation whose tokens (n,) stand for so many bytes, with marks on the answers' tokens.
-
-    Raises UsageError if they do not stand for all of the text.
-    """
-    ends, size = np.cumsum(lengths), len(each.text.encode())
-    if lengths.sum() != size:
-        raise UsageError(
-            f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
-            f"{lengths.sum()} of {size} bytes in its tokens"
-        )
-    counted, begins = np.zeros(len(ids), bool), ends - lengths
-    for start, stop in in_bytes(each.text, each.spans):
-        if start < stop:
-            counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
-    return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
+        if self._all:  # what is not silent: before, between and after these turns
+            starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(text)]
+            spans = list(zip(starts, stops, strict=True))
+        return RenderedConversation(conversation.name, text, spans, facts)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zero_mpi.data.tokenizers.byte import byte_characters
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, byte_characters
 from zero_mpi.data.tokenizers.gguf_tokenizer import (
     KEY,
     LONGEST,
@@ -24,15 +24,13 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     GGUFTokenizer,
-    Ids,
-    Lengths,
     Parts,
     as_text,
 )
-from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, Rules, normalizer_of
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, Rules, normalizer_of, tokenizers
 from zero_mpi.data.tokenizers.pretokenizers import GPT2, PreTokenizer, pre_tokenizer
 from zero_mpi.data.tokenizers.spellings import Spellings
-from zero_mpi.errors import UsageError, import_optional
+from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
@@ -41,11 +39,6 @@ _WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams tha
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
-
-
-def tokenizers() -> Any:
-    """Return the package `tokenizers`. Raises UsageError with the remedy if it is not installed."""
-    return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
 class BPETokenizer(GGUFTokenizer):
@@ -106,16 +99,12 @@ class BPETokenizer(GGUFTokenizer):
         filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == UNUSED}
         vocabulary = {token: place for token, place in self.ids.items() if token not in filler}
         tokenizer, lib = build(vocabulary, self.merges, self.pre, self.rules.normalizer), tokenizers()
-        added = [
-            (t, kind, self.rules.flags.get(t, ())) for t, kind in zip(self.tokens, self.types, strict=True)
-        ]
-        tokenizer.add_tokens(  # all at once: each call checks all tokens that were added before
-            [
-                lib.AddedToken(t, special=kind != USER_DEFINED, **{flag: flag in flags for flag in FLAGS})
-                for t, kind, flags in added
-                if kind in STANDING
-            ]
-        )
+        added = []
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind in STANDING:
+                flags = {flag: flag in self.rules.flags.get(token, ()) for flag in FLAGS}
+                added.append(lib.AddedToken(token, special=kind != USER_DEFINED, **flags))
+        tokenizer.add_tokens(added)  # all at once: each call checks all tokens that were added before
         return tokenizer
 
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
@@ -182,8 +171,7 @@ class BPETokenizer(GGUFTokenizer):
                 size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
-        """Return the bytes of a token in a text. A character outside the byte alphabet stands for itself."""
-        if kind == NORMAL:
+        if kind == NORMAL:  # a character outside the byte alphabet stands for itself
             return b"".join([bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in token])
         return token.encode() if kind == USER_DEFINED else b""
 

@@ -6,9 +6,9 @@ kind of tokenizer decides how the text between them becomes ids.
 """
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.tokenizers.byte import Tokenizer
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 
-Ids = NDArray[np.unsignedinteger[Any]]
-Lengths = NDArray[np.int64]
 Parts = Sequence[int | str]  # parts of a text: ids of tokens in it, and the texts between them
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
@@ -42,7 +40,7 @@ _ENDS = frozenset(
 )
 
 
-class GGUFTokenizer(ABC):
+class GGUFTokenizer(Tokenizer):
     """Tokenizer of GGUF keys; subclasses implement each kind.
 
     Raises UsageError for keys that do not fit together. `add_eos_token` is ignored: a prompt is to be
@@ -60,13 +58,16 @@ class GGUFTokenizer(ABC):
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
         self.given_types = self._keys.wholes(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
-        self.types = self._types()
+        given = zip(self.tokens, self.given_types, strict=True)
+        self.types = [CONTROL if token in _ENDS else kind for token, kind in given]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
         asked = self._keys.flag(KEY + "add_bos_token")
         self.add_bos = self.adds_bos() if asked is None else asked
         if self.add_bos and self.bos is None:
             raise UsageError(f"{place} asks for a bos token and names none: expected {KEY}bos_token_id")
-        self.ends = self._ends()
+        named = [self.eos, self.special_id("eot"), self.special_id("eom")]
+        known = [self.ids[token] for token in _ENDS if token in self.ids]
+        self.ends = frozenset(known + [i for i in named if i is not None])
 
     @abstractmethod
     def adds_bos(self) -> bool:
@@ -76,31 +77,27 @@ class GGUFTokenizer(ABC):
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
         """Return the ids of each document; an id beyond the vocabulary gives nothing."""
 
+    @abstractmethod
+    def spelling(self, token: str, kind: int) -> bytes:
+        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
+
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
         """Return the number of bytes (n,) of a text between tokens that each of its ids stands for."""
         lengths: Lengths = self.widths[ids[ids < self.vocab_size]]
         return lengths
 
-    @abstractmethod
-    def spelling(self, token: str, kind: int) -> bytes:
-        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
-
-    def encode(self, data: bytes | str, *, special: bool = False) -> Ids:
-        """Return the ids (n,) of `data`, uint16 if the vocabulary fits, else uint32. No bos or eos is added.
-
-        A byte that is not UTF-8 becomes U+FFFD. `special`: control tokens in the text are read as such.
-        """
-        return self.encode_batch([data], special=special)[0]
-
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
-        """Return `encode` of each text, run on all threads that the process may use."""
+        """Return `encode` of each text, run on all threads that the process may use.
+
+        A byte that is not UTF-8 becomes U+FFFD.
+        """
         cut = [self.cut(as_text(data), special) for data in documents]
         return [self._array(ids) for ids in self.ids_of_parts(cut)]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
         cut = [(self.cut(as_text(data), True, sizes := list[int]()), sizes) for data in documents]
         each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
-        return [self._with_lengths(parts, sizes, [next(each) for _ in parts]) for parts, sizes in cut]
+        return [self._with_lengths(parts, iter(sizes), each) for parts, sizes in cut]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         cut = (part for data in documents for part in self.cut(as_text(data), special=True))
@@ -111,17 +108,12 @@ class GGUFTokenizer(ABC):
         )
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return ids to continue: bos first if the file asks for it, control tokens read as such.
-
-        An empty text becomes the token that ends a document, because the next document begins after it.
-        """
         ids = self.encode(text, special=True).tolist()
         first = [self.bos] if self.add_bos and self.bos is not None else []
         edge = [i for i in (self.eos, self.bos) if i is not None][:1]
         return self._array(np.array(first + ids or edge, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
-        """Return the bytes of `ids`, any shape, in C order; ValueError for an id outside the vocabulary."""
         flat = np.asarray(ids).ravel()
         strange = flat[(flat < 0) | (flat >= self.vocab_size)]
         if strange.size:
@@ -142,15 +134,6 @@ class GGUFTokenizer(ABC):
         """Return the tokens in a text after which white space is left out."""
         return frozenset()
 
-    def _types(self) -> list[int]:
-        given = zip(self.tokens, self.given_types, strict=True)
-        return [CONTROL if token in _ENDS else kind for token, kind in given]
-
-    def _ends(self) -> frozenset[int]:
-        named = [self.eos, self.special_id("eot"), self.special_id("eom")]
-        known = [self.ids[token] for token in _ENDS if token in self.ids]
-        return frozenset(known + [i for i in named if i is not None])
-
     @cached_property
     def _bytes(self) -> list[bytes]:
         return [self.spelling(token, kind) for token, kind in zip(self.tokens, self.types, strict=True)]
@@ -163,11 +146,10 @@ class GGUFTokenizer(ABC):
 
     @cached_property
     def _standing(self) -> dict[bool, Spellings]:
-        """Tokens to look for in a text: with control tokens (True), or only the user's (False)."""
         return {special: self.spellings(ids) for special, ids in self.ids_in_text().items()}
 
     def ids_in_text(self) -> dict[bool, dict[str, int]]:
-        """Return ids of tokens that are read in a text: with control tokens, or only the user's (False)."""
+        """Return ids of tokens to look for in a text: with control tokens, or only the user's (False)."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
             special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
@@ -183,13 +165,15 @@ class GGUFTokenizer(ABC):
         return self._standing[special].cut(text, sizes) if text else []
 
     def _with_lengths(
-        self, parts: Parts, sizes: Sequence[int], ids: Sequence[NDArray[np.integer[Any]]]
+        self, parts: Parts, sizes: Iterator[int], ids: Iterator[NDArray[np.integer[Any]]]
     ) -> tuple[Ids, Lengths]:
         """Return the ids of all parts of a text, and the number of its bytes that each stands for."""
-        stood, lengths = iter(sizes), [np.zeros(0, np.int64)]
-        for part, found in zip(parts, ids, strict=True):
-            lengths.append(np.array([next(stood)]) if isinstance(part, int) else self.lengths(part, found))
-        return self._array(np.concatenate([np.zeros(0, np.uint32), *ids])), np.concatenate(lengths)
+        rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
+        lengths = [np.zeros(0, np.int64)]
+        for part, found in zip(parts, ids, strict=False):
+            rows.append(found)
+            lengths.append(np.array([next(sizes)]) if isinstance(part, int) else self.lengths(part, found))
+        return self._array(np.concatenate(rows)), np.concatenate(lengths)
 
     def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:
         kept = ids[ids < self.vocab_size]

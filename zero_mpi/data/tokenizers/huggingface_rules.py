@@ -142,13 +142,14 @@ class FlaggedSpellings(Spellings):
         return found
 
 
-def _library() -> Any:
+def tokenizers() -> Any:
+    """Return the package `tokenizers`. Raises UsageError with the remedy if it is not installed."""
     return import_optional("this model's tokenizer", "tokenizers", "tokenizers")
 
 
 def _is_word(letter: str) -> bool:
     r"""Return whether a character is `\w` to the library; "" is not."""
-    cut = _library().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
+    cut = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
     return letter != "" and cut[0][0] == "a" + letter
 
 
@@ -159,7 +160,7 @@ def kinds_of(definition: Any) -> set[str]:
 
 def normalizer_of(definition: Any) -> Any:
     """Return the library's normalizer of a definition."""
-    lib = _library()
+    lib = tokenizers()
     empty = json.loads(lib.Tokenizer(lib.models.BPE()).to_str())
     return lib.Tokenizer.from_str(json.dumps(empty | {"normalizer": definition})).normalizer
 

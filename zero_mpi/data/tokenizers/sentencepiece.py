@@ -2,8 +2,8 @@
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
 those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
-and sums are in float64. The loops are in `segmentation`. If no token crosses the beginning of a word,
-long texts are cut there and processed by all threads.
+and sums are in float64. The loops are in `segmentation`, which is compiled when it is imported. If no token
+crosses the beginning of a word, long texts are cut there and processed by all threads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi import environment
+from zero_mpi.data.tokenizers.byte import Lengths
 from zero_mpi.data.tokenizers.gguf_tokenizer import (
     BYTE,
     KEY,
@@ -29,7 +30,6 @@ from zero_mpi.data.tokenizers.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
     GGUFTokenizer,
-    Lengths,
     Parts,
 )
 from zero_mpi.data.tokenizers.pair_table import BITS, FREE, MOST, MOST_SPELT, PairTable, pair_table, trie
@@ -37,10 +37,11 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 
 SPACE = "▁"  # U+2581, stands for a space
-SCORES = KEY + "scores"
+SCORES, CHARSMAP, NAME = KEY + "scores", KEY + "precompiled_charsmap", "general.name"
 _BATCH = 64  # pieces that all threads take together
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the least score of all tokens
 
 Letters = NDArray[np.int32]
 
@@ -59,8 +60,15 @@ class SentencePieceTokenizer(GGUFTokenizer):
         self.scores = np.zeros(self.vocab_size, np.float32) if given is None else given
         self.unknown = self.special_id("unknown")
 
+    @abstractmethod
+    def prepared(self, text: str) -> str:
+        """Return a text between tokens as it is segmented: spelt and spaced as the kind requires."""
+
+    @abstractmethod
+    def segment(self, letters: Letters) -> NDArray[np.int32]:
+        """Return the ids (m,) of letters (n,)."""
+
     def spelling(self, token: str, kind: int) -> bytes:
-        """Return the bytes of a token in a text, by its type; empty for a token that is not text."""
         if kind == NORMAL:
             return token.replace(SPACE, " ").encode()
         if kind == BYTE:
@@ -71,11 +79,31 @@ class SentencePieceTokenizer(GGUFTokenizer):
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
         """Return the ids of each document; all are processed as one text, pieces of which go to threads."""
         end = self.vocab_size  # put after each document
-        pieces = self._pieces(self._letters([part for parts in documents for part in (*parts, end)]))
+        parts = [part for each in documents for part in (*each, end)]
+        texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
+        letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
+        stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
+        places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[stood != FREE] - 1
+        letters[places] = -1 - stood[stood != FREE]  # a token that stood in the text is -1 - its id
+        pieces = self._pieces(letters)
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
         ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
         stops = np.flatnonzero(ids == end).tolist()
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
+
+    def _pieces(self, letters: Letters) -> list[Letters]:
+        """Return letters in pieces of about `PIECE` that have the ids of the full text."""
+        begins = letters < 0
+        if self.is_cut_at_words:
+            begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
+        firsts = np.flatnonzero(begins)
+        wanted = np.searchsorted(firsts, np.arange(PIECE, len(letters), PIECE))
+        return np.split(letters, np.unique(firsts[wanted[wanted < len(firsts)]]))
+
+    @cached_property
+    def is_cut_at_words(self) -> bool:
+        """Tell whether no token crosses the beginning of a word."""
+        return not any(_SEAM.search(token) for token in self.tokens)
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
         threads = min(environment.within_quota(environment.cores()), len(pieces))
@@ -98,55 +126,12 @@ class SentencePieceTokenizer(GGUFTokenizer):
         spread: Lengths = np.diff(ends.astype(np.int64), prepend=0)
         return spread
 
-    @abstractmethod
-    def prepared(self, text: str) -> str:
-        """Return a text between tokens as it is segmented: spelt and spaced as the kind requires."""
-
-    @abstractmethod
-    def segment(self, letters: Letters) -> NDArray[np.int32]:
-        """Return the ids (m,) of letters (n,)."""
-
-    def _letters(self, parts: Parts) -> Letters:
-        """Return the code points (n,) of parts; a token that stood in the text is -1 - its id."""
-        texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
-        letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-        stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
-        letters[ends[stood != FREE] - 1] = -1 - stood[stood != FREE]
-        return letters
-
-    def _pieces(self, letters: Letters) -> list[Letters]:
-        """Return letters in pieces of about `PIECE` that have the ids of the full text."""
-        begins = letters < 0
-        if self.is_cut_at_words:
-            begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
-        firsts = np.flatnonzero(begins)
-        wanted = np.searchsorted(firsts, np.arange(PIECE, len(letters), PIECE))
-        return np.split(letters, np.unique(firsts[wanted[wanted < len(firsts)]]))
-
-    @cached_property
-    def is_cut_at_words(self) -> bool:
-        """Tell whether no token crosses the beginning of a word."""
-        return not any(_SEAM.search(token) for token in self.tokens)
-
-
-_NAME = "general.name"
-_LETTERS = 0x110000
-
-
-class _Symbols(NamedTuple):
-    """Data of the merges: tokens, letters that are part of a token, and the next number for all others."""
-
-    of_letter: NDArray[np.int32]  # (letters of Unicode + 1,); the last is for no letter
-    pairs: PairTable  # from two symbols to the symbol that they become
-    ranks: NDArray[np.int64]  # (symbols,) by the score of each: the greatest score has rank 0
-    bytewise: NDArray[np.int32]  # (256,) the token of a byte
-
 
 class MergeTokenizer(SentencePieceTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "llama": byte-pair encoding with scores.
 
-    A letter without a token is written by the tokens of its bytes, "<0x00>" and so on.
+    Neighbours become one token, the pair with the greatest score first. A letter without a token is written
+    by the tokens of its bytes, "<0x00>" and so on.
     """
 
     usual_ids: ClassVar = {"bos": 1, "eos": 2, "unknown": 0}
@@ -154,16 +139,16 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
-        name = GGUFKeys(metadata, place).text(_NAME) or ""
+        name = GGUFKeys(metadata, place).text(NAME) or ""
         # llama.cpp recognises this family only by its name, so the name is part of the tokenizer.
         if any(family in name.lower() for family in ("phi-3", "phi3")):
-            self._metadata[_NAME] = name
+            self._metadata[NAME] = name
 
     def adds_bos(self) -> bool:
         return True
 
     def stripping(self) -> frozenset[str]:
-        if _NAME not in self._metadata:
+        if NAME not in self._metadata:
             return frozenset()
         standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in STANDING}
         return frozenset(standing - {"<unk>", "<s>", "<|endoftext|>"})
@@ -172,26 +157,30 @@ class MergeTokenizer(SentencePieceTokenizer):
         return (" " + text if self.adds_space else text).replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
+        from zero_mpi.data.tokenizers import segmentation
 
-        table = self._symbols
-        symbols = table.of_letter[np.maximum(letters, 0)]
-        symbols[letters < 0] = table.of_letter[-1]  # not in any pair
-        space = int(table.of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
-        after = segmentation.merge(symbols, *table.pairs, table.ranks, space)
-        ids: NDArray[np.int32] = segmentation.spell(symbols, after, letters, table.bytewise, self.vocab_size)
+        of_letter, pairs = self._symbols
+        symbols = of_letter[np.maximum(letters, 0)]
+        symbols[letters < 0] = of_letter[-1]  # not in any pair
+        space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
+        after = segmentation.merge(symbols, *pairs, self._ranks, space)
+        ids: NDArray[np.int32] = segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
         return ids
 
     @cached_property
-    def _symbols(self) -> _Symbols:
-        """Data of the merges, made at first use: this takes a second for a large vocabulary."""
+    def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
+        """The symbol of each letter of Unicode, last that of no letter; and what two symbols become.
+
+        Symbols are tokens, and letters that are part of a token. Making the table takes a second for a large
+        vocabulary.
+        """
         symbols = dict(self.ids)
         for token in self.tokens:
             for letter in token:
                 symbols.setdefault(letter, len(symbols))
         if len(symbols) >= MOST:
             raise UsageError(f"expected a vocabulary of less than {MOST} tokens and letters, found more")
-        of_letter = np.full(_LETTERS + 1, len(symbols), np.int32)
+        of_letter = np.full(0x110000 + 1, len(symbols), np.int32)
         for symbol, number in symbols.items():
             if len(symbol) == 1:
                 of_letter[ord(symbol)] = number
@@ -202,26 +191,20 @@ class MergeTokenizer(SentencePieceTokenizer):
             if token[:place] in symbols and token[place:] in symbols
         ]
         left, right, joined = np.array(found, np.int64).reshape(-1, 3).T
-        ranks = np.unique(-self.scores, return_inverse=True)[1].astype(np.int64)
-        return _Symbols(of_letter, pair_table(left, right, joined), ranks, self._bytewise())
+        return of_letter, pair_table(left, right, joined)
 
+    @cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        """Ranks (V,) of tokens by their scores: the greatest score has rank 0."""
+        return np.unique(-self.scores, return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
-        """Return the token of each byte: "<0xNN>", the letter itself, or the unknown one; else none."""
+        """Token (256,) of each byte: "<0xNN>", the letter itself, or the unknown one; else none."""
         nothing = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
         found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
         return np.array(found, np.int32)
-
-
-CHARSMAP = KEY + "precompiled_charsmap"
-_UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the least score of all tokens
-
-
-class _Trie(NamedTuple):
-    """Tables for finding the most likely tokens: nodes by node and letter, and tokens by node."""
-
-    nodes: PairTable
-    ends: NDArray[np.int32]
 
 
 class UnigramTokenizer(SentencePieceTokenizer):
@@ -238,7 +221,17 @@ class UnigramTokenizer(SentencePieceTokenizer):
         if self.unknown is None:
             raise UsageError(f"{place} names no unknown token: expected {KEY}unknown_token_id")
         self._unknown = self.unknown
-        self._nodes, self._spellings = self._charsmap()
+        given = self._keys.octets(CHARSMAP)
+        self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        if given:  # the size of a table, the table, and spellings that are each ended by 0
+            size = int.from_bytes(given[:4], "little")
+            if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
+                raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
+            self._nodes = np.frombuffer(given, "<u4", size // 4, 4).astype(np.int64)
+            self._spellings = np.frombuffer(given, np.uint8, offset=4 + size)
+            longest = np.diff(np.flatnonzero(self._spellings == 0), prepend=-1).max(initial=0) - 1
+            if longest > MOST_SPELT:
+                raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
     def adds_bos(self) -> bool:
         return False
@@ -253,27 +246,27 @@ class UnigramTokenizer(SentencePieceTokenizer):
         return SPACE * (len(text) - len(bare) + before) + bare.replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
-        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
+        from zero_mpi.data.tokenizers import segmentation
 
-        table = self._trie
-        ids: NDArray[np.int32] = segmentation.likeliest(
-            letters, *table.nodes, table.ends, self._wide_scores, (self._unknown, self._unknown_score)
-        )
+        nodes, ends = self._trie
+        unknown = self._unknown, self._unknown_score
+        ids: NDArray[np.int32] = segmentation.likeliest(letters, *nodes, ends, self._wide_scores, unknown)
         return ids
 
     @cached_property
     def is_cut_at_words(self) -> bool:
         """Tell whether words can be cut: a space without a token would join unknown letters before it."""
-        return SPACE in self.ids and super().is_cut_at_words
+        return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property
-    def _trie(self) -> _Trie:
+    def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
+        """The next node by node and letter, and the token by its last node."""
         kinds = zip(self.ids.items(), self.given_types, strict=True)
         nodes, ends = trie(dict(pair for pair, kind in kinds if kind in (NORMAL, USER_DEFINED, UNUSED)))
         found = np.full(len(nodes) + 1, FREE, np.int32)
         found[list(ends)] = list(ends.values())
         pairs, node = np.fromiter(nodes, np.int64), np.fromiter(nodes.values(), np.int64)
-        return _Trie(pair_table(pairs >> BITS, pairs & (MOST - 1), node), found)
+        return pair_table(pairs >> BITS, pairs & (MOST - 1), node), found
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
@@ -285,24 +278,9 @@ class UnigramTokenizer(SentencePieceTokenizer):
         normal = self.scores[np.array(self.given_types) == NORMAL]
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
-    def _charsmap(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Return the nodes and the spellings of the charsmap, both empty without one."""
-        given = self._keys.octets(CHARSMAP)
-        if not given:
-            return np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        size = int.from_bytes(given[:4], "little")
-        if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
-            raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
-        nodes = np.frombuffer(given, "<u4", size // 4, 4).astype(np.int64)
-        spellings = np.frombuffer(given, np.uint8, offset=4 + size)
-        longest = np.diff(np.flatnonzero(spellings == 0), prepend=-1).max(initial=0) - 1
-        if longest > MOST_SPELT:
-            raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
-        return nodes, spellings
-
     def _respelt(self, text: str) -> str:
         """Return the text as the charsmap spells it."""
-        from zero_mpi.data.tokenizers import segmentation  # compiled at first use
+        from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):
             return text

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from zero_mpi.data.tokenizers.pair_table import BITS, trie
 
-MOST_LENGTHS = 1 << 10  # sum of the lengths that are looked up at a place
+MOST_LENGTHS = 1 << 8  # sum of the lengths that are looked up at a place
 _WHITE = frozenset(" \t\n\v\f\r")  # white space of ASCII
 Span = tuple[int, int, str]  # begin and end of a token, with white space that is left out
 
@@ -53,7 +53,7 @@ class Spellings:
         return sorted(self._taken(text, places)) if places else []
 
     def _apart(self, text: str) -> Iterator[Span]:
-        """Yield the spans of tokens that never overlap, except that one may begin like another."""
+        """Yield the spans of tokens that cannot overlap, except that one may be the end of another."""
         stop = 0
         for found in self._begin.finditer(text):
             start = found.start()

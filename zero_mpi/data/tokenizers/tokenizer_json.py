@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.data.tokenizers.bpe import BPETokenizer, tokenizers
-from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED
-from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, check_normalizer, rules_json
+from zero_mpi.data.tokenizers.bpe import BPETokenizer
+from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, KEY, NORMAL, UNUSED, USER_DEFINED
+from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, check_normalizer, rules_json, tokenizers
 from zero_mpi.data.tokenizers.pretokenizers import name_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, show, shown
@@ -24,7 +24,6 @@ from zero_mpi.files.gguf_keys import TEMPLATE, THE_FILE, GGUFKeys
 from zero_mpi.files.open import read_file
 from zero_mpi.files.parse import parse_json
 
-_KEY = "tokenizer.ggml."
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
 _MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
@@ -46,26 +45,23 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     added = _added(path, content)
     tokens, types = _vocabulary(path, model, added, vocab_size)
     pre, splitting = name_of(content.get("pre_tokenizer"), bool(model.get("ignore_merges")), str(path))
-    metadata: dict[str, object] = {
-        _KEY + "model": "gpt2",
-        _KEY + "pre": pre,
-        _KEY + "tokens": tokens,
-        _KEY + "token_type": np.array(types, np.int32),
-        _KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
-    }
     flags = {token["content"]: [flag for flag in FLAGS if token.get(flag)] for token in added}
-    metadata |= rules_json(flags, content.get("normalizer"), splitting)
-    metadata |= _special(path, content, added)
+    metadata: dict[str, object] = {
+        KEY + "model": "gpt2",
+        KEY + "pre": pre,
+        KEY + "tokens": tokens,
+        KEY + "token_type": np.array(types, np.int32),
+        KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
+        **rules_json(flags, content.get("normalizer"), splitting),
+        **_special(path, content, added),
+        **_chat_template(path),
+    }
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
     lists = (_beside(path, name).get("eos_token_id") for name in ("config", "generation_config"))
-    listed = [token for ends in lists for token in _list(ends) if type(token) is int]
-    ends = [
-        token
-        for token in dict.fromkeys(listed)
-        if token in range(len(tokens)) and token not in tokenizer.ends
-    ]
-    more = {f"{_KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
+    listed = [end for ends in lists if isinstance(ends, list) for end in ends if type(end) is int]
+    ends = [end for end in dict.fromkeys(listed) if 0 <= end < len(tokens) and end not in tokenizer.ends]
+    more = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
     return BPETokenizer(metadata | more, place) if more else tokenizer
 
 
@@ -89,20 +85,21 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    GGUFKeys(metadata, place).text(TEMPLATE)
+    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is no text
     named = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
         if key.startswith(TEMPLATE)
     }
     template: Any = [{"name": name, "template": text} for name, text in named.items()]
-    template = named["default"] if [*named] == ["default"] else template or None
+    if [*named] == ["default"]:
+        template = named["default"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": bpe.add_bos,
         **special,
-        **({} if template is None else {"chat_template": template}),
+        **({"chat_template": template} if named else {}),
     }
 
 
@@ -118,6 +115,12 @@ def _read(path: Path, most: int) -> dict[str, Any]:
     return content
 
 
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """Return a JSON file of the same folder; empty if there is none."""
+    file = path.with_name(f"{name}.json")
+    return _read(file, _MOST_BESIDE) if os.path.lexists(file) else {}
+
+
 def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """Return a value of one of these types, or None. Raises UsageError for another type."""
     value = content.get(name)
@@ -127,31 +130,30 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
     return value
 
 
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _by_config(path: Path, name: str, *kinds: type) -> Any:
+    """Return a value of tokenizer_config.json, as `_given` does."""
+    return _given(path.with_name("tokenizer_config.json"), _beside(path, "tokenizer_config"), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return the model. Raises UsageError for a kind that GGUF keys of a byte-level BPE cannot describe."""
-    model = content.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    if kind is None and isinstance(model, dict) and "merges" in model:
-        kind = "BPE"  # files of early versions omit the type
-    if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
+    given = content.get("model")
+    model: dict[str, Any] = given if isinstance(given, dict) else {}
+    kind = model.get("type") or (
+        "BPE" if "merges" in model else None
+    )  # files of early versions omit the type
+    if kind != "BPE" or not isinstance(model.get("vocab"), dict):
         raise UsageError(
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
             + _WAY_OUT
         )
-    found: dict[str, Any] = {name: model[name] for name in _WITHOUT_KEY if model.get(name)}
+    found = next((f"{name} {shown(model[name], 100)}" for name in _WITHOUT_KEY if model.get(name)), "")
     try:
         check_normalizer(content.get("normalizer"))
     except ValueError as error:
-        raise UsageError(f"{path}: expected a plain byte-level BPE, found {error}: {_WAY_OUT}") from None
+        found = str(error)
     if found:
-        name, value = next(iter(found.items()))
-        raise UsageError(
-            f"{path}: expected a plain byte-level BPE, found {name} {shown(value, 100)}: {_WAY_OUT}"
-        )
+        raise UsageError(f"{path}: expected a plain byte-level BPE, found {found}: {_WAY_OUT}")
     return model
 
 
@@ -160,25 +162,14 @@ def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     tokenizer_config.json are added and override those of the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
-    by_id = (
-        _given(
-            path.with_name("tokenizer_config.json"),
-            _beside(path, "tokenizer_config"),
-            "added_tokens_decoder",
-            dict,
-        )
-        or {}
-    )
+    by_id = _by_config(path, "added_tokens_decoder", dict) or {}
     for token in (*tokens, *by_id.values()):
         if not isinstance(token, dict):
             raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
-    config = {str(token.get("content")): {"id": _number(place)} | token for place, token in by_id.items()}
+    numbers = {text: int(text) if text.isdecimal() and len(text) < 10 else text for text in by_id}
+    config = {str(token.get("content")): {"id": numbers[text]} | token for text, token in by_id.items()}
     known = [token | config.pop(str(token.get("content")), {}) | {"id": token.get("id")} for token in tokens]
     return known + sorted(config.values(), key=lambda token: str(token["id"]).zfill(9))
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 def _vocabulary(
@@ -187,8 +178,15 @@ def _vocabulary(
     """Return tokens and their types in the order of ids, gaps filled."""
     known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
-    _check_numbers(path, {token: place for place, token in known.items()}, extra)
-    control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
+    following = len(known)
+    for place, token in extra.items():  # the library gives the id in the vocabulary, or the next free one
+        given = model["vocab"].get(token, following)
+        if place != given:
+            raise UsageError(
+                f"{path}: expected the added token {show(token)} with the id {given}, which is what the "
+                f"package tokenizers gives it, found {place}: write the file with that package"
+            )
+        following += token not in model["vocab"]
     size = max([*known, *extra, -1]) + 1
     if size > 2 * len(known) + 1024:  # a vocabulary has few gaps, and gaps must not cost memory
         raise UsageError(
@@ -200,6 +198,7 @@ def _vocabulary(
         raise UsageError(
             f"{path}: expected the tokenizer of a vocabulary of {vocab_size}, found {size} tokens in it"
         )
+    control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
     tokens, types = list[str](), list[int]()
     for place in range(vocab_size or size):
         filled = place in known or place in extra
@@ -218,21 +217,6 @@ def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
             raise UsageError(f"{path}: expected one token for each id from 0, found {found_here}")
         found[place] = token
     return found
-
-
-def _check_numbers(path: Path, ids: Mapping[str, int], extra: Mapping[int, str]) -> None:
-    """Raise UsageError if an added token's id differs from the one that the library assigns: its id in the
-    vocabulary, or the next free one.
-    """
-    following = len(ids)
-    for place, token in extra.items():
-        given = ids.get(token, following)
-        if place != given:
-            raise UsageError(
-                f"{path}: expected the added token {show(token)} with the id {given}, which is what the "
-                f"package tokenizers gives it, found {place}: write the file with that package"
-            )
-        following += token not in ids
 
 
 def _is_text(token: Any) -> bool:
@@ -257,42 +241,37 @@ def _merge(path: Path, merge: object) -> str:
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
     """Return keys of special tokens: from tokenizer_config.json, then the model's configurations."""
-    beside = {name: _beside(path, name) for name in ("tokenizer_config", "config", "generation_config")}
-    by_config = path.with_name("tokenizer_config.json")
-    config, ids = beside["tokenizer_config"], {token["content"]: token["id"] for token in reversed(added)}
-    first = _template_bos(content.get("post_processor"))
-    texts = {name: _content(_given(by_config, config, f"{name}_token", str, dict)) for name in _NAMES}
-    if not config:
+    ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
+    post = content.get("post_processor")
+    for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
+        single = _list(step.get("single")) if isinstance(step, dict) else []
+        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
+        if isinstance(head, dict):
+            first = _content(head.get("id"))  # the token that it puts before a text
+            break
+    texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
+    if not _beside(path, "tokenizer_config"):
         texts["bos"] = first
-    keys: dict[str, object] = {}
+    keys: dict[str, object] = {KEY + "add_space_prefix": False}
     for there, here in _NAMES.items():
         given = [
-            _first(_given(path.with_name(f"{file}.json"), beside[file], f"{there}_token_id", int, list))
+            _given(path.with_name(f"{file}.json"), _beside(path, file), f"{there}_token_id", int, list)
             for file in ("config", "generation_config")
         ]
-        found = [
-            place for place in (ids.get(texts[there]), *given) if type(place) is int and 0 <= place < 1 << 32
-        ]
+        every = (ids.get(texts[there]), *((_list(each) or [each])[0] for each in given))
+        found = [place for place in every if type(place) is int and 0 <= place < 1 << 32]
         if found:
-            keys[f"{_KEY}{here}_token_id"] = np.uint32(found[0])
-    wanted = {"bos": first is not None and first == texts["bos"], "eos": False}
-    for name, by_template in wanted.items():
-        said = _given(by_config, config, f"add_{name}_token", bool)
-        asked = by_template if said is None else said
-        keys[f"{_KEY}add_{name}_token"] = asked and f"{_KEY}{name}_token_id" in keys
-    keys[_KEY + "add_space_prefix"] = False
-    return keys | _chat_template(path, config)
+            keys[f"{KEY}{here}_token_id"] = np.uint32(found[0])
+    for name, is_first in {"bos": first is not None and first == texts["bos"], "eos": False}.items():
+        said = _by_config(path, f"add_{name}_token", bool)
+        asked = is_first if said is None else said
+        keys[f"{KEY}add_{name}_token"] = asked and f"{KEY}{name}_token_id" in keys
+    return keys
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of the same folder; empty if there is none."""
-    file = path.with_name(f"{name}.json")
-    return _read(file, _MOST_BESIDE) if os.path.lexists(file) else {}
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
+def _chat_template(path: Path) -> dict[str, object]:
     """Return the templates that Transformers takes, by their names: those of files, if there are any."""
-    given = _given(path.with_name("tokenizer_config.json"), config, "chat_template", str, list)
+    given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
     more = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
@@ -312,22 +291,11 @@ def _chat_template(path: Path, config: dict[str, Any]) -> dict[str, object]:
     return dict(keys)
 
 
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _content(token: Any) -> str | None:
     """Return the text of a token, which is given as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value
-
-
-def _template_bos(definition: Any) -> str | None:
-    """Return the special token that a post-processor puts before a text."""
-    steps = definition.get("processors", [definition]) if isinstance(definition, dict) else []
-    for step in _list(steps):
-        single = _list(step.get("single")) if isinstance(step, dict) else []
-        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
-        if isinstance(head, dict):
-            return _content(head.get("id"))
-    return None
