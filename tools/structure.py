@@ -37,7 +37,7 @@ NEVER: dict[str, tuple[str, ...]] = {
 }
 # The only modules of a room that another one may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
-    ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss", "nn.batch", "nn.packed"),
+    ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss", "nn.batch"),
 }
 
 # Libraries that only some modules may import.

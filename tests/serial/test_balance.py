@@ -14,8 +14,7 @@ from zero_mpi import SerialComm, UsageError
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.config.command_line import parse
 from zero_mpi.nn.balance import BALANCE, RouterLosses, Z, balance
-from zero_mpi.nn.batch import BatchContext
-from zero_mpi.nn.packed import Documents, Packed
+from zero_mpi.nn.batch import BatchContext, Documents, Packed
 from zero_mpi.sharding.tallies import Tallies
 from zero_mpi.train.steps import load_figures
 

@@ -20,12 +20,14 @@ import jobs
 import numpy as np
 import pytest
 
+from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile, TensorInfo
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.ops import threads
 from zero_mpi.train.text_model import TextModel, choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,10 +81,36 @@ def test_cached_logits_are_those_of_the_full_forward(model, pieces):
     model.reset()
     ends = np.cumsum(pieces)
     found = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
-    assert model.cache.position == CONTEXT
+    assert model.decoder.cache.position == CONTEXT
     bound = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=bound)
     assert found[0].dtype == np.float32
+
+
+def test_prompts_at_once_continue_as_each_alone(model):
+    prompts, alone = [PROMPT[:3], PROMPT[:5], PROMPT[:1]], []
+    for prompt in prompts:
+        model.reset()
+        alone.append(list(model.generate(prompt, 7, temperature=0)))
+    threads.use(3)
+    try:
+        assert model.generate_each(prompts, 7, temperature=0) == alone
+        end = alone[1][2]
+        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in alone]
+        assert model.generate_each(prompts, 7, {end}, temperature=0) == cut
+        assert model.generate_each([PROMPT, PROMPT], CONTEXT, temperature=0)[1] == greedy(
+            model, PROMPT, CONTEXT
+        )
+    finally:
+        threads.use(1)
+
+
+def test_all_architectures_without_experts_have_programs(model):
+    model.reset()
+    model.logits(PROMPT)
+    model.logits([5])
+    if ops.compiles():
+        assert (model.decoder.program is None) == bool(getattr(model.config, "expert_count", 0))
 
 
 def test_reset_forgets(model):
@@ -194,7 +222,7 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
 def drawn(temperature: float, top_k: int) -> np.ndarray:
     generator = np.random.default_rng(0)
-    ids = [choose(LOGITS, temperature, top_k, generator) for _ in range(4000)]
+    ids = [choose(LOGITS, generator, temperature=temperature, top_k=top_k) for _ in range(4000)]
     return np.bincount(ids, minlength=4) / 4000
 
 
@@ -208,6 +236,8 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
         (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
         (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
+        (0, 0, [0, 1, 0, 0]),
+        (1.0, 1, [0, 1, 0, 0]),
     ],
 )
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
@@ -216,16 +246,11 @@ def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     assert np.all((found == 0) == (np.array(expected) == 0))
 
 
-def test_temperature_zero_and_a_single_choice_take_the_likeliest():
-    assert drawn(0, 0).tolist() == [0, 1, 0, 0]
-    assert drawn(1.0, 1).tolist() == [0, 1, 0, 0]
-
-
 def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
     """Which ids are ever drawn: at a temperature so high that all that are kept come."""
     generator = np.random.default_rng(0)
     values = np.asarray(logits, np.float32)
-    return {choose(values, 1e6, top_k, generator, **how) for _ in range(400)}
+    return {choose(values, generator, temperature=1e6, top_k=top_k, **how) for _ in range(400)}
 
 
 def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
@@ -234,6 +259,8 @@ def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
     assert kept([3, 3, 3, 3], 3) == {0, 1, 2}
     assert kept([0, 7, 5, 5, 5], 3) == {1, 2, 3}
     assert kept([5, 5, 5], 1) == {0}
+    assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
+    assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -262,11 +289,6 @@ def test_nucleus_and_least_share_keep_what_they_say(how, expected):
     assert kept(LOGITS, **how) == expected
 
 
-def test_a_nucleus_takes_the_lowest_of_equally_likely_ids():
-    assert kept([1, 1, 1, 1], top_p=0.45) == {0, 1}
-    assert kept([1, 1, 1, 1], min_p=1.0) == {0, 1, 2, 3}
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-49, 1e-47, 1e-30])
 def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperature):
@@ -274,7 +296,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
     huge, tiny = np.array([-3e38, 3e38, 0, 1], np.float32), np.array([0, 1e-45, 0, 0], np.float32)
     for logits in (LOGITS, huge, tiny) if temperature < 1e-47 else (LOGITS, huge):
         for top_k in (0, 2):
-            assert choose(logits, temperature, top_k, generator, top_p=0.9, min_p=0.1) == 1
+            assert choose(logits, generator, temperature=temperature, top_k=top_k, top_p=0.9, min_p=0.1) == 1
 
 
 def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -362,13 +384,12 @@ def test_on_a_terminal_control_letters_are_escaped_and_elsewhere_bytes_are_exact
 
 def bad_files(folder: Path) -> dict[str, str]:
     (folder / "text.gguf").write_text("no model\n")
-    (folder / "empty.gguf").touch()
     with GGUFStream(folder / "mamba.gguf", "mamba", {}, []):
         pass
     write_model(folder / "words.gguf", LLAMA, {"tokenizer.ggml.model": "bert"})
     write_model(folder / "bare.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
     said = {"mamba.gguf": "'mamba'", "words.gguf": "'bert'", "bare.gguf": "tokenizer.ggml.tokens"}
-    return {name: name for name in ("none.gguf", "folder", "text.gguf", "empty.gguf")} | said
+    return {name: name for name in ("none.gguf", "text.gguf")} | said
 
 
 def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> None:
@@ -385,8 +406,24 @@ def test_the_command_refuses_what_is_no_model(tmp_path):
         assert_refused(command(str(tmp_path / name), "--tokens", "1"), message)
 
 
+def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("def \nnaïve\na\n")
+    arguments = [str(checkpoint), "--prompts", str(path), "--tokens", "4", "--temperature", "0", "--json"]
+    assert command(*arguments, "--batch", "2").stdout == command(*arguments).stdout
+
+
 @pytest.mark.parametrize(
-    "flags", ["--tokens -1", "--tokens many", "--colour red", "--temperature nan", "--top-p 1.5"]
+    "flags",
+    [
+        "--batch 2",
+        "--engine llamacpp --lora x",
+        "--tokens -1",
+        "--tokens many",
+        "--colour red",
+        "--temperature nan",
+        "--top-p 1.5",
+    ],
 )
 def test_the_command_refuses_bad_flags(checkpoint, flags):
     assert_refused(command(str(checkpoint), *flags.split()), flags.split()[0])

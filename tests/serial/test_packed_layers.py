@@ -11,9 +11,8 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
-from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.batch import BatchContext, Documents, Given
 from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
-from zero_mpi.nn.packed import Documents
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
 from zero_mpi.sharding.precision import BF16, FP32

@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType, dequantize
 
 from zero_mpi.ops import threads
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, SCALES, is_finite
 from zero_mpi.ops.packed_matrix import FEW, PackedMatrix, packs
 
 ROWS, BLOCKS = 70, 3
@@ -15,7 +15,7 @@ def some_matrix(name, rows=ROWS):
     """A packed matrix of random blocks with finite scales, and its values."""
     kind = BLOCK_KINDS[name]
     raw = np.random.default_rng(len(name)).integers(256, size=(rows, BLOCKS, kind.nbytes), dtype=np.uint8)
-    for low in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(name, (0, 2)):
+    for low in SCALES[name]:
         raw[..., low + 1] &= 0x3B  # float16 below 1
     raw = raw.reshape(rows, -1)
     return PackedMatrix(raw, name), dequantize(raw, GGMLQuantizationType[name])
@@ -57,11 +57,16 @@ def test_threads_share_the_rows():
 
 
 @pytest.mark.parametrize("scale", [np.inf, np.nan])
-def test_a_product_with_zeros_tells_values_that_are_not_finite(scale):
-    matrix, _ = some_matrix("Q4_1")
-    matrix.raw[5, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    y = matrix.linear(np.zeros((1, matrix.shape[1]), np.float32))
-    assert np.flatnonzero(~np.isfinite(y)).tolist() == [5]
+@pytest.mark.parametrize("name", PACKED)
+def test_scales_tell_values_that_are_not_finite(name, scale):
+    matrix, values = some_matrix(name)
+    assert is_finite(matrix.raw, name)
+    assert np.isfinite(values).all()
+    place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # in the second block of a row
+    matrix.raw[5, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    assert not is_finite(matrix.raw, name)
+    with np.errstate(all="ignore"):
+        assert not np.isfinite(dequantize(matrix.raw, GGMLQuantizationType[name])).all()
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("F32", (4, 32)), ("Q4_K", (4, 32)), ("Q8_0", (64,))])

@@ -1,11 +1,22 @@
-"""The `llama` architecture (Touvron et al., 2023), with the frequency factors of Llama 3."""
+"""The `llama` architecture and the relatives that differ from it in data alone.
+
+llama: Touvron et al., 2023, with the frequency factors of Llama 3. smollm3: Bakouch et al., 2025; every
+fourth block has no rotary positions and attends far back (Yang et al., "RoPE to NoRoPE and Back Again",
+2025). qwen2, qwen3 and qwen3moe (Yang et al., 2024 and 2025) have the other rotary order; Qwen2 has biases
+at q, k and v, Qwen3 normalizes q and k head by head. olmo2 and olmoe (Groeneveld et al., 2024; Muennighoff
+et al., 2024) normalize q and k over all heads; in olmo2 the output of a branch is normalized, its input is
+not, and the weights of olmoe's experts do not sum to 1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero_mpi.models.rotary import QKV_BIASES, RotaryModel
+import numpy as np
+
+from zero_mpi.errors import UsageError
+from zero_mpi.models.rotary import QKV_BIASES, UNSUPPORTED_KEYS, RotaryModel
 
 
 @dataclass(frozen=True)
@@ -17,3 +28,78 @@ class Llama(RotaryModel):
     takes_rope_factors: ClassVar[bool] = True
     may_have_experts: ClassVar[bool] = True
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"}
+
+
+@dataclass(frozen=True)
+class SmolLM3(RotaryModel):
+    """Sizes of a smollm3 model."""
+
+    arch: ClassVar[str] = "smollm3"
+    interleaved: ClassVar[bool] = True
+    unturned: ClassVar[int] = 4
+    rms_epsilon: float = float(np.float32(1e-6))
+
+
+@dataclass(frozen=True)
+class Qwen2(RotaryModel):
+    """Sizes of a qwen2 model."""
+
+    arch: ClassVar[str] = "qwen2"
+    interleaved: ClassVar[bool] = False
+    any_head_width: ClassVar[bool] = False
+    rms_epsilon: float = float(np.float32(1e-6))
+    biases: frozenset[str] = QKV_BIASES
+
+
+@dataclass(frozen=True)
+class Qwen3(RotaryModel):
+    """Sizes of a qwen3 model."""
+
+    arch: ClassVar[str] = "qwen3"
+    interleaved: ClassVar[bool] = False
+    head_norms: ClassVar[bool] = True
+    rms_epsilon: float = float(np.float32(1e-6))
+
+
+@dataclass(frozen=True)
+class Qwen3MoE(Qwen3):
+    """Sizes of a qwen3moe model; `feed_forward_length` is the width of an expert."""
+
+    arch: ClassVar[str] = "qwen3moe"
+    may_have_experts: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
+    expert_width: ClassVar[str] = "expert_feed_forward_length"
+
+
+@dataclass(frozen=True)
+class OLMo2(RotaryModel):
+    """Sizes of an olmo2 model."""
+
+    arch: ClassVar[str] = "olmo2"
+    interleaved: ClassVar[bool] = False
+    joint_norms: ClassVar[bool] = True
+    norms_before: ClassVar[bool] = False
+    norms_after: ClassVar[bool] = True
+    may_tie: ClassVar[bool] = False
+    any_head_width: ClassVar[bool] = False
+    refused: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, "attention.sliding_window")
+    rms_epsilon: float = float(np.float32(1e-6))
+
+
+@dataclass(frozen=True)
+class OLMoE(RotaryModel):
+    """Sizes of an olmoe model; each query head has a key/value head."""
+
+    arch: ClassVar[str] = "olmoe"
+    interleaved: ClassVar[bool] = False
+    joint_norms: ClassVar[bool] = True
+    may_tie: ClassVar[bool] = False
+    any_head_width: ClassVar[bool] = False
+    may_have_experts: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
+    normalized: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.head_count_kv != self.head_count:
+            found = f"--kv-heads {self.head_count_kv} (the GGUF key olmoe.attention.head_count_kv)"
+            raise UsageError(f"{found}: olmoe has as many as heads, {self.head_count}")

@@ -1,6 +1,6 @@
 """Layers: they have parameter names, a forward and a backward, but hold no arrays."""
 
-from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, SwiGLU
+from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
 from zero_mpi.nn.attention import (
     CausalAttention,
     FusedQKV,
@@ -12,7 +12,7 @@ from zero_mpi.nn.attention import (
     QKNorm,
     RoPE,
 )
-from zero_mpi.nn.batch import batch_of
+from zero_mpi.nn.batch import Packed, batch_of
 from zero_mpi.nn.compose import Chain, Recompute, Residual
 from zero_mpi.nn.embedding import Embedding, LearnedPositions
 from zero_mpi.nn.experts import Experts
@@ -20,9 +20,7 @@ from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Layer, Param, Stage, Tally, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import CrossEntropy, cross_entropy
-from zero_mpi.nn.multiply import Multiply
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
-from zero_mpi.nn.packed import Packed
 
 __all__ = [
     "GELU",

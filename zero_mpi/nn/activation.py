@@ -1,4 +1,4 @@
-"""GELU, and the gated projections of SwiGLU and GeGLU."""
+"""Elementwise layers: multiplication by a number, GELU, the gated projections of SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_mpi import ops
+from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
+
+
+class Multiply(AddsInForward):
+    """y = x * factor."""
+
+    backward_reads_params = False
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
+        return ops.scale(x, self.factor, residual), None
+
+    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
+        return ops.scale(dy, self.factor)
 
 
 class GELU(Layer):

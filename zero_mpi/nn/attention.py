@@ -17,12 +17,11 @@ import numpy as np
 
 from zero_mpi import device, ops
 from zero_mpi.device.arrays import namespace, side_by_side
-from zero_mpi.nn.batch import batch_of
+from zero_mpi.nn.batch import batch_of, first_in_window
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Weights
 from zero_mpi.nn.linear import Linear, Rows, rows_of
 from zero_mpi.nn.norm import RMSNorm
-from zero_mpi.nn.packed import first_in_window
 from zero_mpi.ops.elementary import cosines, power, sines
 
 
@@ -214,13 +213,17 @@ class RoPE(Layer):
         self.frequencies = Frequencies(base, factors, magnitude)
         self.interleaved, self.overwrites = interleaved, in_place
 
-    def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
-        q, k, v = qkv
-        stop = start + q.shape[1]
+    def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
+        """Return cosines and sines (positions, W / 2) for at least `stop` positions of q (..., D)."""
         rounded = 1 << (stop - 1).bit_length()  # generation asks for one more each time: few tables serve all
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never low
         on_gpu = device.is_cupy(q)
-        cos, sin = rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
+        return rope_table(rounded, self.width or q.shape[-1], self.frequencies, sign, kind, on_gpu)
+
+    def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
+        q, k, v = qkv
+        stop = start + q.shape[1]
+        cos, sin = self.table(stop, q, sign)
         found = batch_of(p).documents
         if found is not None:
             return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v
@@ -277,22 +280,11 @@ class CausalAttention(Layer):
         """Return y of the positions after `cache`; see `generation.infer`."""
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
-        keys, values = self._room(cache, k, v, stop)
+        keys, values = cache.room(self, k, v, stop)
         keys[:, start:stop], values[:, start:stop] = k, v
         return ops.causal_attention(
             q, keys[:, :stop], values[:, :stop], self.scale, self._begins(p, q, start)
         )[0]
-
-    def _room(self, cache: Cache, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
-        """Return this layer's cached keys and values, for at least `stop` positions; doubled when full."""
-        stored = cache.entries.get(id(self))
-        if stored is None or stored[0].shape[1] < stop:
-            grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
-            if stored is not None:
-                for new, old in zip(grown, stored, strict=True):
-                    new[:, : old.shape[1]] = old
-            stored = cache.entries[id(self)] = grown
-        return stored
 
 
 class MergeHeads(Layer):

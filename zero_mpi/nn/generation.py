@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_mpi.device.arrays import namespace
 from zero_mpi.nn.layer import Layer, Weights
 
 
@@ -15,6 +16,17 @@ class Cache:
 
     position: int = 0
     entries: dict[int, Any] = field(default_factory=dict)
+
+    def room(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
+        """Return arrays for `stop` keys and values of a layer like k and v (B, T, ...), with those stored."""
+        stored = self.entries.get(id(layer))
+        if stored is None or stored[0].shape[1] < stop:
+            grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
+            if stored is not None:
+                for new, old in zip(grown, stored, strict=True):
+                    new[:, : old.shape[1]] = old
+            stored = self.entries[id(layer)] = grown
+        return stored
 
 
 def infer(layer: Layer, p: Weights, x: Any, cache: Cache) -> Any:

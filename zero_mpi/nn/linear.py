@@ -57,23 +57,23 @@ class Linear(AddsInForward):
         self._params = {self.weight: Param(shape, std=std)}
         if self.bias:
             self._params[self.bias] = Param((outputs,), "zeros")
-        self._adapter: LowRank | None = None
+        self.adapter: LowRank | None = None
 
     def adapt(self, rank: int, scale: float, kind: str | None = None) -> None:
         """Add an adapter (a product of low rank), which may be trained while the matrix is frozen.
 
         kind: a type of blocks, to which the sum of the matrix and the product is rounded
         """
-        self._adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
+        self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
 
     def _matrix(self, p: Weights, part: slice) -> Any:
         """Return a part of the rows of W that is multiplied with."""
         w: Any = p[self.weight][part]
-        adapter = self._adapter
+        adapter = self.adapter
         return w if adapter is None or adapter.kind is None else adapter.merged(p, w, part)
 
     def params(self) -> dict[str, Param]:
-        return self._params if self._adapter is None else self._params | self._adapter.params()
+        return self._params if self.adapter is None else self._params | self.adapter.params()
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         return self.rows(p, x, ALL, residual), x
@@ -86,7 +86,7 @@ class Linear(AddsInForward):
         w = self._matrix(p, part)
         packed = isinstance(w, PackedMatrix)
         y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
-        return y if self._adapter is None else self._adapter.add_to(y, p, x, part, via)
+        return y if self.adapter is None else self.adapter.add_to(y, p, x, part, via)
 
     def _bias(self, p: Weights) -> Any:
         return p[self.bias] if self.bias else None
@@ -104,11 +104,11 @@ class Linear(AddsInForward):
         if self.bias and self.bias in g:
             ops.linear_backward_b(dy, g[self.bias][part])
         dx = via.linear_backward_x(dy, self._matrix(p, part), into)
-        return dx if self._adapter is None else self._adapter.backward(p, x, dy, g, dx, part, via)
+        return dx if self.adapter is None else self.adapter.backward(p, x, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""
-        if self._adapter is not None:
+        if self.adapter is not None:
             return self._adapted_loss(p, x, targets, scale, g)
         dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
         loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
@@ -116,7 +116,7 @@ class Linear(AddsInForward):
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
         """Return the loss without a backward; see `fusions.Head.evaluate`."""
-        if self._adapter is not None:
+        if self.adapter is not None:
             return self._adapted_loss(p, x, targets, scale, None)[0]
         weight, bias = p[self.weight], self._bias(p)
         return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]
@@ -143,15 +143,15 @@ class Rows:
     """
 
     def __init__(self, linear: Linear, start: int, stop: int) -> None:
-        self._linear, self._part = linear, slice(start, stop)
+        self.linear, self.part = linear, slice(start, stop)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         """Return (y, saved); see `Linear.forward`."""
-        return self._linear.rows(p, x, self._part), x
+        return self.linear.rows(p, x, self.part), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
         """Return dx; see `Linear.backward`."""
-        return self._linear.backward_of_rows(p, saved, dy, g, self._part, into)
+        return self.linear.backward_of_rows(p, saved, dy, g, self.part, into)
 
 
 def without_adapters(p: Weights) -> dict[str, Any]:

@@ -33,10 +33,10 @@ class LowRank:
     ) -> None:
         *stack, outputs, inputs = shape
         self.kind = kind
-        self._a, self._b, self._rank, self._scale = weight + FIRST, weight + SECOND, rank, scale
+        self.a, self.b, self._rank, self.scale = weight + FIRST, weight + SECOND, rank, scale
         self._params = {
-            self._a: Param((*stack, rank, inputs), std=inputs**-0.5),
-            self._b: Param((*stack, outputs, rank), "zeros"),
+            self.a: Param((*stack, rank, inputs), std=inputs**-0.5),
+            self.b: Param((*stack, outputs, rank), "zeros"),
         }
 
     def params(self) -> dict[str, Param]:
@@ -46,16 +46,16 @@ class LowRank:
     def merged(self, p: Weights, w: Any, part: slice) -> Any:
         """Return a part of the rows of the matrix, w, merged with the product and rounded to `kind`."""
         assert self.kind is not None, "an adapter that rounds"
-        return w if self._b not in p else merged(w, p[self._a], p[self._b][part], self._scale, self.kind)
+        return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
         """Return y (..., O) + s (x a^T) b^T for x (..., C), for a part of the O rows.
 
         Without b among the weights, or with it in the matrix, the product is left out.
         """
-        if self._b not in p or self.kind is not None:
+        if self.b not in p or self.kind is not None:
             return y
-        return via.linear(self._narrow(p, x, via), p[self._b][part], None, y)
+        return via.linear(self._narrow(p, x, via), p[self.b][part], None, y)
 
     def backward(
         self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
@@ -64,22 +64,22 @@ class LowRank:
 
         x a^T is recomputed, at R / O of the layer's matmul cost.
         """
-        if self._b in g:
-            via.linear_backward_w(dy, self._narrow(p, x, via), g[self._b][part])
-        narrow = self._scaled(via.linear_backward_x(dy, p[self._b][part]))
-        if self._a in g:
-            via.linear_backward_w(narrow, x, g[self._a])
-        return dx if self.kind is not None else via.linear_backward_x(narrow, p[self._a], dx)
+        if self.b in g:
+            via.linear_backward_w(dy, self._narrow(p, x, via), g[self.b][part])
+        narrow = self._scaled(via.linear_backward_x(dy, p[self.b][part]))
+        if self.a in g:
+            via.linear_backward_w(narrow, x, g[self.a])
+        return dx if self.kind is not None else via.linear_backward_x(narrow, p[self.a], dx)
 
     def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
         """Return s x a^T (..., R)."""
-        return self._scaled(via.linear(x, p[self._a]))
+        return self._scaled(via.linear(x, p[self.a]))
 
     def _scaled(self, x: Any) -> Any:
         """Return s x (..., R), computed as a matrix product: every device and dtype supports it."""
-        if self._scale == 1:
+        if self.scale == 1:
             return x
-        return ops.linear(x, diagonal(self._rank, self._scale, x.dtype, device.home_of(x)))
+        return ops.linear(x, diagonal(self._rank, self.scale, x.dtype, device.home_of(x)))
 
 
 def product(b: Any, a: Any) -> Any:

@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from zero_mpi.device.types import Array
+
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 RARE = (  # an older package gguf lacks some
@@ -38,3 +40,13 @@ BLOCK_KINDS = {
     for name in (*PLAIN, *PACKED, *RARE)
     if name in GGMLQuantizationType.__members__
 }
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+SCALES |= {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""The places of float16 numbers in a block of `PACKED`: its elements are finite if these are."""
+
+
+def is_finite(raw: Array, kind: str) -> bool:
+    """Return whether the elements of full blocks of a kind of `PACKED`, bytes, are finite."""
+    step = BLOCK_KINDS[kind].nbytes
+    blocks = np.ascontiguousarray(raw).reshape(-1, step)
+    return all(np.isfinite(blocks[:, at : at + 2].copy().view(np.float16)).all() for at in SCALES[kind])

@@ -45,9 +45,11 @@ class PackedMatrix:
             ops.dequantize(self.raw.reshape(-1), self.kind, w.reshape(-1))
             return ops.linear(x, w, b, plus)
         from zero_mpi.ops.cpu.crew import crew
+        from zero_mpi.ops.cpu.decode import instructions, product
 
         y = recycled((*x.shape[:-1], self.shape[0]), x.dtype)
-        crew().multiply(self.raw, self.kind, x.reshape(count, -1), y.reshape(count, -1))
+        program = instructions([product(self, np.ascontiguousarray(x), y)])
+        crew().run(program, np.zeros(count, np.int64))
         for more in (b, plus):
             if more is not None:
                 y += more

@@ -8,10 +8,9 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.batch import BatchContext, Documents, Given, Packed
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
-from zero_mpi.nn.packed import Documents, Packed
 from zero_mpi.telemetry import spans
 
 

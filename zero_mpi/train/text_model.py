@@ -7,7 +7,7 @@ is full the newest half of it is read again, and generation goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.models.lora import is_adapter
-from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
+from zero_mpi.ops.block_kinds import is_finite
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
 # Below this only the most likely token is ever drawn: two different float32 logits differ by at least 1e-45.
@@ -29,10 +30,10 @@ COLDEST = 1e-48
 
 def choose(
     logits: Array,
-    temperature: float,
-    top_k: int,
     generator: np.random.Generator,
     *,
+    temperature: float = 0.8,
+    top_k: int = 40,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> int:
@@ -87,10 +88,11 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
         raw = np.empty(spec.nbytes, np.uint8)
         file.read_bytes(name, 0, raw)
         weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
-        looked_at = weight.linear(np.zeros((1, spec.shape[1]), np.float32))  # 0 times infinity is NaN
+        finite = is_finite(raw, spec.type.name)
     else:
-        weight = looked_at = file.tensor(name)
-    if not np.isfinite(looked_at).all():
+        weight = file.tensor(name)
+        finite = bool(np.isfinite(weight).all())
+    if not finite:
         raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
     return weight
 
@@ -119,38 +121,36 @@ class TextModel:
 
     def reset(self) -> None:
         """Forget all earlier positions."""
-        self.cache, self.ids = Cache(), list[int]()
+        self.decoder, self.ids = Decoder(self.stages, self.weights), list[int]()
+
+    def _finite(self, outputs: Array) -> Array:
+        """Return outputs; raise UsageError unless they are finite."""
+        if not np.isfinite(outputs).all():
+            raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
+        return outputs
 
     def logits(self, ids: Sequence[int] | Array) -> Array:
         """Return logits (T, V) of the positions of `ids` (T,), which follow the positions given before.
 
         Raises ValueError beyond the model's context.
         """
-        x = np.asarray(ids, np.int64)[None]
-        end = self.cache.position + x.shape[1]
+        end = self.decoder.cache.position + len(ids)
         if end > self.config.context_length:
             raise ValueError(f"{end} positions exceed the context of {self.config.context_length}")
         with np.errstate(all="ignore"):  # overflow is reported below
-            for stage in self.stages:
-                x = infer(stage.layer, self.weights, x, self.cache)
-        if not np.isfinite(x).all():
-            raise UsageError(f"{self.file.path}: the model's output is not finite: its weights are damaged")
-        self.cache.position = end
+            x = self._finite(self.decoder.read(np.asarray(ids, np.int64)))
         self.ids += np.asarray(ids).tolist()
-        return x[0]
+        return x
 
     def generate(
         self,
         prompt: Sequence[int] | Array,
         tokens: int,
         *,
-        temperature: float = 0.8,
-        top_k: int = 40,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int = 0,
+        **draw: Any,
     ) -> Iterator[int]:
-        """Yield `tokens` ids that continue `prompt` (at least one id), drawn as `sampling.choose` does.
+        """Yield `tokens` ids that continue `prompt` (at least one id), drawn as `choose` does by `draw`.
 
         If a prompt begins with all that the model has read so far, as the next turn of a conversation does,
         only the rest is read.
@@ -166,11 +166,51 @@ class TextModel:
             known = 0
         waiting = history[-max(1, room // 2) :] if len(history) > room else history[known:]
         for _ in range(tokens):
-            if self.cache.position + len(waiting) > room:
+            if self.decoder.cache.position + len(waiting) > room:
                 self.reset()
                 waiting = history[-max(1, room // 2) :]
             logits = self.logits(waiting)[-1]
-            chosen = choose(logits, temperature, top_k, generator, top_p=top_p, min_p=min_p)
+            chosen = choose(logits, generator, **draw)
             history.append(chosen)
             waiting = [chosen]
             yield chosen
+
+    def generate_each(
+        self,
+        prompts: Sequence[Sequence[int] | Array],
+        tokens: int,
+        ends: Collection[int] = (),
+        *,
+        seed: int = 0,
+        **draw: Any,
+    ) -> list[list[int]]:
+        """Return what `generate` yields for each prompt, up to and with the first id of `ends`.
+
+        All are computed at the same time, if the model can and their context is long enough.
+        """
+        rows = [np.asarray(prompt, np.int64) for prompt in prompts]
+        room = max(map(len, rows)) + tokens <= self.config.context_length and min(map(len, rows)) > 0
+        try:
+            batch = Batch(self.stages, self.weights, rows, tokens) if room else None
+        except Unrecorded:
+            batch = None
+        found: list[list[int]] = [[] for _ in rows]
+        if batch is None:
+            for ids, prompt in zip(found, prompts, strict=True):
+                for token in self.generate(prompt, tokens, seed=seed, **draw):
+                    ids.append(token)
+                    if token in ends:
+                        break
+            return found
+        generators = [np.random.default_rng(seed) for _ in rows]
+        for _ in range(tokens):
+            chosen = [
+                choose(*each, **draw) for each in zip(self._finite(batch.outputs), generators, strict=True)
+            ]
+            for ids, token in zip(found, chosen, strict=True):
+                if not ids or ids[-1] not in ends:
+                    ids.append(token)
+            if all(ids[-1] in ends for ids in found):
+                break
+            batch.read(np.array(chosen))
+        return found

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.weights import open_merged
@@ -31,6 +32,8 @@ from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
 from zero_mpi.train.text_model import TextModel
 
+DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
+ENGINES = ("own", "llamacpp")
 STOP, LENGTH = "stop", "length"  # reasons for the end of an answer, as most servers name them
 
 
@@ -47,28 +50,42 @@ class Reply:
 class Speaker:
     """Model with its tokenizer, and the flags by which the next token is drawn."""
 
-    model: TextModel
+    model: Any  # a TextModel, or that of another engine
     tokenizer: Tokenizer
     options: argparse.Namespace
 
+    @property
+    def draw(self) -> dict[str, Any]:
+        """The flags that say how tokens are drawn."""
+        return {name: getattr(self.options, name) for name in DRAW}
+
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
         """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
-        options, pieces = self.options, list[bytes]()
-        ids = self.model.generate(
-            prompt,
-            options.tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
-        )
-        for token in ids:
+        pieces = list[bytes]()
+        for token in self.model.generate(prompt, self.options.tokens, **self.draw):
             if token in self.tokenizer.ends:
                 return Reply(b"".join(pieces), len(pieces), STOP)
             pieces.append(self.tokenizer.decode([token]))
             say(pieces[-1])
         return Reply(b"".join(pieces), len(pieces), LENGTH)
+
+    def answers(self, prompts: Sequence[Array]) -> list[Reply]:
+        """Return the continuations of several prompts, computed at the same time."""
+        found = list[Reply]()
+        ends = self.tokenizer.ends
+        for ids in self.model.generate_each(prompts, self.options.tokens, ends, **self.draw):
+            stopped = bool(ids) and ids[-1] in ends
+            text = b"".join(self.tokenizer.decode([token]) for token in ids[: len(ids) - stopped])
+            found.append(Reply(text, len(ids) - stopped, STOP if stopped else LENGTH))
+        return found
+
+
+class LlamaCppSpeaker(Speaker):
+    """Speaker whose model is a `LlamaCpp`."""
+
+    def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
+        """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
+        return Reply(*self.model.answer(prompt, self.options.tokens, self.draw, say))
 
 
 Message = dict[str, str]
@@ -123,7 +140,26 @@ def make_parser() -> Parser:
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
     parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON lines")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="prompts of --prompts to answer at once (default: 1)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="own",
+        help="program that computes: zero_mpi (own), or llama.cpp from the package xllamacpp",
+    )
     parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens to generate")
+    add_draw(parser)
+    return parser
+
+
+def add_draw(parser: Parser) -> None:
+    """Add the flags that say how a token is drawn."""
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="sampling temperature; 0: always the most likely token"
     )
@@ -137,7 +173,6 @@ def make_parser() -> Parser:
         "--min-p", type=float, default=0.0, help="then from tokens with at least X times the best probability"
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed for sampling")
-    return parser
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -145,15 +180,15 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     check(options)
     ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
-    model = TextModel(open_merged(options.model, options.lora))
-    tokenizer = with_template(tokenizer_of(model.file, model.config), options.chat_template)
-    speaker = Speaker(model, tokenizer, options)
+    speaker = open_speaker(options)
+    tokenizer = speaker.tokenizer
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
-        if template is None:
+        if options.batch > 1:
+            tell_in_batches(speaker, template)
+        elif template is None:
             for number, prompt in enumerate(prompts(options)):
-                said = prompt.encode("utf-8", "surrogateescape")
-                tell(speaker, number, prompt, said, tokenizer.encode_prompt(prompt))
+                tell(speaker, number, prompt, as_bytes(prompt), tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
     except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
@@ -170,10 +205,32 @@ def talk(speaker: Speaker, template: ChatTemplate) -> None:
         conversation.answered(tell(speaker, number, prompt, b"", conversation.asked(prompt)))
 
 
-def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -> Reply:
-    """Print one answer in the requested form; an empty line stands before all but the first."""
+def tell_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
+    """Print the answers to all prompts of a file, `--batch` of them computed at the same time."""
+    waiting, options = list(prompts(speaker.options)), speaker.options
+    for start in range(0, len(waiting), options.batch):
+        part, ids = waiting[start : start + options.batch], list[Array]()
+        for prompt in part:
+            if template is None:
+                ids.append(speaker.tokenizer.encode_prompt(prompt))
+            else:
+                ids.append(Chat(template, speaker.tokenizer, options.system).asked(prompt))
+        for i, answer in enumerate(speaker.answers(ids)):
+            first = b"" if template else as_bytes(part[i])
+            tell(speaker, start + i, part[i], first, ids[i], answer)
+
+
+def as_bytes(prompt: str) -> bytes:
+    """Return the bytes of a prompt as it was given."""
+    return prompt.encode("utf-8", "surrogateescape")
+
+
+def tell(
+    speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array, ready: Reply | None = None
+) -> Reply:
+    """Print one answer, `ready` or computed now, in the requested form; an empty line separates answers."""
     if speaker.options.json:
-        answer = speaker.answer(ids, lambda piece: None)
+        answer = ready or speaker.answer(ids, lambda piece: None)
         texts = {"prompt": prompt, "text": answer.text.decode("utf-8", "replace")}
         about = {"tokens": answer.tokens, "finish_reason": answer.finish_reason}
         write_bytes(json.dumps(texts | about).encode() + b"\n")
@@ -181,9 +238,24 @@ def tell(speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array) -
     write = escaping(write_bytes) if sys.stdout.isatty() else write_bytes
     write_bytes(b"\n" if number else b"")
     write(first)
-    answer = speaker.answer(ids, write)
+    if ready:
+        write(ready.text)
+    answer = ready or speaker.answer(ids, write)
     write(b"\n")
     return answer
+
+
+def open_speaker(options: argparse.Namespace) -> Speaker:
+    """Return the model of the flags, computed by the engine that they name."""
+    model: Any
+    kind = Speaker
+    if options.engine == "own":
+        model = TextModel(open_merged(options.model, options.lora))
+    else:
+        from zero_mpi.commands.generate.llamacpp import LlamaCpp
+
+        model, kind = LlamaCpp(options.model), LlamaCppSpeaker
+    return kind(model, with_template(tokenizer_of(model.file, model.config), options.chat_template), options)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -193,7 +265,11 @@ def check(options: argparse.Namespace) -> None:
     for name in ("system", *OF_TEMPLATES):
         if getattr(options, name) is not None and not options.chat:
             raise UsageError(f"--{name.replace('_', '-')} needs a conversation: add --chat")
-    for name in ("tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
+    if options.batch > 1 and (options.prompts is None or options.engine != "own"):
+        raise UsageError(f"--batch {options.batch} needs --prompts, and --engine own")
+    if options.engine != "own" and options.lora is not None:
+        raise UsageError(f"--engine {options.engine}: --lora is not supported; export a merged model first")
+    for name in ("tokens", "batch", *DRAW):
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if not value >= 0:
             raise UsageError(f"{flag} {value}: expected at least 0")

@@ -19,19 +19,31 @@ from numba.extending import intrinsic
 from zero_mpi.device.types import Array
 from zero_mpi.ops import ggml, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, RARE
-from zero_mpi.ops.cpu.jit import LOW, WORD, alike, bits, kernel, nearest_low
+from zero_mpi.ops.cpu.jit import (
+    BYTE,
+    ELEMENTS,
+    HALF,
+    LOW,
+    PLACE,
+    PLACES,
+    SINGLE,
+    SINGLES,
+    SIXTEEN,
+    WORD,
+    alike,
+    bits,
+    constant,
+    emitted,
+    kernel,
+    loaded,
+    nearest_low,
+    stored,
+)
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
 
-LANES = 16
-BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
-BYTES, WORDS, SINGLES = (ir.VectorType(element, LANES) for element in (BYTE, WORD, SINGLE))
+BYTES = ir.VectorType(BYTE, ELEMENTS)
 TOTALS = 4  # sums of a row that grow side by side, since an addition takes four cycles
-
-
-def words(number: int) -> Any:
-    """Return sixteen words of one number."""
-    return ir.Constant(WORDS, [number] * LANES)
 
 
 class Block:
@@ -41,10 +53,7 @@ class Block:
         self.builder, self._place = builder, place
 
     def _read(self, at: int, kind: Any) -> Any:
-        place = self.builder.add(self._place, PLACE(at))
-        found = self.builder.load(self.builder.inttoptr(place, kind.as_pointer()))
-        found.align = 1
-        return found
+        return loaded(self.builder, self.builder.add(self._place, PLACE(at)), kind)
 
     def byte(self, at: int) -> Any:
         """Return a byte as a word."""
@@ -66,13 +75,13 @@ class Block:
     def sixteen(self, at: int, shift: int = 0, mask: int = 255) -> Any:
         """Return sixteen bytes as words, shifted to the right and masked."""
         found = self._read(at, BYTES)
-        found = self.builder.lshr(found, ir.Constant(BYTES, [shift] * LANES)) if shift else found
-        found = self.builder.and_(found, ir.Constant(BYTES, [mask] * LANES)) if mask < 255 else found
-        return self.builder.zext(found, WORDS)
+        found = self.builder.lshr(found, ir.Constant(BYTES, [shift] * ELEMENTS)) if shift else found
+        found = self.builder.and_(found, ir.Constant(BYTES, [mask] * ELEMENTS)) if mask < 255 else found
+        return self.builder.zext(found, SIXTEEN)
 
     def scaled(self, whole: Any, factor: Any, least: Any = None) -> Any:
         """Return words with signs as float32 times a factor, plus a minimum if there is one."""
-        b, spread = self.builder, ir.Constant(WORDS, [0] * LANES)
+        b, spread = self.builder, ir.Constant(SIXTEEN, [0] * ELEMENTS)
 
         def all_lanes(number: Any) -> Any:
             first = b.insert_element(ir.Constant(SINGLES, ir.Undefined), number, WORD(0))
@@ -83,7 +92,7 @@ class Block:
 
     def with_bits(self, low: Any, high: Any, place: int) -> Any:
         """Return words with more bits put in from a place on."""
-        return self.builder.or_(low, self.builder.shl(high, words(place)))
+        return self.builder.or_(low, self.builder.shl(high, constant(place)))
 
     def times(self, factor: Any, whole: Any) -> Any:
         """Return a float32 times a word."""
@@ -97,26 +106,26 @@ class Block:
 def plain_8(x: Block) -> list[Any]:
     """Q8_0: a scale, 32 signed bytes."""
     b, d = x.builder, x.half(0)
-    return [x.scaled(b.sext(x._read(at, BYTES), WORDS), d) for at in (2, 18)]
+    return [x.scaled(b.sext(x._read(at, BYTES), SIXTEEN), d) for at in (2, 18)]
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
     """Q4_0 and Q4_1: a scale, a minimum if it has one, 16 bytes: low halves before high ones."""
     d, (least, start) = x.half(0), (x.half(2), 4) if has_least else (None, 2)
     whole = [x.sixteen(start, shift, 15) for shift in (0, 4)]
-    return [x.scaled(q if has_least else x.builder.sub(q, words(8)), d, least) for q in whole]
+    return [x.scaled(q if has_least else x.builder.sub(q, constant(8)), d, least) for q in whole]
 
 
 def five_bits(x: Block, has_least: bool) -> list[Any]:
     """Q5_0 and Q5_1: as with four bits, and the fifth bits in four bytes before them."""
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
-    first = b.insert_element(ir.Constant(WORDS, ir.Undefined), x._read(start, WORD), WORD(0))
-    tops = b.shuffle_vector(first, ir.Constant(WORDS, ir.Undefined), words(0))
+    first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
+    tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
     found = []
     for shift in (0, 4):
-        lanes = ir.Constant(WORDS, [4 * shift + lane for lane in range(LANES)])
-        q = x.with_bits(x.sixteen(start + 4, shift, 15), b.and_(b.lshr(tops, lanes), words(1)), 4)
-        found.append(x.scaled(q if has_least else b.sub(q, words(16)), d, least))
+        lanes = ir.Constant(SIXTEEN, [4 * shift + lane for lane in range(ELEMENTS)])
+        q = x.with_bits(x.sixteen(start + 4, shift, 15), b.and_(b.lshr(tops, lanes), constant(1)), 4)
+        found.append(x.scaled(q if has_least else b.sub(q, constant(16)), d, least))
     return found
 
 
@@ -138,8 +147,8 @@ def three_bits(x: Block) -> list[Any]:
         high = x.part(x.byte(104 + (j & 3)), 2 * (j >> 2), 3)
         scale = b.sub(b.or_(low, b.shl(high, WORD(4))), WORD(32))
         whole = x.sixteen(32 + 32 * (j >> 3) + 16 * (j & 1), 2 * ((j >> 1) & 3), 3)
-        whole = x.with_bits(whole, b.and_(x.sixteen(16 * (j & 1), j >> 1), words(1)), 2)
-        found.append(x.scaled(b.sub(whole, words(4)), x.times(d, scale)))
+        whole = x.with_bits(whole, b.and_(x.sixteen(16 * (j & 1), j >> 1), constant(1)), 2)
+        found.append(x.scaled(b.sub(whole, constant(4)), x.times(d, scale)))
     return found
 
 
@@ -154,10 +163,10 @@ def scaled_bits(x: Block, has_fifth: bool) -> list[Any]:
             scale = b.or_(x.part(both, 0, 15), b.shl(x.part(x.byte(j), 6, 3), WORD(4)))
             minimum = b.or_(x.part(both, 4, 15), b.shl(x.part(x.byte(4 + j), 6, 3), WORD(4)))
         dl, ml = x.times(d, scale), x.times(least, minimum)
-        for i in (0, LANES):
+        for i in (0, ELEMENTS):
             whole = x.sixteen((48 if has_fifth else 16) + 32 * (j >> 1) + i, 4 * (j & 1), 15)
             if has_fifth:
-                whole = x.with_bits(whole, b.and_(x.sixteen(16 + i, j), words(1)), 4)
+                whole = x.with_bits(whole, b.and_(x.sixteen(16 + i, j), constant(1)), 4)
             found.append(x.scaled(whole, dl, ml))
     return found
 
@@ -168,8 +177,8 @@ def six_bits(x: Block) -> list[Any]:
     for j in range(16):
         half, place = j >> 3, 16 * (j & 7)
         low = x.sixteen(64 * half + (place & 63), 4 * (place >> 6), 15)
-        high = b.and_(x.sixteen(128 + 32 * half + (place & 31), 2 * (place >> 5)), words(3))
-        whole = b.sub(x.with_bits(low, high, 4), words(32))
+        high = b.and_(x.sixteen(128 + 32 * half + (place & 31), 2 * (place >> 5)), constant(3))
+        whole = b.sub(x.with_bits(low, high, 4), constant(32))
         found.append(x.scaled(whole, b.fmul(d, x.signed(192 + j))))
     return found
 
@@ -206,63 +215,57 @@ def each_block(
     builder.position_at_end(after)
 
 
-def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int, element: Any) -> Any:
-    """Return a pointer to the sixteen elements `step` after the `nbytes` of each earlier block."""
-    place = builder.add(start, builder.add(builder.mul(index, PLACE(nbytes)), PLACE(step)))
-    return builder.inttoptr(place, ir.VectorType(element, LANES).as_pointer())
+def place_of(builder: Any, start: Any, index: Any, step: int, nbytes: int) -> Any:
+    """Return the address `step` bytes after the `nbytes` of each earlier block."""
+    return builder.add(start, builder.add(builder.mul(index, PLACE(nbytes)), PLACE(step)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, low: Any) -> Any:
     """Write the elements of blocks at an address to another one, as float32 or as `low`, bfloat16."""
+    narrows = low == LOW
+    width = 2 if narrows else 4
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        number, raw, out, blocks, _ = values
-        narrow = signature.args[4] == LOW
-        element, width = (HALF, 2) if narrow else (SINGLE, 4)
-
+    def emit(builder: Any, number: Any, raw: Any, out: Any, blocks: Any, _: Any) -> None:
         def write(elements: int, index: Any, vectors: list[Any]) -> None:
             for at, vector in enumerate(vectors):
-                if narrow:
-                    near = nearest_low(builder, vector, WORDS, words)
-                    vector = builder.trunc(near, ir.VectorType(HALF, LANES))
-                place = place_of(builder, out, index, at * LANES * width, elements * width, element)
-                builder.store(vector, place).align = 1
+                if narrows:
+                    near = nearest_low(builder, vector, SIXTEEN, constant)
+                    vector = builder.trunc(near, ir.VectorType(HALF, ELEMENTS))
+                stored(
+                    builder, vector, place_of(builder, out, index, at * ELEMENTS * width, elements * width)
+                )
 
         each_block(builder, number, raw, blocks, write)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64, low), codegen
+    return emitted(types.void(PLACES, PLACES, PLACES, PLACES, low), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
     """Return the sum of blocks at an address times float32 at another one."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        number, raw, x, blocks = values
+    def emit(builder: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any:
         totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(TOTALS)]
         for total in totals:
-            builder.store(ir.Constant(SINGLES, [0.0] * LANES), total)
+            builder.store(ir.Constant(SINGLES, [0.0] * ELEMENTS), total)
 
         def add(elements: int, index: Any, vectors: list[Any]) -> None:
             for at, vector in enumerate(vectors):
-                place = place_of(builder, x, index, at * LANES * 4, elements * 4, SINGLE)
-                factor = builder.load(place)
-                factor.align = 4
-                product = builder.fmul(vector, factor, flags=["contract"])
+                place = place_of(builder, x, index, at * ELEMENTS * 4, elements * 4)
+                product = builder.fmul(vector, loaded(builder, place, SINGLES, 4), flags=["contract"])
                 total = totals[at % TOTALS]
                 builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
 
         each_block(builder, number, raw, blocks, add)
         first, second, third, fourth = (builder.load(total) for total in totals)
         vector = builder.fadd(builder.fadd(first, second), builder.fadd(third, fourth))
-        lanes = [builder.extract_element(vector, WORD(lane)) for lane in range(LANES)]
+        lanes = [builder.extract_element(vector, WORD(lane)) for lane in range(ELEMENTS)]
         while len(lanes) > 1:
             lanes = [builder.fadd(*pair) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
         return lanes[0]
 
-    return types.float32(types.int64, types.int64, types.int64, types.int64), codegen
+    return emitted(types.float32(PLACES, PLACES, PLACES, PLACES), emit)
 
 
 @kernel("u1 e1+ i i", liberties=False)

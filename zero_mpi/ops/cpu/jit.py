@@ -161,6 +161,41 @@ def matrix(x: Array) -> Array:
     return bits(y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
 
 
+# ------------------------------------------------------------------- code that kernels emit as LLVM's own
+
+BYTE, HALF, PLACE, SINGLE = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.FloatType()
+ELEMENTS = 16  # of a vector
+SIXTEEN, SINGLES = ir.VectorType(WORD, ELEMENTS), ir.VectorType(SINGLE, ELEMENTS)
+PLACES = types.int64  # the type of addresses and counts in kernels
+
+
+def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
+    """Return an intrinsic of a signature: emit(builder, values) emits its code and returns its result."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = emit(builder, *values)
+        return context.get_dummy_value() if found is None else found
+
+    return signature, codegen
+
+
+def constant(number: int) -> Any:
+    """Return sixteen words of one number."""
+    return ir.Constant(SIXTEEN, [number] * ELEMENTS)
+
+
+def loaded(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
+    """Load a value of an LLVM type from an address."""
+    found = builder.load(builder.inttoptr(place, kind.as_pointer()))
+    found.align = align
+    return found
+
+
+def stored(builder: Any, value: Any, place: Any) -> None:
+    """Write a value to an unaligned address."""
+    builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 1
+
+
 # ---------------------------------------------------------------------------------- inside of kernels
 
 

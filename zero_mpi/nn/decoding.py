@@ -1,0 +1,287 @@
+"""Generation of one position per sequence without Python between the layers.
+
+`Program` follows the layers of a model once and records what they compute as instructions of
+`ops.cpu.decode`; a position is then one call. It knows the layers in `RECORDED`: a model with others
+generates by `infer` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device, ops
+from zero_mpi.device.arrays import address
+from zero_mpi.device.types import Array
+from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
+from zero_mpi.nn.attention import (
+    CausalAttention,
+    FusedQKV,
+    JointQKNorm,
+    JointQKV,
+    MergeHeads,
+    ProjectQKV,
+    QKNorm,
+    RoPE,
+)
+from zero_mpi.nn.compose import Chain, Residual
+from zero_mpi.nn.embedding import Embedding, LearnedPositions
+from zero_mpi.nn.generation import Cache, infer
+from zero_mpi.nn.layer import Layer, Stage, Weights
+from zero_mpi.nn.linear import ALL, Linear, Rows, rows_of
+from zero_mpi.nn.low_rank import LowRank
+from zero_mpi.nn.norm import LayerNorm, RMSNorm
+from zero_mpi.ops.packed_matrix import PackedMatrix
+
+
+class Decoder:
+    """Outputs of a model for one sequence of tokens, with a cache of earlier positions."""
+
+    def __init__(self, stages: Sequence[Stage], p: Weights) -> None:
+        self.stages, self.p, self.cache = stages, p, Cache()
+        self.program: Program | None = None
+        self._records = ops.compiles() and device.in_use() is device.HOST
+
+    def read(self, ids: Array) -> Array:
+        """Return outputs (T, V) for ids (T,) at the positions after those in the cache."""
+        program = self._recorded() if len(ids) == 1 and self.cache.position else None
+        if program is None:
+            y: Any = ids[None]
+            for stage in self.stages:
+                y = infer(stage.layer, self.p, y, self.cache)
+            y = y[0]
+        else:
+            y = program.run(ids, np.array([self.cache.position])).copy()
+        self.cache.position += len(ids)
+        return y
+
+    def _recorded(self) -> Program | None:
+        """Return a program with room for one more position; None for a model that has none."""
+        position = self.cache.position
+        if self._records and (self.program is None or self.program.capacity <= position):
+            try:
+                self.program = Program(self, self.cache, 1 << position.bit_length())
+            except Unrecorded:
+                self._records = False
+        return self.program
+
+
+class Batch:
+    """Several sequences that begin with `prompts` and grow by one token each at a time, by `tokens` at most.
+
+    Raises Unrecorded for a model without a program.
+    """
+
+    def __init__(self, stages: Sequence[Stage], p: Weights, prompts: Sequence[Array], tokens: int) -> None:
+        readers = [Decoder(stages, p) for _ in prompts]
+        self.outputs = np.stack([reader.read(ids)[-1] for reader, ids in zip(readers, prompts, strict=True)])
+        self._positions = np.array([reader.cache.position for reader in readers])
+        capacity, cache = int(self._positions.max()) + tokens, Cache()
+        for layer in readers[0].cache.entries:
+            found = [reader.cache.entries[layer] for reader in readers]
+            cache.entries[layer] = tuple(joined(each, capacity) for each in zip(*found, strict=True))
+        self._program = Program(readers[0], cache, capacity, len(prompts))
+
+    def read(self, ids: Array) -> Array:
+        """Return outputs (B, V) for the next token (B,) of each sequence; the next call overwrites them."""
+        self.outputs = self._program.run(ids, self._positions)
+        self._positions += 1
+        return self.outputs
+
+
+def joined(stored: Sequence[Array], capacity: int) -> Array:
+    """Return arrays (1, positions, ...) of several sequences as one (B, capacity, ...)."""
+    found = np.zeros((len(stored), capacity, *stored[0].shape[2:]), stored[0].dtype)
+    for new, old in zip(found, stored, strict=True):
+        count = min(capacity, old.shape[1])
+        new[:count] = old[0, :count]
+    return found
+
+
+class Unrecorded(Exception):
+    """A layer or an array that no instruction computes with."""
+
+
+class Program:
+    """Instructions of a model, for sequences of up to `capacity` positions in `cache`."""
+
+    def __init__(self, model: Decoder, cache: Cache, capacity: int, sequences: int = 1) -> None:
+        from zero_mpi.ops.cpu import decode
+
+        self.code, self.p, self.cache = decode, model.p, cache
+        self.capacity, self.sequences = capacity, sequences
+        self._steps = list[list[list[int]]]()
+        self._kept = list[Any]()  # arrays of which instructions have the addresses
+        self._buffers: dict[tuple[int, int, int], Array] = {}
+        self.first: tuple[Embedding, Array] | None = None
+        x: Any = None
+        for number, stage in enumerate(model.stages):  # a stage's buffers are used again two stages later
+            self._turn, self._taken = number % 2, 0
+            x = self.record(stage.layer, x)
+        self._outputs, self._code = x, decode.instructions(*self._steps)
+
+    def run(self, ids: Array, positions: Array) -> Array:
+        """Return the outputs (B, V) of tokens (B,) at positions (B,); the next call overwrites them."""
+        from zero_mpi.ops.cpu.crew import crew
+
+        assert self.first is not None
+        embedding, x = self.first
+        x[...] = embedding.forward(self.p, ids)[0]
+        crew().run(self._code, positions)
+        return self._outputs
+
+    def record(self, layer: Layer, x: Any) -> Any:
+        """Record a layer and return its output; raise Unrecorded."""
+        if type(layer) not in RECORDED:
+            raise Unrecorded(type(layer).__name__)
+        return RECORDED[type(layer)](self, layer, x)
+
+    def buffer(self, *shape: int) -> Array:
+        """Return an array (B, ...) for results of the stage."""
+        self._taken += 1
+        key = self._turn, self._taken, int(np.prod(shape))
+        found = self._buffers.setdefault(key, np.zeros((self.sequences, key[2]), np.float32))
+        return found.reshape(self.sequences, *shape)
+
+    def place(self, x: Any) -> int:
+        """Return the address of an array, or of a number as float32, and keep it."""
+        array = x if isinstance(x, np.ndarray) else np.asarray(x, np.float32)
+        if array.dtype != np.float32 or not array.flags.c_contiguous:
+            raise Unrecorded(f"an array of {array.dtype}")
+        self._kept.append(array)
+        return address(array)
+
+    def step(self, *lines: list[int]) -> None:
+        """Add instructions that may be computed at the same time: operation, parts, x, y, ..."""
+        self._steps.append(list(lines))
+
+    def combine(self, operation: int, x: Array, other: Any, rows: int = 0) -> Array:
+        """Record an operation element by element; `rows` as in `decode.combine`."""
+        y = self.buffer(*x.shape[1:])
+        self.step([operation, 1, address(x), address(y), x[0].size, self.place(other), rows])
+        return y
+
+    def products(self, given: Sequence[tuple[Any, Array]]) -> list[Array]:
+        """Record products W x of pairs (W, x) that do not depend on each other."""
+        found = [self.buffer(w.shape[0]) for w, _ in given]
+        for w, _ in given:
+            self._kept.append(w) if isinstance(w, PackedMatrix) else self.place(w)
+        self.step(*(self.code.product(w, x, y) for (w, x), y in zip(given, found, strict=True)))
+        return found
+
+    def project(self, layers: Sequence[Linear | Rows], x: Array) -> list[Array]:
+        """Record linear layers of one input."""
+        parts = [(each, ALL) if isinstance(each, Linear) else (each.linear, each.part) for each in layers]
+        found = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
+        for place, (linear, part) in enumerate(parts):
+            if linear.bias is not None:
+                found[place] = self.combine(self.code.ADD, found[place], self.p[linear.bias][part], 1)
+            if linear.adapter is not None and linear.adapter.b in self.p:
+                found[place] = self.adapt(linear.adapter, part, x, found[place])
+        return found
+
+    def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
+        """Record the sum of y and an adapter's product."""
+        if adapter.kind is not None:
+            raise Unrecorded("an adapter that is rounded with its matrix")
+        narrow = self.products([(self.p[adapter.a], x)])[0]
+        narrow = self.combine(self.code.SCALE, narrow, adapter.scale, 1)
+        return self.combine(self.code.ADD, y, self.products([(self.p[adapter.b][part], narrow)])[0])
+
+    def normalize(self, norm: RMSNorm | LayerNorm, x: Array, vectors: int = 1) -> Array:
+        """Record a norm of vectors of one width."""
+        y, bias = self.buffer(*x.shape[1:]), getattr(norm, "bias", None)
+        operation = self.code.NORM if bias is None else self.code.CENTRED_NORM
+        weights = self.place(self.p[norm.weight]), 0 if bias is None else self.place(self.p[bias])
+        self.step([operation, 1, address(x), address(y), *weights, norm.width, vectors, self.place(norm.eps)])
+        return y
+
+
+def embedding(to: Program, layer: Embedding, x: Any) -> Array:
+    """Record an embedding, whose rows `run` looks up."""
+    if to.first is not None or x is not None:
+        raise Unrecorded("an embedding of results")
+    to.first = layer, to.buffer(layer.param.shape[1])
+    return to.first[1]
+
+
+def positions(to: Program, layer: LearnedPositions, x: Array) -> Array:
+    """Record the sum with learned positions."""
+    return to.combine(to.code.ADD, x, to.p[layer.weight], 2)
+
+
+def chain(to: Program, layer: Chain, x: Any) -> Any:
+    """Record layers one after the other."""
+    for each in layer.layers:
+        x = to.record(each, x)
+    return x
+
+
+def residual(to: Program, layer: Residual, x: Array) -> Array:
+    """Record x + inner(x)."""
+    return to.combine(to.code.ADD, to.record(layer.inner, x), x)
+
+
+def gated(to: Program, layer: SwiGLU, x: Array) -> Array:
+    """Record a gated pair of projections."""
+    gate, up = to.project([layer.gate, layer.up], x)
+    return to.combine(to.code.GEGLU if isinstance(layer, GeGLU) else to.code.SWIGLU, gate, up)
+
+
+def heads(to: Program, layer: ProjectQKV | FusedQKV, x: Array) -> Any:
+    """Record the projections of q, k and v; return them as (B, heads, width)."""
+    of = layer.heads
+    linears = rows_of(layer.linear, of.widths) if isinstance(layer, FusedQKV) else layer.linears
+    q, k, v = (y[:, None] for y in to.project(linears, x))
+    return tuple(y[:, 0] for y in of.split(q, k, v))
+
+
+def head_norms(to: Program, layer: QKNorm, x: Any) -> Any:
+    """Record norms of q and k."""
+    counts = (1, 1) if isinstance(layer, JointQKNorm) else (x[0].shape[1], x[1].shape[1])
+    return *(to.normalize(*each) for each in zip(layer.norms, x[:2], counts, strict=True)), x[2]
+
+
+def turned(to: Program, layer: RoPE, x: Any) -> Any:
+    """Record the rotation of q and k in place."""
+    q, k, v = x
+    width = layer.width or q.shape[-1]
+    table = [to.place(each) for each in layer.table(to.capacity, q[:, None])]
+    for each in (q, k):
+        sizes = each.shape[1], each.shape[2], width, layer.interleaved
+        to.step([to.code.TURN, 1, address(each), address(each), *table, *sizes])
+    return q, k, v
+
+
+def attended(to: Program, layer: CausalAttention, x: Any) -> Array:
+    """Record attention, and the new position of its cache."""
+    q, k, v = x
+    stored = to.cache.room(layer, k[:, None], v[:, None], to.capacity)
+    capacity = stored[0].shape[1]
+    for new, old in zip((k, v), stored, strict=True):
+        to.step([to.code.KEEP, 1, address(new), to.place(old), new[0].size, capacity])
+    y = to.buffer(q.shape[1], v.shape[2])
+    places = *map(to.place, stored), capacity, layer.window or 0, to.place(layer.scale)
+    to.step([to.code.ATTEND, q.shape[1], address(q), address(y), *places, q.shape[2], v.shape[2], k.shape[1]])
+    return y
+
+
+RECORDED: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
+    Embedding: embedding,
+    LearnedPositions: positions,
+    Chain: chain,
+    Residual: residual,
+    Linear: lambda to, layer, x: to.project([layer], x)[0],
+    RMSNorm: Program.normalize,
+    LayerNorm: Program.normalize,
+    Multiply: lambda to, layer, x: to.combine(to.code.SCALE, x, layer.factor, 1),
+    GELU: lambda to, layer, x: to.combine(to.code.GELU, x, 0.0, 1),
+    **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), gated),
+    **dict.fromkeys((ProjectQKV, JointQKV, FusedQKV), heads),
+    **dict.fromkeys((QKNorm, JointQKNorm), head_norms),
+    RoPE: turned,
+    CausalAttention: attended,
+    MergeHeads: lambda to, layer, x: x.reshape(len(x), -1),
+}

@@ -1,0 +1,230 @@
+"""Instructions that compute one position of a model per sequence, as `nn.decoding` records them.
+
+An instruction is a row of words: its operation, then addresses and sizes. All arrays are float32, and each
+has a row for each sequence. An instruction is cut into parts that threads may compute at the same time
+(`ops.cpu.crew`), so that a position costs one call of compiled code for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from zero_mpi.device.arrays import address
+from zero_mpi.device.types import Array
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED
+from zero_mpi.ops.cpu.dequantize import row_product
+from zero_mpi.ops.cpu.elementwise import gelu_share
+from zero_mpi.ops.cpu.jit import LIBERTIES, ONE, PLACE, PLACES, SINGLE, ZERO, emitted, exponential, f4
+
+MATRIX, DENSE, NORM, CENTRED_NORM, TURN, KEEP, ATTEND, SWIGLU, GEGLU, GELU, ADD, SCALE = range(12)
+COLUMNS = 16
+# Columns of all instructions: the operation, how many of a step may be computed at the same time, the number
+# of parts, and the addresses of input and output. A to H mean what the function of the operation says.
+OPERATION, AT_ONCE, PARTS, X, Y, A, B, C, D, E, F, G, H = range(13)
+
+PART = 1 << 15  # elements of a matrix in a part of a product: about two microseconds
+MOST_PARTS = 64
+
+compiled: Callable[[Any], Any] = numba.njit(fastmath=LIBERTIES, error_model="numpy")
+
+
+def product(w: Any, x: Array, y: Array) -> list[int]:
+    """Return the instruction of y (B, O) = x (B, C) W^T, for a packed or a contiguous float32 matrix."""
+    outputs, columns = w.shape
+    parts = max(1, min(MOST_PARTS, outputs * columns // PART))
+    if isinstance(w, np.ndarray):
+        return [DENSE, parts, address(x), address(y), address(w), 4 * columns, 0, 0, outputs, columns]
+    kind, blocks = PACKED.index(w.kind), columns // BLOCK_KINDS[w.kind].elements
+    return [
+        MATRIX,
+        parts,
+        address(x),
+        address(y),
+        address(w.raw),
+        w.raw.shape[1],
+        kind,
+        blocks,
+        outputs,
+        columns,
+    ]
+
+
+def instructions(*steps: list[list[int]]) -> Array:
+    """Return instructions (N, COLUMNS); those of a step may be computed at the same time."""
+    lines = [[line[0], len(step), *line[1:]] for step in steps for line in step]
+    return np.array([line + [0] * (COLUMNS - len(line)) for line in lines], np.int64)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def to_floats(context: Any, place: Any) -> Any:
+    """Return an address as a pointer to float32."""
+    result = types.CPointer(types.float32)(PLACES)
+    return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def to_words(context: Any, place: Any) -> Any:
+    """Return an address as a pointer to words."""
+    result = types.CPointer(PLACES)(PLACES)
+    return emitted(result, lambda builder, place: builder.inttoptr(place, PLACE.as_pointer()))
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def floats(place: int, size: int) -> Any:
+    """Return the float32 array (size,) at an address."""
+    return numba.carray(to_floats(place), size)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def words_at(place: int, size: int) -> Any:
+    """Return the words (size,) at an address."""
+    return numba.carray(to_words(place), size)
+
+
+@compiled
+def multiply_rows(line: Array, part: int, sequences: int) -> None:
+    """Compute a part of y (E,) = W x (F,): A address of W, B bytes of a row, C kind, D blocks of a row."""
+    x, outputs, columns = line[X], line[E], line[F]
+    first, last = outputs * part // line[PARTS], outputs * (part + 1) // line[PARTS]
+    for n in range(sequences):
+        y = floats(line[Y] + 4 * n * outputs, outputs)
+        for i in range(first, last):
+            if line[OPERATION] == MATRIX:
+                y[i] = row_product(line[C], line[A] + i * line[B], x + 4 * n * columns, line[D])
+            else:
+                row, xs = floats(line[A] + i * line[B], columns), floats(x + 4 * n * columns, columns)
+                total = ZERO
+                for j in range(columns):
+                    total += row[j] * xs[j]
+                y[i] = total
+
+
+@compiled
+def normalize(line: Array, sequences: int) -> None:
+    """Compute y of vectors: A weights, B biases, C width, D vectors of a sequence, E address of epsilon."""
+    width, epsilon = line[C], floats(line[E], 1)[0]
+    w = floats(line[A], width)
+    for i in range(sequences * line[D]):
+        x, y = floats(line[X] + 4 * i * width, width), floats(line[Y] + 4 * i * width, width)
+        middle, square = ZERO, ZERO
+        if line[OPERATION] == CENTRED_NORM:
+            for j in range(width):
+                middle += x[j]
+            middle /= f4(width)
+        for j in range(width):
+            square += (x[j] - middle) * (x[j] - middle)
+        q = ONE / np.sqrt(square / f4(width) + epsilon)
+        for j in range(width):
+            y[j] = (x[j] - middle) * q * w[j]
+        if line[OPERATION] == CENTRED_NORM:
+            b = floats(line[B], width)
+            for j in range(width):
+                y[j] += b[j]
+
+
+@compiled
+def turn(line: Array, sequences: int, positions: Array) -> None:
+    """Rotate C heads of width D in place: A, B cosines and sines, E elements that turn, F neighbours."""
+    half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
+    for n in range(sequences):
+        cos = floats(line[A] + 4 * positions[n] * half, half)
+        sin = floats(line[B] + 4 * positions[n] * half, half)
+        for h in range(heads):
+            x = floats(line[X] + 4 * (n * heads + h) * line[D], 2 * half)
+            for j in range(half):
+                one, other = (2 * j, 2 * j + 1) if neighbours else (j, j + half)
+                a, b = x[one], x[other]
+                x[one], x[other] = a * cos[j] - b * sin[j], b * cos[j] + a * sin[j]
+
+
+@compiled
+def keep(line: Array, sequences: int, positions: Array) -> None:
+    """Write x (A,) into the cache y (B, A) at the sequence's position."""
+    size = line[A]
+    for n in range(sequences):
+        x = floats(line[X] + 4 * n * size, size)
+        y = floats(line[Y] + 4 * (n * line[B] + positions[n]) * size, size)
+        for i in range(size):
+            y[i] = x[i]
+
+
+@compiled
+def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
+    """Compute a head: A, B cached keys and values, C room, D window, E factor, F, G widths, H their heads."""
+    heads, key_width, width = line[PARTS], line[F], line[G]
+    group = head * line[H] // heads
+    for n in range(sequences):
+        start, stop = 0, positions[n] + 1
+        if 0 < line[D] < stop:
+            start = stop - line[D]
+        q = floats(line[X] + 4 * (n * heads + head) * key_width, key_width)
+        scores, most, total = np.empty(stop - start, np.float32), f4(-np.inf), ZERO
+        for t in range(start, stop):
+            k = floats(line[A] + 4 * ((n * line[C] + t) * line[H] + group) * key_width, key_width)
+            score = ZERO
+            for j in range(key_width):
+                score += q[j] * k[j]
+            scores[t - start] = score * floats(line[E], 1)[0]
+            most = max(most, scores[t - start])
+        for t in range(stop - start):
+            scores[t] = exponential(scores[t] - most)
+            total += scores[t]
+        y = floats(line[Y] + 4 * (n * heads + head) * width, width)
+        y[:] = ZERO
+        for t in range(start, stop):
+            v = floats(line[B] + 4 * ((n * line[C] + t) * line[H] + group) * width, width)
+            share = scores[t - start] / total
+            for j in range(width):
+                y[j] += share * v[j]
+
+
+@compiled
+def combine(line: Array, sequences: int, positions: Array) -> None:
+    """Compute y (A,) of x and another array at B, element by element.
+
+    C, for sums: its rows belong to sequences (0) or positions (2), or it has only one (1)
+    """
+    size, operation = line[A], line[OPERATION]
+    for n in range(sequences):
+        x, y = floats(line[X] + 4 * n * size, size), floats(line[Y] + 4 * n * size, size)
+        row = n if line[C] == 0 else positions[n] if line[C] == 2 else 0
+        other = floats(line[B] + 4 * row * size, size)
+        if operation == SWIGLU:
+            for i in range(size):
+                y[i] = x[i] / (ONE + exponential(-x[i])) * other[i]
+        elif operation == GEGLU:
+            for i in range(size):
+                y[i] = x[i] * gelu_share(x[i]) * other[i]
+        elif operation == GELU:
+            for i in range(size):
+                y[i] = x[i] * gelu_share(x[i])
+        elif operation == ADD:
+            for i in range(size):
+                y[i] = x[i] + other[i]
+        else:
+            for i in range(size):
+                y[i] = x[i] * other[0]
+
+
+@compiled
+def compute(line: Array, part: int, sequences: int, positions: Array) -> None:
+    """Compute a part of an instruction."""
+    operation = line[OPERATION]
+    if operation <= DENSE:
+        multiply_rows(line, part, sequences)
+    elif operation <= CENTRED_NORM:
+        normalize(line, sequences)
+    elif operation == TURN:
+        turn(line, sequences, positions)
+    elif operation == KEEP:
+        keep(line, sequences, positions)
+    elif operation == ATTEND:
+        attend(line, part, sequences, positions)
+    else:
+        combine(line, sequences, positions)
