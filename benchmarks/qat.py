@@ -42,8 +42,8 @@ def main() -> None:
             subprocess.run([*start, "-m", *map(str, arguments)], cwd=folder, check=True, stdout=sys.stderr)
 
         def loss(model: str) -> float:
-            flags = ("--data", "held.txt", "--context", 128, "--micro-batch", 4, "--json", "found.json")
-            run("zero_mpi", "evaluate", model, *flags, ranks=options.ranks)
+            flags = ("--data", "held.txt", "--context", 128, "--micro-batch", 4, "--precision", "bf16")
+            run("zero_mpi", "evaluate", model, *flags, "--json", "found.json", ranks=options.ranks)
             return float(json.loads((folder / "found.json").read_text())["models"][0]["text"]["loss"])
 
         size = ("--context", 128, "--batch-size", 8, "--micro-batch", 4, "--precision", "bf16")

@@ -131,15 +131,6 @@ def test_the_file_holds_the_parameters_with_the_digests_that_the_ranks_worked_ou
     ]
 
 
-def test_row_sharding_writes_the_same_files(exact, ranks_folder):
-    """Its slices cut the pieces of digests; only norms may differ, so the state is one that never stepped."""
-    for by_rows in (False, True):
-        optimizer = ShardedAdamW(tiny.make(exact, CONFIG, by_rows=by_rows))
-        save_checkpoint(ranks_folder / str(by_rows), optimizer, TrainingProgress(1), DESCRIPTION)
-    exact.barrier()
-    assert digests(ranks_folder / "False" / "latest") == digests(ranks_folder / "True" / "latest")
-
-
 @pytest.mark.parametrize("parallel", [False, True])
 def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
     """What is allocated while saving: a unit at most, and some for headers; on other ranks nearly nothing."""

@@ -38,7 +38,6 @@ def test_state_dict_goes_out_and_in(exact, strategy):
     stages, inner = module.into_inner()
     assert stages is module.module
     assert same(inner, whole_state(seed=5))
-    assert module.parameter_pool.lent == 0
 
 
 @strategies
@@ -54,6 +53,12 @@ def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
     sizes = exact.allgather_object({name: info.size for name, info in infos.items()})
     for name, array in whole.items():
         assert sum(rank[name] for rank in sizes) == array.size
+
+
+def test_all_gather_param_on_every_rank(exact):
+    module = tiny.make(exact, CONFIG)
+    assert np.array_equal(module.all_gather_param("output.weight"), whole_state()["output.weight"])
+    assert module.parameter_pool.lent == 0
 
 
 @strategies
@@ -122,7 +127,8 @@ def whole_gradients(ranks):
 def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
     module, whole = tiny.make(exact, CONFIG, strategy), whole_gradients(exact.size)
     one_round(module, exact.rank)
-    module.sync_gradients()
+    handle = module.overlapped_sync_gradients()
+    handle.wait()
     module.sync_gradients()  # a second time is harmless
     assert len(dict(module.gradients())) == len(module.units)
     for unit in module.units:
@@ -139,7 +145,8 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
 @strategies
 def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy):
     module = tiny.make(exact, CONFIG, strategy)
-    one_round(module, exact.rank)  # the norm waits for reductions
+    one_round(module, exact.rank)
+    module.sync_gradients()
     squares = sum((g.astype(np.float64) ** 2).sum() for g in whole_gradients(exact.size).values())
     assert module.gradient_norm() == pytest.approx(np.sqrt(squares), rel=1e-12)
     norm = clip_grad_norm(module, 0.5 * np.sqrt(squares))
@@ -149,6 +156,26 @@ def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy)
     runs = [run for of_unit in places for run, _ in of_unit]
     assert len(runs) <= len(module.params)
     assert sum(run.stop - run.start for run in runs) <= count
+
+
+@strategies
+def test_a_plain_loop_without_accumulation(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy)
+    optimizer = ShardedAdamW(module, lr=1e-2)
+    for _ in range(2):
+        one_round(module, exact.rank)
+        optimizer.step()
+    state = module.state_dict()
+    assert exact.allgather_object(tiny.digest(state)) == [tiny.digest(state)] * exact.size
+    assert not any(np.array_equal(state[name], array) for name, array in whole_state().items())
+
+
+def test_fast_no_shard_reduces_once_a_step(fast):
+    module = tiny.make(fast, CONFIG, NO_SHARD)
+    one_round(module, fast.rank)
+    if fast.size > 1:
+        with pytest.raises(ValueError, match="last=False"):
+            one_round(module, fast.rank)
 
 
 @strategies
@@ -219,13 +246,19 @@ def test_shard_info_of_more_ranks_than_rows(exact):
     assert [info.offset for info in infos[:2]] == [0, 1][: exact.size]
 
 
-def test_clipping_what_the_library_has_summed_once_scales_all_of_it(fast):
+def test_the_norm_waits_for_reductions(exact):
+    norms = []
+    for sync in (True, False):
+        module = tiny.make(exact, CONFIG)
+        one_round(module, exact.rank)
+        if sync:
+            module.sync_gradients()
+        norms.append(module.gradient_norm())
+    assert norms[0] == norms[1]
+
+
+def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
     """Every rank updates all of the unit, so all of it must be scaled and not only the rank's slice."""
-    module = tiny.make(fast, CONFIG, NO_SHARD)
-    one_round(module, fast.rank)
-    if fast.size > 1:
-        with pytest.raises(ValueError, match="last=False"):
-            one_round(module, fast.rank)
     module = tiny.make(fast, CONFIG, NO_SHARD)
     one_round(module, fast.rank)
     norm = clip_grad_norm(module, 1e-3)

@@ -7,7 +7,6 @@ not there; its writes are counted where they leave Python, and the kernel's own 
 
 import importlib.util
 import time
-import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from zero_mpi import FULL_SHARD, NO_SHARD, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import TrainingProgress
-from zero_mpi.errors import JobError
-from zero_mpi.models import GPT2
 
 SPEC = importlib.util.spec_from_file_location(
     "file_calls", Path(__file__).resolve().parents[2] / "benchmarks" / "file_calls.py"
@@ -93,18 +90,6 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 
 
-@pytest.mark.world(3, 4)
-def test_a_host_of_many_writers_syncs_a_file_once(mpi, ranks_folder, monkeypatch):
-    """By one rank, after all have written: they share a cache."""
-    pretend(monkeypatch, ranks_folder, "xfs")
-    optimizer, progress = trained(mpi, FULL_SHARD)
-    with saver(ranks_folder / "out", optimizer, mpi.size) as made, file_calls.FileCalls() as calls:
-        made.save(progress)
-    for name in FILES:
-        assert calls.of("fsync", name) == (mpi.rank == 0)
-        assert calls.of("open", name) == 1
-
-
 @pytest.mark.world(4)
 def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, monkeypatch):
     """No write comes after the host's sync, whoever is late."""
@@ -162,39 +147,3 @@ def test_row_sharding_is_read_back_once_other_hosts_see_it(mpi, ranks_folder, mo
         made.save(TrainingProgress(1))
     assert digests(ranks_folder / "out" / "latest") == digests(gathered)
     assert calls.of("fsync", "model.gguf") == 2 * (mpi.rank % 2 == 0)
-
-
-@pytest.mark.world(4)
-def test_a_writer_of_a_node_needs_room_for_one_unit(mpi, ranks_folder, monkeypatch):
-    flags = {"layers": 3, "dim": 160, "heads": 4, "ffn": 640, "context": 8, "vocab_size": 61, "tied": True}
-    optimizer = ShardedAdamW(tiny.make(mpi, GPT2.from_flags(flags)))
-    unit = 4 * max(unit.unit.length for unit in optimizer.module.units)
-    pretend(monkeypatch, ranks_folder, "lustre")
-    with saver(ranks_folder / "out", optimizer, 2) as made:
-        made.save(TrainingProgress(1))  # what is imported on the way
-        tracemalloc.start()
-        made.save(TrainingProgress(2))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    small = 200_000
-    assert unit > 4 * small
-    assert peak < (unit + small if mpi.rank % 2 == 0 else small), (peak, unit)
-
-
-@pytest.mark.world(4)
-def test_a_writer_that_fails_ends_the_save_on_all_ranks(mpi, ranks_folder, monkeypatch):
-    pretend(monkeypatch, ranks_folder, "lustre")
-    optimizer, progress = trained(mpi, FULL_SHARD)
-    real = parallel_write.OutputFile.write_at
-
-    def refuse(self, offset, *data):
-        if mpi.rank == 2:
-            raise OSError(122, "Disk quota exceeded", str(self.path))
-        real(self, offset, *data)
-
-    monkeypatch.setattr(parallel_write.OutputFile, "write_at", refuse)
-    with (
-        saver(ranks_folder / "out", optimizer, 2) as made,
-        pytest.raises(JobError, match=r"rank 2: cannot write .*gguf: Disk quota exceeded"),
-    ):
-        made.save(progress)

@@ -59,7 +59,8 @@ def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     command = ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"]
     status, said, _ = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0
-    assert f"steps      {found['steps']} of {4 * found['context']} tokens: " in said
+    assert f"steps      {found['steps']}, 3.0 epochs; rate " in said
+    assert f"step       {4 * found['context']} tokens: " in said
     assert f" after {found['warmup']} warmup steps" in said
 
 
@@ -100,7 +101,7 @@ def test_a_model_of_a_short_context_needs_no_flag(folder):
     command = ["-m", "zero_mpi.train", "--init", "m.gguf", "--data", "text.txt", "--dry-run"]
     status, printed, errors = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0, errors
-    assert re.search(rf"(?m)^steps .* of {16 * 64:,} tokens: ", printed)
+    assert re.search(rf"(?m)^step +{16 * 64:,} tokens: ", printed)
     status, _, errors = run_job(1, [*command, "--context", "65"], cwd=folder, timeout=50)
     assert (status, errors.count("\n")) == (2, 1)
     assert "--context 65" in errors

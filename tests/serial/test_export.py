@@ -150,13 +150,6 @@ def write_split(source: Path, each: int) -> Path:
     return paths[0]
 
 
-def test_a_split_source_becomes_one_file(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "m.gguf", LLAMA)
-    export(source, tmp_path / "whole.gguf")
-    export(write_split(source, 4), tmp_path / "x.gguf")
-    assert digest(tmp_path / "x.gguf") == digest(tmp_path / "whole.gguf")
-
-
 @pytest.mark.parametrize(
     ("format", "wanted"),
     [("gguf", "f32"), ("gguf", "f16"), ("gguf", "q5_1"), ("safetensors", "f32"), ("safetensors", "bf16")],

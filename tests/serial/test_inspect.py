@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -12,16 +11,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from jobs import clean_environment, run_command
+from jobs import run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
 from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.safetensors import SafetensorsStream
-from zero_mpi.checkpoint.sound import signature
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.inspect.compare import compare
-from zero_mpi.commands.inspect.examine import examine
+from zero_mpi.commands.inspect.examine import SCALES, elements, examine, not_finite
 from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
@@ -135,15 +133,6 @@ def test_json_says_the_same(trained):
 
 
 @needs_mpiexec
-def test_tensors_and_keys_in_text(trained):
-    text = run(trained[1][0] / "latest" / "model.gguf", "--keys", "--tensors")[1]
-    digest = examine(trained[1][0], tensors=True)["tensors"]["model"][0]["digest"]
-    assert re.search(rf"token_embd\.weight +260x48 +F32 +49,920  {digest[:16]}\n", text)
-    assert "'<|endoftext|>'" in text
-    assert "'<|endoftext|>'" not in run(trained[1][0] / "latest" / "model.gguf")[1]
-
-
-@needs_mpiexec
 @pytest.mark.parametrize("file", PAIR)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_flipped_bit_is_found_and_named(file, alone, checkpoint):
@@ -182,10 +171,7 @@ def test_halves_of_two_checkpoints(half, checkpoint, trained, tmp_path):
     ("change", "named"),
     [
         ({"training__settings": '{"seed": 3}'}, CHANGED),
-        ({"training__settings": "[" * 900 + "]" * 900}, CHANGED),
         ({"training__settings": '{"a": ' * 900 + "1" + "}" * 900}, CHANGED),
-        ({"training__sample_count": np.uint64(99)}, CHANGED),
-        ({"training__state_digest": "0" * 64}, CHANGED),
         ({"training__model_digests": []}, CHANGED),
         ({"training__checkpoint_id": np.arange(3)}, "checkpoint_id: expected a text, found an array of 3"),
         ({"optimizer__file_version": np.arange(3)}, "file_version: expected a whole number"),
@@ -201,31 +187,6 @@ def test_keys_that_were_changed(change, named, checkpoint):
     status, text, errors = run(checkpoint)
     assert (status, errors) == (1, "")
     assert named in text
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("recorded", ["0" * 64, np.arange(3)], ids=["another", "an array"])
-def test_a_state_digest_that_is_not_that_of_the_tensors(recorded, checkpoint):
-    """Even where the keys were signed again."""
-    paths = [checkpoint / name for name in PAIR]
-    for path in paths:
-        rewrite(path, training__state_digest=recorded)
-    name = signature(*(GGUFFile.open(path).metadata for path in paths))
-    for path in paths:
-        rewrite(path, training__checkpoint_id=name)
-    status, text, errors = run(checkpoint)
-    assert (status, errors) == (1, "")
-    assert "training.state_digest" in text
-    assert CHANGED not in text
-
-
-@needs_mpiexec
-def test_odd_numbers_in_the_settings_are_json_all_the_same(checkpoint):
-    rewrite(checkpoint / "optimizer.gguf", training__settings='{"a": NaN, "b": 1e999, "c": "\\ud800"}')
-    status, text, _ = run(checkpoint, "--json")
-    assert status == 1
-    assert json.loads(text, parse_constant=pytest.fail)["training"]["settings"]["b"] == "inf"
-    assert run(checkpoint)[0] == 1
 
 
 def test_a_foreign_file_has_no_checksums(tmp_path):
@@ -246,13 +207,14 @@ def test_a_foreign_file_has_no_checksums(tmp_path):
     assert "48, 49]" in keys
 
 
-def test_infinite_scales_of_blocks_are_seen(tmp_path):
-    path = foreign(tmp_path / "foreign.gguf")
-    data, at = bytearray(path.read_bytes()), GGUFFile.open(path).tensors["q8_0"].offset
-    data[at + 34 : at + 36] = np.float16(np.inf).tobytes()
-    path.write_bytes(data)
-    assert examine(path)["not_finite"]["q8_0"] == 32
-    assert inside(path) == 1
+@pytest.mark.parametrize("name", SCALES)
+def test_values_of_blocks_that_are_not_finite_are_counted(name):
+    """Only blocks with odd scales are decoded, and the count is that of all values."""
+    kind = gguf.GGMLQuantizationType[name]
+    shape = (4000, gguf.constants.GGML_QUANT_SIZES[kind][1])
+    raw = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).tobytes()
+    values = elements(raw, kind)
+    assert not_finite(raw, kind) == np.count_nonzero(~np.isfinite(values)) > 0
 
 
 def test_a_split_model_is_one(tmp_path):
@@ -393,12 +355,6 @@ def test_shapes_names_and_keys_that_differ(tmp_path):
     assert inside(first, tmp_path / "b.gguf") == 1
 
 
-@needs_mpiexec
-def test_a_checkpoint_and_its_model_alone(checkpoint):
-    found = compare(checkpoint, checkpoint / "model.gguf")
-    assert (found["differing"], len(found["only_in_first"]), found["same"]) == ([], 42, False)
-
-
 @pytest.mark.parametrize(
     "content", [None, b"", b"GGUF", b"hello" * 100, b"GGUF\3\0\0\0" + b"\xff" * 16, "cut short"]
 )
@@ -422,20 +378,6 @@ def test_bad_usage_is_one_line(arguments):
     status, text, errors = run(*arguments)
     assert (status, text, len(errors.splitlines())) == (2, "", 1)
     assert all(flag in errors for flag in arguments if flag.startswith("--"))
-
-
-def test_a_closed_pipe_is_no_error(tmp_path):
-    """As with `| head`: more than a pipe holds, and nobody reads."""
-    with GGUFStream(tmp_path / "m.gguf", "strange", {"list": ["x" * 50] * 20_000}, [("t", (4,))]) as out:
-        out.write("t", np.ones(4, np.float32))
-    command = [sys.executable, "-m", "zero_mpi", "inspect", str(tmp_path / "m.gguf"), "--keys"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()
-    )
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == b""
-    assert process.wait(30) == 0
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):

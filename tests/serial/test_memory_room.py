@@ -123,22 +123,6 @@ def test_each_limit_is_held_against_the_plan(found, said, tmp_path):
     assert "\n" not in problem
 
 
-@pytest.mark.parametrize("count", [1, 64, 1024])
-def test_files_are_looked_at_once_however_many_nodes_there_are(count, tmp_path, monkeypatch):
-    """Rank 0 asks for all nodes; a look for each would be as many calls on a file system of all hosts."""
-    (tmp_path / "text").write_text("a" * 1000)
-    config = Config(data=[str(tmp_path / "text")], **{k: v for k, v in SIZES.items() if k != "vocab_size"})
-    looks, look = [], Path.stat
-    monkeypatch.setattr(Path, "stat", lambda path, **how: looks.append(path) or look(path, **how))
-    assert memory_check.find_problem([node()], config, Llama.from_flags(SIZES), 2) == ""
-    once = looks.copy()
-    looks.clear()
-    nodes = [node() for _ in range(count)]
-    assert memory_check.find_problem(nodes, config, Llama.from_flags(SIZES), 2 * count) == ""
-    assert looks == once
-    assert tmp_path / "text" in once
-
-
 @needs_mpiexec
 def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     """ulimit -v is a limit that needs no rights; what the ranks have mapped at their start is below it."""

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from jobs import COMPILED, run_job
 from planned_losses import LOSSES, make_step, objective_of
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule, ops
-from zero_mpi.comm import kinds
 from zero_mpi.commands.plan.command import command
 from zero_mpi.device import arrays
 from zero_mpi.errors import UsageError
@@ -29,8 +27,8 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine, machine_of
 from zero_mpi.plan.plan import MOST, Point, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.simulate import COMPUTE, GATHER, REDUCE, WAIT, StepEvent, simulate
-from zero_mpi.plan.step_time import Player, chain_cost, gather_seconds, step_time, unit_cost
+from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
+from zero_mpi.plan.step_time import Player, step_time
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding import strategy_named
 
@@ -154,26 +152,6 @@ def test_flops_are_those_of_the_products(name):
     assert step_time(case, SLOW).flop == pytest.approx(2 * flop_by_hand(case), rel=1e-12)
 
 
-def test_a_window_takes_less_work():
-    """Of 64 rows at a time, each looks no further back than the first of them."""
-    window, context = 70, 192
-    model = replace(OTHERS["gemma3"], sliding_window=window)
-    case = Case(model, batch_size=2, micro_batch=2, context=context)
-    full = step_time(replace(case, model=replace(model, sliding_window=0)), SLOW).flop
-    unseen = sum(64 * max(0, r - window + 1) for r in range(0, context, 64))
-    windows = 2 * model.head_count * (model.block_count - 1)
-    assert full - step_time(case, SLOW).flop == pytest.approx(windows * unseen * 2 * 32 * 3, rel=1e-12)
-
-
-def test_recompute_runs_the_blocks_forward_twice():
-    case = Case(MODELS["llama"], batch_size=2, micro_batch=2, context=192)
-    params = case.model.params().items()
-    blocks = sum(p.size for name, p in params if name.startswith("blk") and len(p.shape) == 2)
-    more = step_time(replace(case, recompute=True), SLOW).flop - step_time(case, SLOW).flop
-    attention = 3 * 2 * 4 * (64 * 64 + 64 * 128 + 64 * 192) * 2 * 16 * 2
-    assert more == pytest.approx(2 * blocks * 2 * 192 + attention, rel=1e-12)
-
-
 def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     case = Case(MODELS["llama"], ranks=2, nodes=2)
     player = Player(case, SLOW)
@@ -185,12 +163,6 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     assert time.communication == pytest.approx(sum(takes))
     assert time.exposed == pytest.approx(sum(takes) - takes[0] / 2)  # one line: the second comes later
     assert time.seconds == pytest.approx(time.computation + time.exposed)
-
-
-def test_inside_a_node_nothing_is_hidden():
-    case = Case(MODELS["llama"], ranks=2, transport_wanted="mpi")
-    time = step_time(case, replace(SLOW, node=SLOW.between))
-    assert time.exposed == pytest.approx(time.communication)
 
 
 @pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
@@ -216,20 +188,6 @@ def test_parameters_are_gathered_further_ahead_on_gpus(flags, depth):
     config = Config(**flags)
     assert make_case(config, MODELS["llama"], 2, 1).prefetch == depth
     assert config.stages_ahead(config.device == "cuda") == depth
-
-
-def test_prefetch_hides_communication():
-    base = Case(MODELS["llama"], ranks=2, nodes=2, batch_size=8, micro_batch=4, context=192)
-    machine = replace(SLOW, between=Link(1e-5, 1e-8), flops=2e10)
-    exposed = [step_time(replace(base, prefetch=depth), machine).exposed for depth in (0, 1)]
-    assert exposed[1] < exposed[0]
-
-
-def test_without_a_cost_of_links_nothing_is_waited_for():
-    machine = Machine(Link(0, 0), Link(0, 0), flops=1e9, moves=float("inf"))
-    time = step_time(Case(MODELS["llama"], ranks=4, nodes=4), machine)
-    assert time.exposed == time.communication == 0
-    assert time.seconds == time.computation > 0
 
 
 TINY = ["--layers", "2", "--dim", "48", "--heads", "4", "--context", "24", "--batch-size", "5"]
@@ -333,59 +291,6 @@ def test_half_the_bytes_travel_in_half_precision():
     assert step_time(low, SLOW).communication < step_time(base, SLOW).communication
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nodes", "own", "ways", "piece"),
-    [
-        ("hybrid-shard", 8, 6_250_000, 2, 1 << 17),
-        ("hybrid-shard", 64, 6_250_000, 2, 1 << 14),
-        ("hybrid-shard", 2048, 6_250_000, 2, 1 << 13),
-        ("full-shard", 2048, 3052, 1, 3052),  # a piece is not longer than what its owner has
-    ],
-)
-def test_the_last_of_many_nodes_waits_for_a_short_piece(strategy, nodes, own, ways, piece):
-    """float32 of 50 million elements over links of 10 GB/s and 1 us, with nothing to add."""
-    machine = Machine(Link(0, 0), Link(1e-6, 1e-10), flops=1, moves=math.inf)
-    case = Case(MODELS["llama"], ranks=8 * nodes, nodes=nodes, strategy_name=strategy, batch_size=8 * nodes)
-    links = (nodes - 1) * (1e-6 + 4 * piece * 1e-10)  # other lanes' pieces are on it meanwhile
-    returned = 0.02 / nodes if strategy == "full-shard" else 0.0  # to a node that is the owner
-    cost = chain_cost(case, machine, 50_000_000, own)
-    assert cost.busy == pytest.approx(ways * 0.02 + returned, rel=1e-12)
-    assert cost.after == pytest.approx(ways * links, rel=1e-12)
-
-
-def test_sums_follow_each_other_through_the_nodes():
-    """The next unit's sum begins while the last piece of one is on its way: that counts once."""
-    case = Case(MODELS["llama"], ranks=32, nodes=8, strategy_name="hybrid-shard", batch_size=32)
-    first, second = (unit_cost(case, SLOW, unit, REDUCE) for unit in (0, 1))
-    player = Player(case, SLOW)
-    player.play([StepEvent(REDUCE, 0), StepEvent(REDUCE, 1), StepEvent(WAIT, 0, REDUCE)])
-    assert player.time.seconds == pytest.approx(first.busy + first.after)
-    player.play([StepEvent(WAIT, 1, REDUCE)])
-    assert player.time.seconds == pytest.approx(first.busy + second.busy + second.after)
-    assert player.time.communication == pytest.approx(sum(first) + sum(second))
-
-
-def test_a_gather_of_few_chunks_brings_no_more_than_there_is():
-    """A short unit over more ranks than it has chunks goes down trees, one a lane, and its bytes once."""
-    case = Case(MODELS["llama"], ranks=1024, nodes=128, batch_size=1024)
-    unit = min(range(len(case.partitions)), key=lambda number: case.partitions[number].length)
-    length = case.partitions[unit].length
-    assert case.partitions[unit].counts[-1] == 0
-    expected = 7 * SLOW.between.alpha + 4 * length / 8 * SLOW.between.beta
-    assert gather_seconds(case, SLOW, unit, 4) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("dim", "passes"), [(256, 2), (512, 3)])  # in a tree, in a ring
-def test_lanes_of_a_gather_hide_each_other_s_latency(dim, passes):
-    """While a message of one lane is on its way, the link carries those of the others."""
-    wide = Llama.from_flags(SIZES | {"dim": dim, "layers": 1, "tied": False})
-    case = Case(wide, ranks=32, nodes=4, batch_size=32)
-    moved = 3 * 4 * case.partitions[1].bounds[8] * 1e-8
-    for alpha, expected in ((1e-4, moved), (1.0, passes * 1.0 + moved / 8)):
-        machine = replace(SLOW, between=Link(alpha, 1e-8))
-        assert gather_seconds(case, machine, 1, 4) == pytest.approx(expected)
-
-
 def on_gpu(**changes):
     settings = {"model": MODELS["llama"], "device": "cuda", "precision_name": "bf16", "batch_size": 8}
     return Case(**settings | changes)
@@ -413,26 +318,6 @@ def test_what_gpus_of_a_node_send_hides_behind_what_they_compute():
     )
     assert host.exposed == pytest.approx(host.communication)
     assert 0 < gpu.exposed < 0.9 * gpu.communication
-
-
-def test_gpus_send_messages_also_on_one_node():
-    assert on_gpu(ranks=4).transport == kinds.STAGED
-    assert on_gpu(ranks=1, transport_wanted="nccl").transport == kinds.SERIAL
-    ways = ("staged", "mpi", "nccl")
-    staged, aware, nccl = (plan_memory(on_gpu(ranks=4, transport_wanted=way)) for way in ways)
-    assert (staged.node_shared, aware.host, nccl.host) == (0, 0, 0)
-    assert staged.host == 4 * 3 * 2 * 3 * ((8 << 20) // 3)
-    assert aware.transport == 2 * 2 * 3 * 2 * (1 << 20) == 2 * nccl.transport
-
-
-def test_activations_of_low_precision_take_half_or_less(monkeypatch):
-    monkeypatch.setenv("ZERO_MPI_GPU_ATTENTION", "auto")
-    model = Llama.from_flags(SIZES | {"dim": 256, "ffn": 1024, "vocab_size": 5000, "tied": False})
-    wide, low = (
-        plan_memory(on_gpu(model=model, context=1024, precision_name=kind)) for kind in ("fp32", "bf16")
-    )
-    assert 0.25 * wide.activations < low.activations < 0.55 * wide.activations  # cuDNN keeps no scores
-    assert low.logits * 2 == wide.logits == 2 * 1024 * 5000 * 4
 
 
 def test_a_plan_of_gpus_as_text_and_numbers(tmp_path, capsys):
@@ -498,15 +383,6 @@ def test_limits_hold_up_to_the_end_and_the_first_comes_first():
     ]
 
 
-def test_the_report_compares_strategies(capsys):
-    assert command(World(0, 1), ["--ranks", "8", "--nodes", "2", "--memory", "64M"]) == 0
-    printed = capsys.readouterr().out
-    for text in ("full-shard", "shard-grad-op", "no-shard", "activations", "sent_bytes", "exposed"):
-        assert text in printed
-    assert "largest that fits into 64.0 MiB" in printed
-    assert "assumed: " in printed
-
-
 def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
     links = {
         "node": {"alpha_seconds": 1e-6, "beta_seconds_per_byte": 1e-10},
@@ -524,16 +400,6 @@ def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
         (tmp_path / "doctor.json").write_text(json.dumps(known))
         flags = ["--doctor", tmp_path / "doctor.json", "--precision", precision]
         assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected
-
-
-def test_units_for_bf16_are_assumed_where_no_doctor_was(tmp_path):
-    rates = {
-        name: planned("--precision", name, "--strategy", "no-shard", folder=tmp_path)
-        for name in ("fp32", "bf16", "fp16")
-    }
-    flops = {name: plan["machine"]["flops"] for name, plan in rates.items()}
-    assert flops["fp16"] == flops["fp32"], "the reference computes in float32"
-    assert flops["bf16"] == 2 * flops["fp32"]
 
 
 @pytest.mark.parametrize(
@@ -575,14 +441,3 @@ def test_a_file_that_is_no_doctor_s(text, tmp_path):
     (tmp_path / "doctor.json").write_text(text)
     with pytest.raises(UsageError, match=r"--doctor .*doctor\.json"):
         command(World(0, 1), ["--doctor", str(tmp_path / "doctor.json")])
-
-
-def test_all_ranks_together_give_what_each_gives():
-    for nodes in (1, 2, 4):
-        case = Case(
-            MODELS["llama"], ranks=4, nodes=nodes, transport_wanted="mpi", batch_size=6, micro_batch=1
-        )
-        traffic = plan_traffic(case)
-        assert (traffic.sent == plan_traffic(replace(case, nodes=1)).sent).all()
-        assert (traffic.between.sum() == 0) == (nodes == 1)
-        assert (traffic.inside.sum() == 0) == (nodes == 4)

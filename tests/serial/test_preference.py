@@ -22,8 +22,7 @@ from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
 
-C, R, CR, RR = -12.0, -15.0, -13.0, -14.5
-VALUES = {  # of the formulas, for C, R, their references, 6 and 5 tokens: (loss, its derivative by C)
+VALUES = {  # for C -12, R -15, references -13 and -14.5, 6 and 5 tokens: (loss, its derivative by C)
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
     ("dpo", 0.1, 0.1): (0.6359570477895321, None),
     ("ipo", 0.1, 0.0): (22.404444444444444, -1.5777777777777777),
@@ -34,10 +33,8 @@ VALUES = {  # of the formulas, for C, R, their references, 6 and 5 tokens: (loss
 
 @pytest.mark.parametrize("case", VALUES)
 def test_losses_of_a_pair_have_known_values(case):
-    name, beta, smoothing = case
-    loss = Preference(name, beta, smoothing)
-    refs = (CR, RR) if loss.has_reference else (0.0, 0.0)
-    found = loss.score([0, 1], [C - refs[0], R - refs[1]], [6, 5])
+    loss = Preference(*case)
+    found = loss.score([0, 1], [1.0, -0.5] if loss.has_reference else [-12.0, -15.0], [6, 5])
     expected, slope = VALUES[case]
     assert found.terms == pytest.approx([expected], rel=1e-13)
     assert slope is None or found.slopes[0] == pytest.approx(slope, rel=1e-12)

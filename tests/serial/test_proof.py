@@ -14,7 +14,6 @@ from zero_mpi.telemetry.proof import (
     Broken,
     JobStart,
     Proof,
-    bits_of,
     digest_after,
     read_proof,
 )
@@ -103,15 +102,7 @@ def test_whatever_is_done_to_a_line_shows_at_it(path, change, number):
         list(read_proof(path))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"step": 1}',
-        b'{"step": -1, "record": {}}',
-        b'{"step": 1, "record": 2}',
-        b'{"step": true, "run": {}}',
-    ],
-)
+@pytest.mark.parametrize("body", [b'{"step": 1}', b'{"step": -1, "record": {}}', b'{"step": 1, "record": 2}'])
 def test_what_is_signed_and_no_line_is_refused(tmp_path, body):
     chain = f', "chain": "{digest_after(FIRST, body)}"}}\n'.encode()
     (tmp_path / "p").write_bytes(body[:-1] + chain)
@@ -205,43 +196,13 @@ def test_a_broken_chain_is_kept_up_to_where_it_broke(path):
 
 # Settings that move no bit of a record or checkpoint, as tests of exactness show for those of computing.
 MOVE_NOTHING = [
-    "epochs",
-    "resume",
-    "dry_run",
-    "sample",
-    "prompt",
-    "strategy",
-    "bucket_mb",
-    "prefetch",
-    "recompute",
-    "transport",
-    "device",
-    "offload",
-    "threads",
-    "save_every",
-    "keep",
-    "async_save",
-    "checkpoint_io",
-    "writers_per_node",
-    "log_every",
-    "log_level",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "trace_steps",
-    "timeout",
-    "check_collectives",
-    "max_time",
-]
+    "epochs", "resume", "dry_run", "sample", "prompt", "strategy", "bucket_mb", "prefetch", "recompute",
+    "transport", "device", "offload", "threads", "save_every", "keep", "async_save", "checkpoint_io",
+    "writers_per_node", "log_every", "log_level", "tensorboard", "wandb", "mlflow", "trace_steps",
+    "timeout", "check_collectives", "max_time",
+]  # fmt: skip
 
 
 def test_every_setting_moves_bits_and_is_in_the_chain_or_is_known_not_to():
     """A path stands for what lies there, whose digest is in it; device and threads are of the machine."""
     assert sorted(FIELDS) == sorted([*NAMES, *PATHS, *MOVE_NOTHING])
-
-
-def test_bits_are_no_times():
-    assert bits_of({"step": 3, "loss": 1.5, "val_loss": None, "tokens_per_second": 3.0, "joules": 1}) == {
-        "loss": 1.5,
-        "val_loss": None,
-    }

@@ -22,7 +22,7 @@ from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.config.settings import OF_TEMPLATES
-from zero_mpi.data import Tokenizer, collect_files, named
+from zero_mpi.data import collect_files, named
 from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_sources import HEAD, beginning
 from zero_mpi.data.conversations.tokenized import (
@@ -75,7 +75,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
                 about = f"found {kind.name}: {kind.remedy}"
                 raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {about}")
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
-    tokenizer = with_template(tokenizer_at(options.path), options.chat_template)
+    source = open_weights(options.path) if is_folder(options.path) else None
+    tokenizer = tokenizer_of(source, read_model(source)) if source else tokenizer_in(options.path)
+    tokenizer = with_template(tokenizer, options.chat_template)
     samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
     inputs = template_inputs(options, tokenizer)
     reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
@@ -101,14 +103,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def tokenizer_at(path: str) -> Tokenizer:
-    """Return the tokenizer of a model, or of a file that holds nothing else; raises UsageError."""
-    if not is_folder(path):
-        return tokenizer_in(path)
-    source = open_weights(path)
-    return tokenizer_of(source, read_model(source))
-
-
 def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
     """Yield the text of a conversation in runs of tokens that all count, or all do not."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
@@ -124,12 +118,13 @@ def lines(
     """Yield the text of samples, totals and notes, with counted text between two signs."""
     for sample in samples:
         yield f"{shown(sample['name'])}: {described(Facts(sample))}"
-        text = "".join(
-            marked(readable(part["text"]), begin, end) if part["counted"] else readable(part["text"])
-            for part in sample["parts"]
-        )
-        yield from text.split("\n")
-        yield ""
+        text = ""
+        for part in sample["parts"]:
+            inner = readable(part["text"])
+            if part["counted"] and begin in COLOURS:  # colours end with each line, and begin again
+                inner = inner.replace("\n", f"{end}\n{begin}")
+            text += f"{begin}{inner}{end}" if part["counted"] else inner
+        yield from (*text.split("\n"), "")
     of = totals.sums
     share = percent(of["counted"] / max(1, of["tokens"]))
     yield (
@@ -137,12 +132,6 @@ def lines(
         f"{of['counted']:,} of them counted ({share}); the longest has {totals.longest:,}"
     )
     yield from notes
-
-
-def marked(text: str, begin: str, end: str) -> str:
-    """Return a text between two signs; colours end with each line, and begin again."""
-    inner = text.replace("\n", f"{end}\n{begin}") if begin in COLOURS else text
-    return f"{begin}{inner}{end}"
 
 
 main = partial(run, "samples", command, alone=True)

@@ -52,8 +52,8 @@ class RouterLosses:
         counts = starts[1:] - starts[:-1]
         if batch.documents is not None:
             counted = batch.documents.counted
-            padding = chosen[~counted].reshape(-1)
-            counts = counts - namespace(counts).bincount(padding, minlength=self.experts)
+            experts = namespace(chosen).arange(self.experts)
+            counts = counts - (chosen[~counted].reshape(-1, 1) == experts).sum(axis=0)
             logits, p = logits[counted], p[counted]
         batch.report(self.name, **{self.name + LOAD: counts})
         if batch.factors:

@@ -46,7 +46,8 @@ class Case:
     """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is that of rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
-    All targets count; of a preference loss each window has one pair, whose sides have half of it each.
+    All targets count. Of a preference loss each window has one pair, whose answers have half of it each; of
+    one that learns prompts, these have half of that.
 
     transport_wanted    the value of --transport, or the actual transport of a run
     packed              windows hold several documents

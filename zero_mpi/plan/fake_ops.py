@@ -2,9 +2,8 @@
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
 order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
-takes its results alone, as its signature says. Results have the dtype of their
-inputs, statistics are float32. (Float32 copies on the host, for float16 or without a bfloat16 matmul library,
-are not counted.)
+takes its results alone, as its signature says. (Float32 copies on the host, for float16 or without a bfloat16
+matmul library, are not counted.)
 """
 
 from __future__ import annotations
@@ -164,18 +163,11 @@ def lines(x: Array) -> int:
 # ----------------------------------------------------------------------------------- elementwise, and norms
 
 
-def elementwise(x: Array, *others: Array, reads: int) -> Array:
+def elementwise(x: Array, reads: int) -> Array:
     """Return one array of x's shape, made from `reads` such arrays."""
     y = x.memory.take(x.shape, x.dtype)
     x.memory.passes(*[y] * (reads + 1))
     return y
-
-
-def norm(x: Array, *parameters: Any, statistics: int) -> tuple[Array, ...]:
-    """Return the results of a norm over rows, with `statistics` numbers per row for its backward."""
-    y = elementwise(x, reads=1)
-    kind = x.dtype if x.itemsize > 4 else np.float32
-    return y, *(x.memory.take((*x.shape[:-1], 1), kind) for _ in range(statistics))
 
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
@@ -203,9 +195,7 @@ def _(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> 
     y = memory.take((*x.shape[:-1], w.shape[0]), x.dtype)
     memory.product(lines(x), *w.shape)
     if plus is not None or b is not None:
-        memory.passes(y, y)
-    if plus is not None:
-        memory.passes(plus)
+        memory.passes(y, y, *([] if plus is None else [plus]))
     return y
 
 
@@ -318,11 +308,8 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
 
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
-    ops.positions: partial(elementwise, reads=2),
     ops.positions_backward: lambda dy, dw: column_sums(dy, dy.shape[0], dw.size),
-    ops.rms_norm: partial(norm, statistics=1),
     ops.rms_norm_backward: partial(norm_backward, vectors=1),
-    ops.layer_norm: partial(norm, statistics=2),
     ops.layer_norm_backward: partial(norm_backward, vectors=2),
     ops.linear_backward_w: lambda dy, x, dw: dy.memory.product(lines(dy), *dw.shape),
     ops.grouped_linear_backward_w: lambda dy, x, dw, starts: dy.memory.product(len(dy), *dw.shape[1:]),

@@ -93,17 +93,16 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
     points: list[Point] = []
     for ranks in (1 << power for power in range(most.bit_length())):
         here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
-        time = step_time(here, machine)
+        time, memory = step_time(here, machine), plan_memory(here).total
         speed = tokens_per_second(here, time)
         alone = points[0].tokens_per_second if points else speed
-        taken, save = (plan_memory(here).total, time.seconds, time.exposed), save_seconds(here, machine)
-        points.append(Point(ranks, here.nodes, *taken, speed, speed / alone / ranks, save))
+        took = memory, time.seconds, time.exposed, speed, speed / alone / ranks
+        points.append(Point(ranks, here.nodes, *took, save_seconds(here, machine)))
     return points
 
 
 def limits(case: Case, points: Sequence[Point]) -> list[str]:
     """Return what limits the scaling, each from some number of ranks up to the end, the first one first."""
-
     tests: dict[str, Callable[[Point, Point], bool]] = {
         f"efficiency is below {LEAST_EFFICIENCY:.0%}": lambda _, here: here.efficiency < LEAST_EFFICIENCY,
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
@@ -138,33 +137,34 @@ class Largest:
 
 def largest(case: Case, limit: int) -> Largest:
     """Return the sizes that fit into `limit` bytes of a rank, one size changed at a time."""
-
-    def total(changed: Case) -> int:
-        try:
-            return plan_memory(changed).total
-        except MemoryError:  # this machine lacks even the address space of a unit's buffers
-            return sys.maxsize
+    model = case.model
+    # Number of equal steps of the width, each of full heads and the key/value heads that belong to them.
+    steps = gcd(model.head_count, getattr(model, "head_count_kv", model.head_count), model.embedding_length)
 
     def rows(count: int) -> Case:  # as many micro-batches as before
         return replace(case, micro_batch=count, batch_size=count * case.rounds.micro_batches)
 
     def deep(count: int) -> Case:
-        return replace(case, model=stored_alike(replace(case.model, block_count=count), case.model))
+        return replace(case, model=stored_alike(replace(model, block_count=count), model))
 
     def wide(count: int) -> Case:
-        return replace(case, model=stored_alike(widened(case.model, count, steps), case.model))
+        return replace(case, model=stored_alike(widened(model, count, steps), model))
 
-    def parameters(changed: Callable[[int], Case], count: int) -> int:
-        return elements(changed(count).model) if count else 0
+    def fitting(changed: Callable[[int], Case]) -> tuple[int, int]:
+        """Return the largest number that fits, and the elements of the model then."""
 
-    # Number of equal steps of the width, each of full heads and the key/value heads that belong to them.
-    heads = case.model.head_count
-    steps = gcd(heads, getattr(case.model, "head_count_kv", heads), case.model.embedding_length)
-    sequences = most(lambda count: total(rows(count)), limit)
-    layers = most(lambda count: total(deep(count)), limit)
-    widest = most(lambda count: total(wide(count)), limit)
-    width = case.model.embedding_length // steps * widest
-    return Largest(sequences, layers, parameters(deep, layers), width, parameters(wide, widest))
+        def total(count: int) -> int:
+            try:
+                return plan_memory(changed(count)).total
+            except MemoryError:  # this machine lacks even the address space of a unit's buffers
+                return sys.maxsize
+
+        count = most(total, limit)
+        return count, elements(changed(count).model) if count else 0
+
+    (widest, of_wide), (layers, of_deep) = fitting(wide), fitting(deep)
+    width = model.embedding_length // steps * widest
+    return Largest(fitting(rows)[0], layers, of_deep, width, of_wide)
 
 
 def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:

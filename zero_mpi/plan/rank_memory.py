@@ -9,9 +9,7 @@ library.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from zero_mpi import ops
@@ -96,6 +94,19 @@ def plan_memory(case: Case) -> Memory:
         if is_away:
             host += kept[name]
             kept[name] = 0
+    rounds, slices = case.rounds, tuple(own for _, own in case.trained)
+    reductions = Reductions(
+        ranks=case.ranks,
+        nodes=case.nodes,
+        per_node=case.per_node,
+        slices=slices,
+        itemsize=case.reduce_bytes,
+        in_flight=min(REDUCTIONS_IN_FLIGHT, len(slices)),
+        contributors=tuple(sorted({rounds.contributors(0), rounds.contributors(len(rounds) - 1)})),
+        exact=case.exact,
+        accumulates=case.strategy.shards_moments and len(rounds) > 1,
+        replicated=case.hybrid,
+    )
     pieces = [min(case.updated(unit, own), piece_of(unit.quantum)) for unit, own in case.trained]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
@@ -106,7 +117,7 @@ def plan_memory(case: Case) -> Memory:
         gradient_buffers=buffers if case.transport.shares_memory else seen.gradient_buffers,
         activations=seen.activations,
         logits=seen.logits,
-        transport=case.transport.scratch(reductions(case)),
+        transport=case.transport.scratch(reductions),
         workspace=KERNELS[case.device].workspace,
         node_shared=node_shared(case),
         host=host,
@@ -146,23 +157,6 @@ def keeps_slices(case: Case) -> bool:
     """Return whether a rank counts only its slices of parameters."""
     shared = case.shares_wholes and case.strategy.shards_moments
     return shared or case.strategy.shards_parameters
-
-
-def reductions(case: Case) -> Reductions:
-    """Return the reductions that the transport of a case makes."""
-    rounds, slices = case.rounds, tuple(own for _, own in case.trained)
-    return Reductions(
-        ranks=case.ranks,
-        nodes=case.nodes,
-        per_node=case.per_node,
-        slices=slices,
-        itemsize=case.reduce_bytes,
-        in_flight=min(REDUCTIONS_IN_FLIGHT, len(slices)),
-        contributors=tuple(sorted({rounds.contributors(0), rounds.contributors(len(rounds) - 1)})),
-        exact=case.exact,
-        accumulates=case.strategy.shards_moments and len(rounds) > 1,
-        replicated=case.hybrid,
-    )
 
 
 def node_shared(case: Case) -> int:
@@ -240,19 +234,16 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Token files, and text that is kept once it is encoded, stay on disk.
     """
+    held = 0
     lists = [files_of(config.data) if config.data else library_files()]
-    lists += [files_of(config.val_data)] if config.val_data else []
-    return sum(held_bytes(files, model.vocab_size) for files in lists)
-
-
-def held_bytes(files: Sequence[tuple[str, Path]], vocabulary: int) -> int:
-    """Return the bytes of the ids that are read from such files and held in memory."""
-    tokens = token_files(files)
-    found = sum(path.stat().st_size for _, path in tokens or files)
-    width = 2 if vocabulary <= 1 << 16 else 4
-    ids = found if tokens else width * found // (1 if vocabulary <= 300 else BYTES_OF_TOKEN)
-    in_files = bool(tokens) or (found >= LEAST and folder() is not None)
-    return 0 if in_files and ids > MOST_HELD else ids
+    for files in [*lists, *([files_of(config.val_data)] if config.val_data else [])]:
+        tokens = token_files(files)
+        found = sum(path.stat().st_size for _, path in tokens or files)
+        width = 2 if model.vocab_size <= 1 << 16 else 4
+        ids = found if tokens else width * found // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
+        in_files = bool(tokens) or (found >= LEAST and folder() is not None)
+        held += 0 if in_files and ids > MOST_HELD else ids
+    return held
 
 
 def text_of(corpus: Corpus) -> int:

@@ -10,7 +10,7 @@ from zero_mpi.cli.text import gibibytes, seconds, size
 from zero_mpi.files.foreign import shown
 from zero_mpi.models.model_config import elements
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import RATES, Level, Machine, bandwidth
+from zero_mpi.plan.machine import RATES, Machine, bandwidth
 from zero_mpi.plan.plan import MOST, Largest, Plan, Point
 from zero_mpi.plan.rank_memory import ELSEWHERE, TITLES, Resident, keeps_slices, titles
 from zero_mpi.sharding.host_masters import STATE
@@ -88,13 +88,12 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
     if machine.levels:
-        yield f"network: {'; '.join(map(level_line, machine.levels))}"
-
-
-def level_line(level: Level) -> str:
-    """Return a line about a level of the network."""
-    nodes = "all nodes" if level.nodes is None else f"up to {level.nodes} node(s)"
-    return f"{shown(level.name)}, {nodes}: {seconds(level.link.alpha)}, {bandwidth(level.link.beta)}"
+        levels = (
+            f"{shown(level.name)}, {'all nodes' if level.nodes is None else f'up to {level.nodes} node(s)'}: "
+            f"{seconds(level.link.alpha)}, {bandwidth(level.link.beta)}"
+            for level in machine.levels
+        )
+        yield f"network: {'; '.join(levels)}"
 
 
 def base(case: Case) -> str:
@@ -124,8 +123,7 @@ def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
 
 def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield lines with the bytes of a step."""
-    yield head("bytes sent per step", plans)
-    yield from rows(plans, TRAFFIC)
+    yield from (head("bytes sent per step", plans), *rows(plans, TRAFFIC))
 
 
 def ask_lines(found: Sequence[Resident]) -> Iterator[str]:

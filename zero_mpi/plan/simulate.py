@@ -183,10 +183,13 @@ class Simulator:
         """Return the loss of a micro-batch, as training makes it."""
         case, shape = self.case, (self.case.micro_batch, self.case.context)
         if case.preference is not None:
-            half, targets = case.context // 2, np.zeros(shape, np.int64)
-            sides = [(row, slice(at, at + half)) for row in range(shape[0]) for at in (0, half)]
-            each = 1 + case.preference.learns_prompts
-            segments = [Segment(*side, targets) for side in sides for _ in range(each)]
+            half, targets, segments = case.context // 2, np.zeros(shape, np.int64), []
+            for row in range(shape[0]):
+                for begin in (0, half):
+                    answer = begin + half // 2 * case.preference.learns_prompts
+                    segments.append(Segment(row, slice(answer, begin + half), targets))
+                    if answer > begin:
+                        segments.append(Segment(row, slice(begin, answer), targets))
             return SequenceLoss(segments, lambda sums: (0.0, [1.0] * len(sums)))
         if case.teacher:
             return FakeDistilled(

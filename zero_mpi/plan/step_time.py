@@ -33,7 +33,7 @@ from zero_mpi.plan.simulate import (
     GATHER_SUMS,
     MOST_ROUNDS,
     NORM,
-    SUMS,
+    TOTAL,
     TRANSFERS,
     UPDATE,
     WAIT,
@@ -95,8 +95,10 @@ class Player:
                 self.wait(self._complete.pop((event.what, event.unit), 0.0))
             elif event.kind in TRANSFERS:
                 self.start(event.kind, event.unit)
+            elif event.kind == UPDATE:
+                self.update(sum(self.case.updated(unit, own) for unit, own in self.case.trained))
             else:
-                self.finish(event.kind)
+                self.sum_vector(event.kind)
 
     def compute(self, flop: float, moved: float) -> None:
         """Advance the clock by products, and passes over arrays."""
@@ -123,16 +125,11 @@ class Player:
         self.exposed += late
         self.now += late
 
-    def finish(self, kind: str) -> None:
-        """Play the end of a step: the total of the losses, the norm of the gradient, the update."""
+    def sum_vector(self, kind: str) -> None:
+        """Add numbers of all ranks: losses, log-probabilities, or the squares of the gradient."""
         case = self.case
-        if kind == UPDATE:
-            self.update(sum(case.updated(unit, own) for unit, own in case.trained))
-            return
-        numbers = case.rounds.micro_batches + FLAGS + case.summed
-        if kind == SUMS:
-            numbers = case.summed
-        elif kind == NORM:
+        numbers = case.summed + (kind == TOTAL) * (case.rounds.micro_batches + FLAGS)
+        if kind == NORM:
             numbers = case.chunks
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:
@@ -214,21 +211,15 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
     """Return the seconds to sum a unit's gradient into slices, each sent straight to its owner."""
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
-    own, itemsize = case.partitions[unit].counts[0], case.reduce_bytes
+    partition, mates, itemsize = case.partitions[unit], case.per_node, case.reduce_bytes
+    own = partition.counts[0]
     added = own * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == kinds.SHARED:  # the owner reads what the others wrote
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
-    return exchange_seconds(case, machine, unit) + added * case.exact
-
-
-def exchange_seconds(case: Case, machine: Machine, unit: int) -> float:
-    """Return the seconds to send every slice of a unit to its owner."""
-    partition, mates = case.partitions[unit], case.per_node
-    own, itemsize = partition.counts[0], case.reduce_bytes
     inside = itemsize * own * (mates - 1) * machine.node.beta
     between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
     pieces = -(-own // EXACT_PIECE)
-    return pieces * slowest(case, machine).alpha + max(inside, between)
+    return pieces * slowest(case, machine).alpha + max(inside, between) + added * case.exact
 
 
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
@@ -297,11 +288,10 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     if machine.disk is None:
         return None
     rate = min(machine.disk.rate, writers(case) * machine.disk.writer_rate)
-    machine = machine.joining(case.nodes)
+    machine, nbytes = machine.joining(case.nodes), saved_bytes(case)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
     # Bytes that come to rank 0's node: none where writers are on all nodes, or where it has all slices.
-    is_there = case.hybrid or case.checkpoint_io != "gather"
-    brought = 0.0 if is_there else saved_bytes(case) * (1 - case.per_node / case.ranks) * machine.between.beta
-    moved = max(brought, min(brought, LEFT_IN_MEMORY) + saved_bytes(case) / rate)
-    return moved + MEETINGS * arrays * latency
+    comes = not case.hybrid and case.checkpoint_io == "gather"
+    brought = comes * nbytes * (1 - case.per_node / case.ranks) * machine.between.beta
+    return max(brought, min(brought, LEFT_IN_MEMORY) + nbytes / rate) + MEETINGS * arrays * latency

@@ -34,6 +34,7 @@ from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
 
 Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
+FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a save failed, whether to save
 
 
 class Route:
@@ -53,34 +54,38 @@ class Route:
         self.node, self.local = self.rank // per_node, self.rank % per_node
         self.mates = np.bincount(self.node)[self.node] - 1  # number of other ranks on the same node
 
+    def owned(self, partition: Partition) -> Array:
+        """Return the elements that each rank owns."""
+        return np.array(partition.counts, np.int64)
+
     def gathered(self, partition: Partition) -> Given:
         """Return the elements that each rank sends in one gather."""
-        own = np.array(partition.counts, np.int64)
+        own = self.owned(partition)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
         """Return what ranks send in a reduction with `contributors` active ranks, `first` of its step."""
-        own = np.array(partition.counts, np.int64)
+        own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
         gives = (self.rank < contributors) | self.all_give
         return (on_node - own) * gives, (partition.length - on_node) * gives
 
 
 class Lanes(Route):
-    """Route in which ranks of one position on their nodes carry their slices between nodes (comm.nodes)."""
+    """Route in which ranks of one position on their nodes carry their slices between nodes (comm.nodes).
+
+    A sum goes from node to node up to the last active one, then to its owner. A sum that continues one of an
+    earlier round goes from its owner to the first node first.
+    """
 
     passes_sums = True
 
     def gathered(self, partition: Partition) -> Given:
-        own = np.array(partition.counts, np.int64)
+        own = self.owned(partition)
         return 0 * own, own * (self.nodes - 1)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """Return what each rank sends: a sum goes from node to node up to the last active, then to its owner.
-
-        A sum that continues one of an earlier round goes from its owner to the first node first.
-        """
-        own = np.array(partition.counts, np.int64)
+        own = self.owned(partition)
         carried = np.bincount(self.local, own).astype(np.int64)[self.local]
         last = (contributors - 1) // self.per_node
         inside = (partition.length - carried) * (self.rank < contributors)
@@ -89,7 +94,10 @@ class Lanes(Route):
 
 
 class ByNode(Route):
-    """Route where every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid)."""
+    """Route where every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
+
+    A sum goes from node to node up to the last active one, and to all. shared: full parameters are one array
+    """
 
     passes_sums = True
 
@@ -97,13 +105,15 @@ class ByNode(Route):
         super().__init__(ranks, per_node)
         self.shared = shared
 
+    def owned(self, partition: Partition) -> Array:
+        return np.array(partition.counts, np.int64)[self.local]
+
     def gathered(self, partition: Partition) -> Given:
-        own = np.array(partition.counts, np.int64)[self.local]
+        own = self.owned(partition)
         return own * (0 if self.shared else self.per_node - 1), 0 * own
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
-        """Return what each rank sends: a sum goes from node to node up to the last active one, and to all."""
-        own = np.array(partition.counts, np.int64)[self.local]
+        own = self.owned(partition)
         last = (contributors - 1) // self.per_node
         neighbours = (self.node > 0).astype(np.int64) + (self.node < self.nodes - 1)
         inside = (partition.length - own) * (self.rank < contributors)
@@ -120,9 +130,6 @@ def routes_of(case: Case) -> tuple[Route, Route]:
         return direct, direct
     lanes = Lanes(case.ranks, case.per_node)
     return lanes if case.strategy.shards_parameters else direct, lanes
-
-
-FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a save failed, whether to save
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,9 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """Return the traffic of a step; `flags` numbers travel with the losses."""
     gathering, reducing = routes_of(case)
     between = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
-    reduced = np.array([[case.reduce_bytes], [between]])
+    widths = np.array([[case.reduce_bytes], [between]])
+    rounds = case.rounds
+    kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
         gathered = np.stack(gathering.gathered(partition))
@@ -164,23 +173,15 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_wholes:
-                gradients += (
-                    case.sum_bytes * gathered * (1 + unit.whole)
-                )  # Muon's directions are sent after them
-                # each rank updates all of it, from sums: float32 always
-            gradients += reduced * reductions(case, reducing, partition)
+                # Each rank updates all of it, from sums: float32 always. Muon's directions follow them.
+                gradients += case.sum_bytes * gathered * (1 + unit.whole)
+            for kind, count in kinds.items():
+                gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
-    losses = (case.rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
+    losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
     vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
-
-
-def reductions(case: Case, route: Route, partition: Partition) -> Array:
-    """Return the elements (inside, between) of all reductions of a unit in a step: (2, ranks)."""
-    rounds = case.rounds
-    kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
-    return sum(count * np.stack(route.reduced(partition, *kind)) for kind, count in kinds.items())
 
 
 def gathers_of(case: Case, unit: int) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from zero_mpi.files.foreign import one_line, readable
 
 DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
-LEVELS = (DEBUG, INFO, WARNING, ERROR)
 WORDS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("zero_mpi")

@@ -14,12 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.state import COUNTS
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import MARGIN, WIDTH, plural, size, write
-from zero_mpi.commands.inspect.compare import compare, compare_checkpoints, compare_records, is_run
-from zero_mpi.commands.inspect.examine import examine
-from zero_mpi.commands.inspect.pieces import Report
+from zero_mpi.commands.inspect.examine import Report, examine
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import LONGEST, one_line, printable, shown
 from zero_mpi.launch.world import World, run
@@ -57,18 +54,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     path = Path(options.path)
     try:
-        if options.other is not None:
-            other = Path(options.other)
-            found = compare(path, other)
-            if is_run(path) and is_run(other):
-                found["records"] = compare_records(path, other)
-                found["checkpoint"] = compare_checkpoints(path, other)
-                steps = found["records"]["step"], found["checkpoint"]["step"]
-                found["same"] = found["same"] and steps == (None, None)
-            lines, sound = comparison_lines(found, options.tensors), found["same"]
-        else:
+        if options.other is None:
             found = examine(path, keys=options.keys, tensors=options.tensors)
             lines, sound = report_lines(found, options.keys), found["sound"]
+        else:
+            from zero_mpi.commands.inspect.compare import compare_paths  # it imports what `verify` needs
+
+            found = compare_paths(path, Path(options.other))
+            lines, sound = comparison_lines(found, options.tensors), found["same"]
     except OSError as error:  # the folder may not be readable
         raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     if options.json:
@@ -78,13 +71,43 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0 if sound else 1
 
 
+def section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines with a title in the margin of the first."""
+    for line in lines:
+        yield f"{title:{MARGIN}}{line}"
+        title = ""
+
+
+def some(lines: Sequence[str], everything: bool = False) -> list[str]:
+    """Return the first few lines, and how many more there are."""
+    more = len(lines) - FEW
+    return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
+
+
+def told(value: Any, most: int = LONGEST) -> str:
+    """Return a value for messages, in at most `most` letters."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
+        items = ", ".join(map(repr, value["first"]))
+        return shown(f"{value['length']:,} {value['array']}: {items}, ...", most)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return shown(f"{value:,}", most)
+    return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
+
+
 # ---------------------------------------------------------------------------------------------- a report
 
 
 def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     """Yield the text of one path."""
     yield from section("path", [printable(found["path"])])
-    yield from section("files", map(file_line, found["files"]))
+    files = []
+    for file in found["files"]:
+        name, parts = shown(Path(file["path"]).name), f" in {file['parts']} parts" * (file["parts"] > 1)
+        counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
+        files.append(f"{name}: {file['format']}{parts}, {size(file['bytes'], 'bytes')}, {counts}")
+    yield from section("files", files)
     if "model" in found:
         model = found["model"]
         lines = wrapped(shown(str(model["architecture"])), model["sizes"])
@@ -98,51 +121,40 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
     )
     yield from section("types", types)
     yield from section("keys", key_lines(found["keys"], all_keys))
-    if found["training"] is not None:
-        yield from section("training", training_lines(found["training"]))
+    if (training := found["training"]) is not None:
+        made = [f"{name} {value:,}" for name, value in training.items() if isinstance(value, int)]
+        lines = [
+            ", ".join(made),
+            f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}",
+        ]
+        for title in ("settings", "plan", "machine"):
+            values = training.get(title, {})
+            lines += wrapped(title, {name: values[name] for name in values if not name.startswith("model.")})
+        yield from section("training", lines)
     for rows in found.get("tensors", {}).values():
         yield from section("tensors", table(rows))
     yield from section("sound" if found["sound"] else "NOT SOUND", verdict_lines(found))
-
-
-def section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines with a title in the margin of the first."""
-    for line in lines:
-        yield f"{title:{MARGIN}}{line}"
-        title = ""
 
 
 def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterator[str]:
     """Yield a line per key; of very many only the first, unless all are wanted."""
     pairs = [(role, key) for role, own in keys.items() for key in own]
     for role, key in pairs if everything else pairs[:MANY]:
-        yield f"{role}: {line_of(keys, role, key)}" if len(keys) > 1 else line_of(keys, role, key)
+        line = f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
+        yield f"{role}: {line}" if len(keys) > 1 else line
     if not everything and len(pairs) > MANY:
         yield f"and {len(pairs) - MANY:,} more (show all with --keys)"
 
 
-def line_of(keys: Mapping[str, Mapping[str, Any]], role: str, key: str) -> str:
-    """Return a key and its value."""
-    return f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
-
-
 def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
-    """Return names and values in as many lines as they need, long texts cut."""
-    cut = {
-        name: f"{value[:DIGEST]}..." if isinstance(value, str) and len(value) > 2 * DIGEST else value
-        for name, value in values.items()
-    }
-    text = ", ".join(f"{shown(name)} {told(value)}" for name, value in cut.items())
-    return textwrap.wrap(f"{title}: {text}", WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def file_line(file: Mapping[str, Any]) -> str:
-    """Return name, format and size of a file."""
-    parts = f" in {file['parts']} parts" if file["parts"] > 1 else ""
-    counts = f"{file['tensors']:,} tensors of {file['elements']:,} elements"
-    return (
-        f"{shown(Path(file['path']).name)}: {file['format']}{parts}, {size(file['bytes'], 'bytes')}, {counts}"
-    )
+    """Return names and values in as many lines as they need, digests cut."""
+    texts = []
+    for name, value in values.items():
+        if isinstance(value, str) and len(value) > 2 * DIGEST:
+            value = f"{value[:DIGEST]}..."
+        texts.append(f"{shown(name)} {told(value)}")
+    text = f"{title}: {', '.join(texts)}"
+    return textwrap.wrap(text, WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
@@ -154,15 +166,6 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
     rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
     return ", ".join([kind + pre, *rest])
-
-
-def training_lines(training: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the progress of the run, and its settings."""
-    yield ", ".join(f"{name} {told(training[name])}" for name in COUNTS.values() if name in training)
-    yield f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}"
-    for title in ("settings", "plan", "machine"):
-        values = training.get(title, {})
-        yield from wrapped(title, {name: values[name] for name in values if not name.startswith("model.")})
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -180,11 +183,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
     for row in columns:
-        name, shape, kind, nbytes, digest, odd = (
-            text.rjust(width) if place == 3 else text.ljust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield f"{name}  {shape}  {kind}  {nbytes}  {digest}  {odd}".rstrip()
+        texts = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        texts[3] = row[3].rjust(widths[3])
+        yield "  ".join(texts).rstrip()
 
 
 def verdict_lines(found: Report) -> Iterator[str]:
@@ -210,7 +211,8 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     """Yield the text of two paths."""
     yield from section("first", [printable(found["paths"][0])])
     yield from section("second", [printable(found["paths"][1])])
-    yield from section("tensors", difference_lines(found))
+    counts = f"{found['tensors']:,} in both, {len(found['differing']):,} differ"
+    yield from section("tensors", [counts, *difference_lines(found["difference"])])
     names = {"differing": "differ", "only_in_first": "only first", "only_in_second": "only second"}
     for key, title in names.items():
         yield from section(title, some([shown(name) for name in found[key]], everything))
@@ -220,72 +222,43 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     ]
     yield from section("keys", some(keys, everything))
     if "records" in found:
-        yield from section("records", [record_line(found["records"])])
+        records = found["records"]
+        line = f"all {plural(records['common'], 'common record')} are identical"
+        if records["step"] is not None:
+            values = " and ".join(map(told, records["values"]))
+            line = f"first difference at step {records['step']}: {shown(records['field'])} {values}"
+        yield from section("records", [line])
         yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
     yield from section("verdict", ["identical, bit for bit" if found["same"] else "different"])
 
 
-def difference_lines(found: Report) -> Iterator[str]:
-    """Yield how many tensors differ, and how the first one does."""
-    yield f"{found['tensors']:,} in both, {len(found['differing']):,} differ"
-    first = found["difference"]
+def difference_lines(first: Report | None) -> Iterator[str]:
+    """Yield how the first tensor that differs does."""
     if first is None:
         return
     stored = [f"{one['type']} {one['shape']}" for one in first["stored"]]
     if "element" not in first:
         yield f"the first, {shown(first['name'])}: {stored[0]} and {stored[1]}"
         return
-    values = "" if first["values"] is None else f": {told(first['values'][0])} and {told(first['values'][1])}"
+    values = "" if first["values"] is None else f": {' and '.join(map(told, first['values']))}"
     kind = "elements" if "elements" in first else "blocks"
     yield f"the first, {shown(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
     yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
-
-
-def record_line(records: Report) -> str:
-    """Return a line about the first record that differs."""
-    if records["step"] is None:
-        return f"all {plural(records['common'], 'common record')} are identical"
-    values = " and ".join(map(told, records["values"]))
-    return f"first difference at step {records['step']}: {shown(records['field'])} {values}"
 
 
 def checkpoint_lines(found: Report) -> Iterator[str]:
     """Yield lines about the first checkpoint whose tensors differ."""
     if found["step"] is None:
         yield f"{plural(found['common'], 'common checkpoint')}: identical tensors"
-        return
-    if "problem" in found:
+    elif "problem" in found:
         yield f"the checkpoint of step {found['step']} cannot be read: {one_line(found['problem'])}"
-        return
-    count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
-    yield f"first difference at step {found['step']}: {count}"
-    first = found["difference"]
-    if first is not None:
-        values = first.get("values")
-        pair = f": {' and '.join(map(told, values))}" if values else ""
-        yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
-
-
-# ------------------------------------------------------------------------------------------------- values
-
-
-def some(lines: Sequence[str], everything: bool = False) -> list[str]:
-    """Return the first few lines, and how many more there are."""
-    more = len(lines) - FEW
-    return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
-
-
-def told(value: Any, most: int = LONGEST) -> str:
-    """Return a value for messages, in at most `most` letters."""
-    if value is None:
-        return "none"
-    if isinstance(value, dict) and value.keys() == {"array", "length", "first"}:
-        return shown(
-            f"{value['length']:,} {value['array']}: {', '.join(map(repr, value['first']))}, ...", most
-        )
-    if isinstance(value, int) and not isinstance(value, bool):
-        return shown(f"{value:,}", most)
-    return shown(value if isinstance(value, str) and value.isalnum() else repr(value), most)
+    else:
+        count = f"{len(found['differing'])} of {found['tensors']} tensors differ"
+        yield f"first difference at step {found['step']}: {count}"
+        if (first := found["difference"]) is not None:
+            values = first.get("values")
+            pair = f": {' and '.join(map(told, values))}" if values else ""
+            yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
 
 
 main = partial(run, "inspect", command, alone=True)

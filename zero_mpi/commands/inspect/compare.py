@@ -1,4 +1,4 @@
-"""Comparison of two models or checkpoints: whether the bits are the same, and where they differ.
+"""Comparison of two models, checkpoints or runs: whether the bits are the same, and where they differ.
 
 The stored bytes of both are read side by side, piece by piece, so memory does not grow with the model and no
 digest has to be trusted. Only the first tensor that differs is compared by value.
@@ -6,6 +6,7 @@ digest has to be trusted. Only the first tensor that differs is compared by valu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from math import isnan
 from pathlib import Path
@@ -17,43 +18,52 @@ from gguf.constants import GGML_QUANT_SIZES
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource
-from zero_mpi.commands.inspect.examine import as_json
-from zero_mpi.commands.inspect.pieces import Report, Subject, elements, open_subject, pieces
+from zero_mpi.commands.inspect.examine import Report, Subject, as_json, elements, open_subject, pieces
 from zero_mpi.commands.verify.history import Records, other
 from zero_mpi.errors import UsageError
 from zero_mpi.files.open import exists
 from zero_mpi.telemetry.metrics import METRICS
 from zero_mpi.telemetry.proof import bits_of
 
-Place = tuple[str, str]  # role and name of a tensor
 Stored = tuple[WeightSource, TensorSpec]
+LISTS = ("differing", "only_in_first", "only_in_second")
+
+
+def compare_paths(first: Path, second: Path) -> Report:
+    """Return the comparison of two paths; of two run folders also that of records and checkpoints."""
+    found = compare(first, second)
+    if exists(first / METRICS) and exists(second / METRICS):
+        found["records"] = compare_records(first, second)
+        found["checkpoint"] = compare_checkpoints(first, second)
+        steps = found["records"]["step"], found["checkpoint"]["step"]
+        found["same"] = found["same"] and steps == (None, None)
+    return found
 
 
 def compare(first: Path, second: Path) -> Report:
-    """Return the comparison of two paths. UsageError if one cannot be read."""
-    subjects = open_subject(first), open_subject(second)
-    mine, theirs = (tensors_of(subject) for subject in subjects)
-    differing = [place for place in mine if place in theirs and not same(mine[place], theirs[place])]
+    """Return the comparison of two paths, one of which is read once. UsageError if one cannot be read."""
+    subject = open_subject(first)
+    is_one = exists(second) and os.path.samefile(first, second)
+    other_subject = subject if is_one else open_subject(second)
+    mine, theirs = tensors_of(subject), tensors_of(other_subject)
+    common = [place for place in mine if place in theirs]
+    differing = [place for place in common if not is_one and not same(mine[place], theirs[place])]
     found: Report = {
         "paths": [str(first), str(second)],
-        "tensors": len(mine.keys() & theirs.keys()),
+        "tensors": len(common),
         "differing": [name for _, name in differing],
         "difference": difference(mine[differing[0]], theirs[differing[0]]) if differing else None,
         "only_in_first": [name for role, name in mine if (role, name) not in theirs],
         "only_in_second": [name for role, name in theirs if (role, name) not in mine],
-        "keys": list(differing_keys(*subjects)),
+        "keys": [] if is_one else list(differing_keys(subject, other_subject)),
     }
-    lists = ("differing", "only_in_first", "only_in_second", "keys")
-    return found | {"same": not any(found[name] for name in lists)}
+    return found | {"same": not any(found[name] for name in (*LISTS, "keys"))}
 
 
-def tensors_of(subject: Subject) -> dict[Place, Stored]:
-    """Return all tensors of a subject."""
-    return {
-        (role, name): (part, spec)
-        for role, part in subject.parts.items()
-        for name, spec in part.tensors.items()
-    }
+def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
+    """Return all tensors of a subject, by role and name."""
+    parts = subject.parts.items()
+    return {(role, name): (part, spec) for role, part in parts for name, spec in part.tensors.items()}
 
 
 def side_by_side(mine: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
@@ -72,7 +82,8 @@ def same(mine: Stored, theirs: Stored) -> bool:
 def difference(mine: Stored, theirs: Stored) -> Report:
     """Return how two tensors differ: shape or type, or the first element, both values, the largest gap.
 
-    Where types are equal but a bit changes no value (a zero's sign, a NaN's payload), the gap is 0 or NaN.
+    Where types are equal but a bit changes no value (a zero's sign, a NaN's payload), the gap is 0 or NaN;
+    of a type that cannot be decoded it is None.
     """
     spec = mine[1]
     about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (mine, theirs)]
@@ -88,7 +99,12 @@ def difference(mine: Stored, theirs: Stored) -> Report:
             values = elements(a, spec.type), elements(b, spec.type)
             if "element" not in found:
                 found |= first_of(int(blocks[0]) * block, block, at, spec, values)
-            largest = max_gap(largest, *values)
+            if values[0] is None or largest is None:
+                largest = None
+            else:
+                with np.errstate(all="ignore"):
+                    gap = float(np.abs(values[0].astype(np.float64) - values[1].astype(np.float64)).max())
+                largest = gap if isnan(gap) or gap > largest else largest
             count += blocks.size
         at += a.size // width * block
     return found | {"blocks" if block > 1 else "elements": count, "largest": as_json(largest)}
@@ -96,38 +112,25 @@ def difference(mine: Stored, theirs: Stored) -> Report:
 
 def first_of(start: int, block: int, before: int, spec: TensorSpec, values: tuple[Any, Any]) -> Report:
     """Return the first differing element, given a block that differs, `start` elements into a piece."""
-    if values[0] is None:
-        return {"element": place_of(before + start, spec), "values": None}
-    pair = [value[start : start + block] for value in values]
-    odd = np.flatnonzero(pair[0] != pair[1])
-    first = int(odd[0]) if odd.size else 0
-    shown = [as_json(value[first]) for value in pair]
-    return {"element": place_of(before + start + first, spec), "values": shown}
-
-
-def place_of(element: int, spec: TensorSpec) -> list[int]:
-    """Return the indices of an element of the flattened tensor."""
-    return [int(index) for index in np.unravel_index(element, spec.shape)]
-
-
-def max_gap(largest: float | None, a: Any, b: Any) -> float | None:
-    """Return the largest difference so far; NaN after a NaN, None for a type that cannot be decoded."""
-    if largest is None or a is None:
-        return None
-    with np.errstate(all="ignore"):
-        gap = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max())
-    return gap if isnan(gap) or gap > largest else largest
+    shown = None
+    if values[0] is not None:
+        pair = [value[start : start + block] for value in values]
+        odd = np.flatnonzero(pair[0] != pair[1])
+        first = int(odd[0]) if odd.size else 0
+        start, shown = start + first, [as_json(value[first]) for value in pair]
+    place = np.unravel_index(before + start, spec.shape)
+    return {"element": [int(index) for index in place], "values": shown}
 
 
 def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
     """Yield the keys of files of both sides whose values or types differ; None stands for a missing key."""
     for role, part in first.parts.items():
-        other = second.parts.get(role)
-        both = [part.metadata, other.metadata] if other is not None else [{}, {}]
-        for key in both[0] | both[1]:
-            values = [metadata.get(key) for metadata in both]
-            if not equal(*values):
-                yield {"file": role, "key": key, "values": [as_json(value) for value in values]}
+        if role in second.parts:
+            both = part.metadata, second.parts[role].metadata
+            for key in both[0] | both[1]:
+                values = [metadata.get(key) for metadata in both]
+                if not equal(*values):
+                    yield {"file": role, "key": key, "values": [as_json(value) for value in values]}
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -137,11 +140,6 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray | np.generic):
         return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
     return bool(a == b)
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a path is the folder of a run, which has records."""
-    return exists(path / METRICS)
 
 
 def compare_records(first: Path, second: Path) -> Report:
@@ -155,9 +153,8 @@ def compare_records(first: Path, second: Path) -> Report:
             continue
         a, b = (bits_of(file.take()) for file in files)
         common += 1
-        difference = other(b, a)
-        if difference:
-            name = difference[0]
+        if found := other(b, a):
+            name = found[0]
             return {"common": common, "step": steps[0], "field": name, "values": [a.get(name), b.get(name)]}
     return {"common": common, "step": None}
 
@@ -166,12 +163,12 @@ def compare_checkpoints(first: Path, second: Path) -> Report:
     """Return how many checkpoints both runs have, and what differs in the first whose tensors differ."""
     found = [dict(folders.steps(run)) for run in (first, second)]
     common = sorted(found[0].keys() & found[1].keys())
-    names = ("tensors", "differing", "difference", "only_in_first", "only_in_second")
     for step in common:
         try:
             pair = compare(found[0][step], found[1][step])
         except UsageError as error:
             return {"common": len(common), "step": step, "problem": str(error)}
-        if any(pair[name] for name in ("differing", "only_in_first", "only_in_second")):
+        if any(pair[name] for name in LISTS):
+            names = ("tensors", "difference", *LISTS)
             return {"common": len(common), "step": step, **{name: pair[name] for name in names}}
     return {"common": len(common), "step": None}

@@ -8,84 +8,47 @@ its whole state does not depend on the number of ranks that wrote it.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 
+from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import (
+    AVERAGE,
     ID,
+    MODEL,
+    PIECE_BYTES,
     STATE_DIGEST,
     TENSOR_DIGESTS,
     CheckpointFiles,
+    average_beside,
     check_files,
     digest_of_files,
+    digest_of_pieces,
     from_lines,
+    piece_digests,
 )
-from zero_mpi.checkpoint.state import COUNTS, read_json
-from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of
-from zero_mpi.commands.inspect.pieces import Report, Subject, Tensor, open_subject, read_tensor
+from zero_mpi.checkpoint.state import ARCHITECTURE, COUNTS, STATE, read_json
+from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
+from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of, open_weights
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.models import config_from_gguf
 
-
-def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return every digest beside those in the files, the pair, and values that are not finite."""
-    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
-    every = [tensor for rows in read.values() for tensor in rows]
-    with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
-    whole = digest_of_files(digests)
-    problems = [
-        problem for role in with_sums for problem in wrong_digests(subject.parts[role], digests[role])
-    ]
-    if subject.model is not None and subject.state is not None:
-        files = CheckpointFiles(subject.model, subject.state, subject.average)
-        problems += wrong_files(files, problems, whole)
-    not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
-    return {
-        "checksums": sum(len(digests[role]) for role in with_sums),
-        "problems": problems,
-        "state_digest": whole,
-        "not_finite": not_finite,
-        "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
-        "sound": not problems and not not_finite,
-    }
-
-
-def wrong_files(files: CheckpointFiles, known: Sequence[str], whole: str) -> Iterator[str]:
-    """Yield what keeps files from being a checkpoint whose state has the digest `whole`."""
-    try:
-        check_files(files)
-        if not known and keys_of(files.state).text(STATE_DIGEST) != whole:
-            yield f"{files.state.path}: key {STATE_DIGEST} does not match the tensors"
-    except UsageError as error:
-        yield str(error)
-
-
-def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
-    """Yield differences between the tensors of a file and the digests that it holds."""
-    path = source.path
-    try:
-        recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
-    except UsageError as error:
-        yield str(error)
-        return
-    for name in [*found, *(name for name in recorded if name not in found)]:
-        if name not in recorded:
-            yield f"{path}: tensor {show(name)} has no checksum, but others do"
-        elif name not in found:
-            yield f"{path}: tensor {show(name)} has a checksum but is missing"
-        elif found[name] != recorded[name]:
-            yield f"{path}: tensor {show(name)} was changed after it was written: its checksum differs"
-
-
+Report = dict[str, Any]
+READ_AT_ONCE = 1 << 20  # bytes read at a time
 LONG, FEW = 60, 3  # letters of a text and items of an array that are shown by default
 SIZES = {  # key of an architecture -> its name here
     "block_count": "blocks",
@@ -99,37 +62,150 @@ SIZES = {  # key of an architecture -> its name here
     "context_length": "context",
     "vocab_size": "vocabulary",
 }
+SCALES = {  # type of blocks -> the first byte of its float16 scales, and their number: the rest are integers
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 1)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 2),
+    "Q3_K": (108, 1),
+    "Q6_K": (208, 1),
+}
 SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Content of a path: a model, a training state, or both as a checkpoint, maybe with an average."""
+
+    model: WeightSource | None
+    state: GGUFFile | None
+    average: GGUFFile | None = None
+
+    @property
+    def parts(self) -> dict[str, WeightSource]:
+        parts = {MODEL: self.model, AVERAGE: self.average, STATE: self.state}
+        return {role: part for role, part in parts.items() if part is not None}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Tensor that was read: its digest, and how many values are not finite (None: unknown)."""
+
+    spec: TensorSpec
+    digest: str
+    not_finite: int | None
+
+
+def open_subject(path: Path) -> Subject:
+    """Open `path`, or a run directory's newest checkpoint. UsageError if it cannot be read."""
+    newest = path / folders.LATEST
+    if not os.path.exists(folders.weights_in(path)) and os.path.exists(folders.weights_in(newest)):
+        path = newest
+    adapter = path / folders.ADAPTER
+    source = open_weights(adapter if os.path.exists(adapter) else path)
+    if isinstance(source, GGUFFile) and keys_of(source).architecture == ARCHITECTURE:
+        return Subject(None, source)
+    if not os.path.exists(path / folders.OPTIMIZER):
+        return Subject(source, None)
+    state = GGUFFile.open(path / folders.OPTIMIZER)
+    return Subject(source, state, average_beside(state))
+
+
+# --------------------------------------------------------------------------------------- tensors, in pieces
+
+
+def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
+    """Yield the bytes of a tensor, in pieces of complete blocks and of complete pieces of its digest."""
+    block, width = GGML_QUANT_SIZES[spec.type]
+    step = math.lcm(PIECE_BYTES, width)
+    size = max(1, READ_AT_ONCE // step) * step
+    if isinstance(source, GGUFFile):
+        yield from source.raw_pieces(spec.name, size)
+        return
+    for start in range(0, spec.size, size // width * block):  # from the other order back into the stored type
+        values = source.read(spec.name, start, min(start + size // width * block, spec.size))
+        yield values.astype(NATIVE[spec.type]).view(np.uint8).data
+
+
+def elements(raw: Any, kind: GGMLQuantizationType) -> Any:
+    """Return the values of a piece, or None for a type whose values are not known."""
+    if kind.name in ("I8", "I16", "I32", "I64", "F64"):
+        return np.frombuffer(raw, f"<{kind.name.lower()[0]}{int(kind.name[1:]) // 8}")
+    try:
+        return decode(np.frombuffer(raw, np.uint8), kind)
+    except NotImplementedError:
+        return None
+
+
+def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
+    """Return the number of values of a piece that are not finite; None for a type whose values are not known.
+
+    Of blocks only those whose scales are not finite are decoded: all others have finite values.
+    """
+    if kind.name in SCALES:
+        at, count = SCALES[kind.name]
+        blocks = np.frombuffer(raw, np.uint8).reshape(-1, GGML_QUANT_SIZES[kind][1])
+        scales = np.ascontiguousarray(blocks[:, at : at + 2 * count]).view(np.float16)
+        odd = blocks[~np.isfinite(scales).all(axis=1)]
+        if not odd.size:
+            return 0
+        raw = odd.tobytes()
+    values = elements(raw, kind)
+    return None if values is None else values.size - int(np.count_nonzero(np.isfinite(values)))
+
+
+def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
+    """Return digest and count of one tensor, in one pass."""
+    counts = list[int | None]()
+
+    def digested() -> Iterator[bytes]:
+        for raw in pieces(source, spec):
+            counts.append(not_finite(raw, spec.type))
+            yield piece_digests(raw)
+
+    digest = digest_of_pieces(digested())
+    known = [count for count in counts if count is not None]
+    return Tensor(spec, digest, sum(known) if len(known) == len(counts) else None)
+
+
+# ------------------------------------------------------------------------------------------------ the report
 
 
 def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
     """Return the report on a path; `keys` and `tensors` ask for all of these."""
     subject = open_subject(path)
-    read = {
-        role: [read_tensor(part, spec) for spec in part.tensors.values()]
-        for role, part in subject.parts.items()
-    }
-    found: Report = {"path": str(path), "files": [about_file(part) for part in subject.parts.values()]}
+    parts = subject.parts
+    read = {role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()}
+    found: Report = {"path": str(path), "files": [about_file(part) for part in parts.values()]}
     if subject.model is not None:
         found["model"] = about_model(subject.model)
         found["tokenizer"] = about_tokenizer(keys_of(subject.model))
-    found["types"] = about_types([tensor for rows in read.values() for tensor in rows])
-    found["keys"] = {role: about_keys(part.metadata, keys) for role, part in subject.parts.items()}
+    counts, nbytes = Counter[str](), Counter[str]()
+    for tensor in chain.from_iterable(read.values()):
+        counts[tensor.spec.type.name] += 1
+        nbytes[tensor.spec.type.name] += tensor.spec.nbytes
+    found["types"] = [{"type": kind, "tensors": n, "bytes": nbytes[kind]} for kind, n in counts.most_common()]
+    found["keys"] = {role: about_keys(part.metadata, keys) for role, part in parts.items()}
     found["training"] = about_training(subject)
     found |= verdict(subject, read)
     if tensors:
-        found["tensors"] = {role: [about_tensor(tensor) for tensor in rows] for role, rows in read.items()}
+        found["tensors"] = {
+            role: [
+                {"name": one.spec.name, "shape": list(one.spec.shape), "type": one.spec.type.name}
+                | {"bytes": one.spec.nbytes, "digest": one.digest, "not_finite": one.not_finite}
+                for one in rows
+            ]
+            for role, rows in read.items()
+        }
     return found
 
 
 def about_file(source: WeightSource) -> Report:
     """Return name and size of a file, a split file or a folder."""
-    sizes = [spec.size for spec in source.tensors.values()]
-    common = {"path": str(source.path), "tensors": len(sizes), "elements": sum(sizes)}
+    specs = source.tensors.values()
+    common = {"path": str(source.path), "tensors": len(specs), "elements": sum(spec.size for spec in specs)}
     if isinstance(source, GGUFFile):
         return common | {"format": "GGUF", "bytes": source.nbytes, "parts": len(source.parts)}
-    nbytes = sum(spec.nbytes for spec in source.tensors.values())
-    return common | {"format": "safetensors", "bytes": nbytes, "parts": 1}
+    return common | {"format": "safetensors", "bytes": sum(spec.nbytes for spec in specs), "parts": 1}
 
 
 def about_model(source: WeightSource) -> Report:
@@ -140,9 +216,8 @@ def about_model(source: WeightSource) -> Report:
         lora = lora_of(source)
         sizes = {"adapter of rank": lora.rank, "alpha": lora.alpha, "matrices": len(lora.targets)}
         return {"architecture": arch, "sizes": sizes, "cannot_run": None}
-    sizes = {
-        name: as_json(metadata[key]) for tail, name in SIZES.items() if (key := f"{arch}.{tail}") in metadata
-    }
+    keys = {name: f"{arch}.{tail}" for tail, name in SIZES.items()}
+    sizes = {name: as_json(metadata[key]) for name, key in keys.items() if key in metadata}
     place, problem = str(source.path), None
     try:
         config_from_gguf(metadata, shapes, place, source.read).check_tensors(shapes, place)
@@ -155,38 +230,20 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
     """Return kind, size and special tokens; None if there is no tokenizer."""
     if keys.tokenizer is None:
         return None
-    head, ids = "tokenizer.ggml.", ("bos_token_id", "eos_token_id")
+    head = "tokenizer.ggml."
     told: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
-    told |= {name: keys.whole(f"{head}{name}") for name in ids}
+    told |= {name: keys.whole(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
     counted = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
     found: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
     found |= {name: as_json(value) for name, value in told.items() if value is not None}
     return found | {name: len(value) for name, value in counted.items() if value is not None}
 
 
-def about_types(rows: Sequence[Tensor]) -> list[Report]:
-    """Return per type of tensors how many there are, and their bytes."""
-    counts, nbytes = Counter[str](), Counter[str]()
-    for tensor in rows:
-        counts[tensor.spec.type.name] += 1
-        nbytes[tensor.spec.type.name] += tensor.spec.nbytes
-    return [{"type": kind, "tensors": count, "bytes": nbytes[kind]} for kind, count in counts.most_common()]
-
-
-def about_tensor(tensor: Tensor) -> Report:
-    """Return one line of the table."""
-    spec = tensor.spec
-    about = {"name": spec.name, "shape": list(spec.shape), "type": spec.type.name, "bytes": spec.nbytes}
-    return about | {"digest": tensor.digest, "not_finite": tensor.not_finite}
-
-
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
     """Return the keys that are not reported elsewhere, long values cut, unless all is wanted."""
-    own = f"{metadata.get('general.architecture')}."
+    elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
     return {
-        key: as_json(value, everything)
-        for key, value in metadata.items()
-        if everything or not key.startswith((*SUMMARISED, own))
+        key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
     }
 
 
@@ -196,10 +253,8 @@ def about_training(subject: Subject) -> Report | None:
     if ID not in metadata:
         return None
     found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
-    found |= {
-        "id": as_json(metadata[ID], True),
-        "recorded_state_digest": as_json(metadata.get(STATE_DIGEST), True),
-    }
+    found["id"] = as_json(metadata[ID], True)
+    found["recorded_state_digest"] = as_json(metadata.get(STATE_DIGEST), True)
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
             with suppress(UsageError):  # the verdict reports a missing part of the pair
@@ -208,22 +263,59 @@ def about_training(subject: Subject) -> Report | None:
     return found
 
 
+def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
+    """Return every digest beside those in the files, the pair, and values that are not finite."""
+    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
+    every = [*chain.from_iterable(read.values())]
+    with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
+    whole = digest_of_files(digests)
+    problems = [text for role in with_sums for text in wrong_digests(subject.parts[role], digests[role])]
+    if subject.model is not None and subject.state is not None:
+        try:
+            check_files(CheckpointFiles(subject.model, subject.state, subject.average))
+            if not problems and keys_of(subject.state).text(STATE_DIGEST) != whole:
+                problems.append(f"{subject.state.path}: key {STATE_DIGEST} does not match the tensors")
+        except UsageError as error:
+            problems.append(str(error))
+    not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
+    return {
+        "checksums": sum(len(digests[role]) for role in with_sums),
+        "problems": problems,
+        "state_digest": whole,
+        "not_finite": not_finite,
+        "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
+        "sound": not problems and not not_finite,
+    }
+
+
+def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
+    """Yield differences between the tensors of a file and the digests that it holds."""
+    path = source.path
+    try:
+        recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
+    except UsageError as error:
+        yield str(error)
+        return
+    for name in dict.fromkeys((*found, *recorded)):
+        if name not in recorded:
+            yield f"{path}: tensor {show(name)} has no checksum, but others do"
+        elif name not in found:
+            yield f"{path}: tensor {show(name)} has a checksum but is missing"
+        elif found[name] != recorded[name]:
+            yield f"{path}: tensor {show(name)} was changed after it was written: its checksum differs"
+
+
 def as_json(value: Any, everything: bool = False) -> Any:
     """Return a key's value for JSON and people; long texts and arrays are cut unless all is wanted."""
     if isinstance(value, np.ndarray | list):
         part = value if everything else value[:FEW]
         if isinstance(part, np.ndarray) and part.dtype.kind in "biu":
             part = part.tolist()  # at once: there may be millions
-        items = [as_json_scalar(item, everything) for item in part]
+        items = [as_json(item, everything) for item in part]
         if everything or len(value) <= FEW:
             return items
         kind = "strings" if isinstance(value, list) else str(value.dtype)
         return {"array": kind, "length": len(value), "first": items}
-    return as_json_scalar(value, everything)
-
-
-def as_json_scalar(value: Any, everything: bool) -> Any:
-    """Return a single value; a float as short as its type allows."""
     if isinstance(value, np.generic):
         value = float(str(value)) if isinstance(value, np.floating) else value.item()
     if isinstance(value, float) and not math.isfinite(value):

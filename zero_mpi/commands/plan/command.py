@@ -14,6 +14,7 @@ from typing import Any
 from zero_mpi.checkpoint.mixes import FILE_TYPES, MIXES, types_of
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
+from zero_mpi.commands.plan.machine_file import MachineFile, read_doctor, read_machine
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
@@ -30,25 +31,18 @@ from zero_mpi.launch.world import run as launch
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, check_sums, make_case
-from zero_mpi.plan.machine import (
-    LOW,
-    RATES,
-    Machine,
-    MachineFile,
-    assumed,
-    machine_of,
-    read_doctor,
-    read_machine,
-)
+from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of
 from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
 from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = {"--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"}
-SHOWN |= {"--offload", "--version", "--lora", "--lora-targets"}
-SHOWN |= {"--checkpoint-io", "--writers-per-node"}
+SHOWN = {  # flags of other groups
+    *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
+    *("--offload", "--version", "--lora", "--lora-targets", "--checkpoint-io", "--writers-per-node"),
+    *("--loss", "--teacher"),
+}
 EXAMPLES = """\
 Examples:
 
@@ -85,30 +79,26 @@ def make_parser() -> Parser:
         for action in group._group_actions:
             if group.title not in SHOWN_GROUPS and not SHOWN & set(action.option_strings):
                 action.help = argparse.SUPPRESS
-    add_own(parser.add_argument_group("plan"))
-    return parser
-
-
-def add_own(group: Any) -> None:
-    """Add the flags that only a plan has."""
-    group.add_argument("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
-    group.add_argument("--nodes", type=int, metavar="M", help="nodes (default: 1, or from --machine)")
-    group.add_argument(
+    added: Any = parser.add_argument_group("plan")
+    added.add_argument("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
+    added.add_argument("--nodes", type=int, metavar="M", help="nodes (default: 1, or from --machine)")
+    added.add_argument(
         "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
     )
-    group.add_argument("--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print what fits")
-    group.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
-    group.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
+    added.add_argument("--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print what fits")
+    added.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
+    added.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
     for name, (_, text, *_) in RATES.items():
-        group.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; overrides files")
-    group.add_argument(
+        added.add_argument(spelled(name), type=float, metavar="X", help=f"{text}; overrides files")
+    added.add_argument(
         "--sweep", action="store_true", help="plan 1, 2, 4, ... ranks, and find where scaling stops"
     )
-    group.add_argument(
+    added.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
     )
-    group.add_argument("--most-ranks", type=int, metavar="N", help=f"most ranks (default: {MOST_RANKS})")
-    group.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
+    added.add_argument("--most-ranks", type=int, metavar="N", help=f"most ranks (default: {MOST_RANKS})")
+    added.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
+    return parser
 
 
 def read(arguments: Sequence[str]) -> Question:
@@ -121,8 +111,7 @@ def read(arguments: Sequence[str]) -> Question:
     for name in SWEEP:
         if name in own and "sweep" not in own:
             raise UsageError(f"{spelled(name)} {own[name]}: needs a sweep: add --sweep")
-    described = find_file(own)
-    ranks, nodes = find_places(own, described)
+    described, ranks, nodes = find_places(own)
     model = find_model(config, own.get("base"))
     config = inputs.shortened(config, model)
     names = [config.strategy] if "strategy" in settings else list(STRATEGIES)
@@ -149,29 +138,30 @@ def read(arguments: Sequence[str]) -> Question:
     )
 
 
-def find_file(own: dict[str, Any]) -> MachineFile | None:
-    """Return the content of --machine's file; raises UsageError beside flags that contradict it."""
-    if "machine" not in own:
-        return None
-    for name in ("doctor", "alpha", "beta"):
-        if name in own:
-            raise UsageError(f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them")
-    return read_machine(Path(own["machine"]))
-
-
-def find_places(own: dict[str, Any], described: MachineFile | None) -> tuple[int, int]:
-    """Return ranks and nodes: where a file describes the machine, as few nodes as have room."""
+def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
+    """Return the content of --machine's file, ranks and nodes: with a file, as few nodes as have room."""
+    described = None
+    if "machine" in own:
+        for name in ("doctor", "alpha", "beta"):
+            if name in own:
+                raise UsageError(
+                    f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them"
+                )
+        described = read_machine(Path(own["machine"]))
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
     if ranks % nodes:
         raise UsageError(
             f"--nodes {nodes} does not divide --ranks {ranks}: expected the same number of ranks on each node"
         )
-    return ranks, nodes
+    return described, ranks, nodes
 
 
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
-    """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default."""
+    """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default.
+
+    base: the type of a frozen base without `--init`: `export` would write it so, and it stays in its blocks
+    """
     init = inputs.open_init(config)
     if init is not None and base is not None:
         raise UsageError(f"--base {base}: --init already has a type: leave one of them out")
@@ -180,28 +170,18 @@ def find_model(config: Config, base: str | None = None) -> ModelConfig:
         settled(config, model)  # raises where a flag says otherwise
     else:
         tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
-        model = beside_adapters(config, inputs.model_from_flags(config, tokenizer), base)
+        model = replace(inputs.model_from_flags(config, tokenizer), lora=config.adapters)
+    if base is not None:
+        if model.lora is None:
+            raise UsageError(f"--base {base}: needs an adapter: add --lora RANK")
+        if config.device == "cuda":
+            raise UsageError(f"--base {base}: a GPU keeps the base as floats: leave it out")
+        shapes = {name: param.shape for name, param in replace(model, lora=None).params().items()}
+        kinds = types_of({"general.architecture": model.arch} | model.metadata(), shapes, base)
+        stored = tuple((name, BLOCK_KINDS[kind.name]) for name, kind in kinds.items())
+        model = replace(model, lora=replace(model.lora, stored=stored))
     inputs.check_model(inputs.shortened(config, model), model)
     return model
-
-
-def beside_adapters(config: Config, model: ModelConfig, base: str | None) -> ModelConfig:
-    """Return a model of sizes with the adapters of the flags; raises UsageError for an impossible base.
-
-    base: the type in which `export` would write it, and in whose blocks it then stays; None: floats
-    """
-    adapted = replace(model, lora=config.adapters)
-    if base is None:
-        return adapted
-    if adapted.lora is None:
-        raise UsageError(f"--base {base}: needs an adapter: add --lora RANK")
-    if config.device == "cuda":
-        raise UsageError(f"--base {base}: a GPU keeps the base as floats: leave it out")
-    shapes = {name: param.shape for name, param in model.params().items()}
-    keys = {"general.architecture": model.arch} | model.metadata()
-    kinds = types_of(keys, shapes, base)
-    stored = tuple((name, BLOCK_KINDS[kind.name]) for name, kind in kinds.items())
-    return replace(adapted, lora=replace(adapted.lora, stored=stored))
 
 
 def find_machine(
@@ -218,20 +198,15 @@ def find_machine(
     if case.on_gpu and described is None:  # the doctor measures the host's computing
         numbers = {name: value for name, value in numbers.items() if name not in ("flops", "memory")}
     numbers |= {name: float(own[name]) for name in RATES if name in own}
-    if "memory" in own:
-        numbers["memory"] = read_size(own["memory"])
+    if (text := own.get("memory")) is not None:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+        if match is None:
+            raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
+        numbers["memory"] = float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))
     machine = machine_of(numbers, base)
     if described is not None:
         machine = replace(machine, levels=described.levels, disk=described.disk)
     return machine, tuple(numbers)
-
-
-def read_size(text: str) -> float:
-    """Return the bytes of a text such as 64G (GiB), 512M or a number; raises UsageError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-    if match is None:
-        raise UsageError(f"--memory {text}: expected a size such as 64G, 512M or a number of bytes")
-    return float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2].upper() or " "))
 
 
 def command(world: World, arguments: Sequence[str]) -> int:

@@ -15,19 +15,17 @@ from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import elapsed, plural, short_size
 from zero_mpi.commands.tokenize.encode_parts import (
+    FLAG,
+    TEXT_FORMATS,
     Amount,
     Encoding,
+    InputFile,
     ProgressSum,
     WorkPart,
+    check_unchanged,
     cut_parts,
     dealt,
     encode_parts,
-)
-from zero_mpi.commands.tokenize.text_formats import (
-    FLAG,
-    TEXT_FORMATS,
-    InputFile,
-    check_unchanged,
     format_named,
 )
 from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record

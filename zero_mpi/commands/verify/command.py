@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import secrets
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import few, plural, write
@@ -22,9 +22,7 @@ from zero_mpi.commands.verify.history import (
     Segment,
     Steps,
     agreed,
-    between,
     check_tensors,
-    drawn,
     gaps,
     of_root,
     read_history,
@@ -79,11 +77,6 @@ class Request:
     seed: int | None  # random seed of the sample; None: any
     expect: str | None  # digest that the chain has to end with
 
-    def facts(self) -> dict[str, str]:
-        """Return the facts that all ranks must share."""
-        own = {name: str(value) for name, value in vars(self).items() if name != "config"}
-        return settings(self.config) | own
-
 
 def make_parser() -> Parser:
     """Make the parser of the command line. Flags that are not given are absent from the result."""
@@ -108,16 +101,11 @@ def make_parser() -> Parser:
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """Return the request of a command line; raises UsageError for invalid combinations."""
+    """Return the request of a command line: the settings of the run with the current values put in."""
     now, own = given(make_parser(), arguments, OWN)
     run = Path(own.pop("run"))
     for name in ("from", "to", "sample", "seed"):
         within(name, own.get(name, 0), 0, MOST_SEED)
-    return Request(run, config_of(run, now), *map(own.get, ("from", "to", "sample", "seed", "expect")))
-
-
-def config_of(run: Path, now: dict[str, Any]) -> Config:
-    """Return a run folder's settings with the current values put in; raises UsageError without a run."""
     place = run / toml.CONFIG_FILE
     if not exists(place):
         raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {toml.CONFIG_FILE}")
@@ -125,19 +113,7 @@ def config_of(run: Path, now: dict[str, Any]) -> Config:
     now |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), now))
     check(config)
-    return config
-
-
-def config_then(config: Config, said: dict[str, Any], proof: Path) -> Config:
-    """Return the settings with those that a job of the run recorded; UsageError for an unknown one."""
-    said = {"bos": NEVER, "template_date": DAY, **said}  # values from before these settings existed
-    then = {name: said.get(name) for name in NAMES if name in said}
-    checked = {
-        name: value if value is None else checked_type(proof, name, value) for name, value in then.items()
-    }
-    found: Config = replace(config, **checked)  # type: ignore[arg-type]
-    check(found)
-    return found
+    return Request(run, config, *map(own.get, ("from", "to", "sample", "seed", "expect")))
 
 
 INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
@@ -149,7 +125,9 @@ def command(world: World, arguments: Sequence[str]) -> int:
     check_installation(world)
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
-    check_same(world.comm, request.facts(), "start all ranks with the same flags and variables")
+    facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
+    facts |= settings(request.config)
+    check_same(world.comm, facts, "start all ranks with the same flags and variables")
     watchdog = Watchdog(world.rank, request.config.timeout, world.kill)
     try:
         status, last = verify(world, request, watchdog)
@@ -175,7 +153,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         say(world, f"note: {history.at} of {request.config.steps} steps were run")
     say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
     bounds = request.first or 0, history.at if request.last is None else request.last
-    asked = between(history.segments, *bounds)
+    asked = [one for one in history.segments if one.last > bounds[0] and one.start < bounds[1]]
     said = [history.runs[one.run].get(SETTINGS, {}) for one in asked]
     kinds = [each.get("reduction", request.config.reduction) for each in said]
     exact = [one for one, kind in zip(asked, kinds, strict=True) if kind == "exact"]
@@ -186,7 +164,18 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         spec = look(world, request, history, segments)
         compute(world, request.run, spec, segments, watchdog, lambda text: say(world, text))
     inexact = [(one.start, one.last) for one in asked if one not in exact]
-    return answer(world.size, history.head, chosen, gaps(asked, *bounds), inexact)
+    missing = gaps(asked, *bounds)
+    parts = ["its files are unchanged" if history.head else "its files agree"]
+    parts += [] if chosen else ["no step was recomputed"]
+    for text, steps in (
+        (f"have the same bits, recomputed on {plural(world.size, 'rank')}", steps_of(chosen)),
+        ("cannot be recomputed from this folder", missing),
+        ("have no --reduction exact", inexact),
+    ):
+        if steps:
+            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
+    whole = chosen and not missing and not inexact
+    return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
 
 
 def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segment]) -> Sequence[Segment]:
@@ -202,38 +191,34 @@ def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segme
         if seed is None:
             seed = of_root(world, lambda: secrets.randbelow(MOST_SEED))
         say(world, f"sample: {request.sample} of {len(chosen)} segments, --seed {seed}")
-        chosen = drawn(chosen, request.sample, seed)
+        places = random.Random(seed).sample(range(len(chosen)), min(request.sample, len(chosen)))
+        chosen = [chosen[place] for place in sorted(places)]
     return chosen
 
 
 def look(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
     """Return a job of the run with data and files resolved; raises Differs for others. Collective."""
-    said = history.runs[segments[0].run]
-    config = request.config
-    if SETTINGS in said:
-        config = world.together(lambda: config_then(config, said[SETTINGS], request.run / PROOF))
+    said, proof = history.runs[segments[0].run], request.run / PROOF
+
+    def config_then() -> Config:
+        """Return the settings with those that the job recorded; UsageError for an unknown one."""
+        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # values from before these settings
+        found: Config = replace(
+            request.config,
+            **{
+                name: then[name] if then[name] is None else checked_type(proof, name, then[name])
+                for name in NAMES
+                if name in then
+            },
+        )
+        check(found)
+        return found
+
+    config = world.together(config_then) if SETTINGS in said else request.config
     spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
     notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
-
-
-def answer(
-    ranks: int, head: str, chosen: Sequence[Segment], missing: Sequence[Steps], inexact: Sequence[Steps]
-) -> tuple[int, str]:
-    """Return the exit status, and a line that says what is verified and what nobody can compute."""
-    found = {
-        f"have the same bits, recomputed on {plural(ranks, 'rank')}": steps_of(chosen),
-        "cannot be recomputed from this folder": missing,
-        "have no --reduction exact": inexact,
-    }
-    parts = ["its files are unchanged" if head else "its files agree"]
-    parts += [] if chosen else ["no step was recomputed"]
-    for text, steps in found.items():
-        if steps:
-            parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
-    whole = chosen and not missing and not inexact
-    return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
 
 
 def say(world: World, *texts: str) -> None:

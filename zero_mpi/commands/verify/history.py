@@ -8,7 +8,6 @@ lies within one; the last may end where the records do.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -175,11 +174,6 @@ class History:
             self.segments.append(Segment(self._since, step, ends, len(self.runs) - 1))
 
 
-def between(segments: Sequence[Segment], first: int, last: int) -> list[Segment]:
-    """Return the segments with a step after `first`, up to `last`."""
-    return [segment for segment in segments if segment.last > first and segment.start < last]
-
-
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
     """Return (start, last) of the steps after `first`, up to `last`, that lie between these segments."""
     found, reached = [], first
@@ -188,12 +182,6 @@ def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
             found.append((reached, segment.start))
         reached = segment.last
     return found
-
-
-def drawn(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """Return `count` of the segments, drawn by a seed, in their order."""
-    places = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
-    return [segments[place] for place in sorted(places)]
 
 
 def steps_of(segments: Sequence[Segment]) -> list[Steps]:
@@ -243,7 +231,15 @@ def read_history(run: Path, expect: str | None) -> History:
     if expect is not None and history.head != expect:
         raise Differs(f"{PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")
     history.close(history.at, ends=False)
-    history.notes += check_links(run, history, ended)
+    name = folders.named(run, folders.LATEST)
+    latest = folders.STEP_FOLDER.fullmatch(name)
+    if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
+        raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
+    if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
+        more = " and more" * (len(untold) > 8)
+        history.notes.append(f"not in this run, or abandoned: {', '.join(untold[:8])}{more}")
+    if gone := len(history.saved) - len(history.kept):
+        history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
     return history
 
 
@@ -318,19 +314,6 @@ def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
             mine, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
             return name, mine, theirs
     return None
-
-
-def check_links(run: Path, history: History, ended: bool) -> Iterator[str]:
-    """Yield notes on checkpoints that are missing in the chain; raises Differs if `latest` names one."""
-    name = folders.named(run, folders.LATEST)
-    latest = folders.STEP_FOLDER.fullmatch(name)
-    if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
-        raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
-    untold = [path.name for step, path in history.folders.items() if step not in history.saved]
-    if untold:
-        yield f"not in this run, or abandoned: {', '.join(untold[:8])}{' and more' * (len(untold) > 8)}"
-    if gone := len(history.saved) - len(history.kept):
-        yield f"{gone} of {len(history.saved)} checkpoints no longer exist"
 
 
 def check_tensors(run: Path, step: int, world: World) -> None:
