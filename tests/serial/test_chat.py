@@ -105,7 +105,7 @@ def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [("{% if messages[0].role == 'system' %}{{ raise_exception('no <system>') }}{% endif %}", "no <system>"),
-     ("{% for m in messages %}{{ 'a ' * 15000000 }}{% endfor %}", "1048"),
+     ("{% for m in messages %}{{ 'a ' * 15000000 }}{% endfor %}", " 104"),
      ("{{ messages[2:] | slice(10**12) | max }}", "2 s")],
 )  # fmt: skip
 def test_a_template_that_refuses_or_meets_a_limit_is_told_in_a_line(model, tmp_path, source, problem):
