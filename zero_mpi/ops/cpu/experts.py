@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from zero_mpi.device.arrays import recycled
@@ -134,6 +137,50 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
+# oneDNN makes a product anew for each number of rows, which takes as long as many products of an expert, and
+# the rows of an expert change all the time. So products in bfloat16 have one of a few numbers of rows.
+LEAST_ROWS, STEPS = 16, 8  # the least of these numbers, and how many lie between two powers of two
+
+
+def few(rows: int) -> int:
+    """Return the least of a few numbers that is at least `rows`."""
+    step = max(LEAST_ROWS, (1 << (rows - 1).bit_length()) // (2 * STEPS))
+    return -(-rows // step) * step
+
+
+def extended(x: Array, part: slice) -> Array:
+    """Return a copy of the rows `part` of x, with zeros up to one of a few numbers of rows."""
+    count = part.stop - part.start
+    copy = np.empty((few(count), x.shape[1]), x.dtype)
+    copy[:count], copy[count:] = x[part], 0
+    return copy
+
+
+def multiply_low(
+    multiplies: Callable[..., Array],
+    x: Array,
+    w: Array,
+    y: Array,
+    part: slice,
+    plus: Array | None,
+    adds: bool,
+) -> None:
+    """Compute y = x w + plus, or y += x w, for the rows `part` of bfloat16 arrays; others stay."""
+    reach = slice(part.start, part.start + few(part.stop - part.start))
+    more: dict[str, Any] = {"adds": adds}
+    if reach.stop > len(x):
+        out = extended(y, part)
+        if plus is not None:
+            more["plus"] = extended(plus, part)
+        y[part] = multiplies(extended(x, part), w, out, **more)[: part.stop - part.start]
+        return
+    behind = y[part.stop : reach.stop].copy()
+    if plus is not None:
+        more["plus"] = by_row(plus[reach])
+    multiplies(fitting(x[reach]), w, y[reach], **more)
+    y[part.stop : reach.stop] = behind
+
+
 @implements(reference.grouped_linear)
 def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None) -> Array:
     multiplies = multiplier(x)
@@ -141,8 +188,10 @@ def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None)
         return otherwise(grouped_linear, x, w, starts, plus)
     y = recycled((x.shape[0], w.shape[1]), x.dtype)
     for expert, part in groups(starts):
-        of_one = {} if plus is None or x.dtype != BFLOAT16 else {"plus": by_row(plus[part])}
-        multiplies(fitting(x[part]), fitting(w[expert]).T, y[part], **of_one)
+        if x.dtype == BFLOAT16:
+            multiply_low(multiplies, x, fitting(w[expert]).T, y, part, plus, False)
+        else:
+            multiplies(fitting(x[part]), fitting(w[expert]).T, y[part])
     return np.add(y, plus, out=y) if plus is not None and x.dtype == FLOAT32 else y
 
 
@@ -151,9 +200,12 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
     multiplies = multiplier(dy) if into is None or into.flags.c_contiguous else None
     if multiplies is None:
         return otherwise(grouped_linear_backward_x, dy, w, starts, into)
-    dx = recycled((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into
+    dx, adds = recycled((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into, into is not None
     for expert, part in groups(starts):
-        multiplies(fitting(dy[part]), fitting(w[expert]), dx[part], adds=into is not None)
+        if dy.dtype == BFLOAT16:
+            multiply_low(multiplies, dy, fitting(w[expert]), dx, part, None, adds)
+        else:
+            multiplies(fitting(dy[part]), fitting(w[expert]), dx[part], adds=adds)
     return dx
 
 
@@ -163,5 +215,7 @@ def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> 
     if multiplies is None:
         otherwise(grouped_linear_backward_w, dy, x, dw, starts)
         return
+    low = dy.dtype == BFLOAT16
     for expert, part in groups(starts):
-        multiplies(fitting(dy[part]).T, fitting(x[part]), dw[expert], adds=True)
+        a, b = (extended(dy, part), extended(x, part)) if low else (fitting(dy[part]), fitting(x[part]))
+        multiplies(a.T, b, dw[expert], adds=True)
