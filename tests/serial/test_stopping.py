@@ -445,7 +445,7 @@ MYSELF = "os.kill(os.getpid(), signal.{name})"
     ("name", "who"),
     [
         ("resolve.read_corpus", MYSELF.format(name="SIGTERM")),  # rank 0 reads, rank 1 waits for it
-        ("resolve.open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
+        ("resolve.inputs.open_init", "if os.environ.get('PMI_RANK', os.environ.get('PMIX_RANK')) == '1': "
          + MYSELF.format(name="SIGUSR1")),
         ("setup.make_module", MYSELF.format(name="SIGINT")),  # where ranks may meet, so nothing is cut short
     ],
