@@ -163,14 +163,14 @@ import os, signal
 from zero_mpi.launch import world as launch
 from zero_mpi.train import command as train_command
 
-leave_together = launch.leave_together
+meet = launch.meet
 
-def lost(world, status, problem):
+def lost(world, patience):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    leave_together(world, status, problem)
+    return meet(world, patience)
 
-launch.leave_together = lost
+launch.meet = lost
 train_command.main()
 """
 

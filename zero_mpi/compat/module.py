@@ -364,7 +364,7 @@ class ShardedLinear(ShardedModule):
 
 
 class GivenGradients(MicroBatch):
-    """A micro-batch whose gradients were computed elsewhere: backward only adds them, each once."""
+    """A micro-batch whose gradients were computed elsewhere. Backward adds each of them once."""
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)

@@ -194,7 +194,7 @@ class Recycler:
             return memory
 
     def trim(self) -> None:
-        """Free all memory that is not lent, as after work of other sizes than those that will come.
+        """Free all memory that is not lent, for example before work with other sizes.
 
         A chunk goes when none of its blocks is left.
         """

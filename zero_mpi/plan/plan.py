@@ -183,8 +183,8 @@ def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
 def most(size: Callable[[int], int], limit: int) -> int:
     """Return the largest integer up to MOST whose size is within the limit; 0 if not even 1 is.
 
-    Sizes grow, mostly along a line: the search begins where that meets the limit, goes on in growing strides,
-    and bisects the rest. A size costs a simulation, so few are computed.
+    Sizes grow almost linearly. The search begins where a line through two of them meets the limit, takes
+    growing strides from there, and bisects the rest: each size costs a simulation.
     """
     low, high, stride = 0, MOST + 1, 1  # low fits; high does not, or exceeds the limit MOST
     first, second = size(2), size(4)

@@ -96,6 +96,6 @@ def append_line(path: Path, text: str) -> None:
         os.close(handle)
 
 
-def utc(timespec: str = "seconds") -> str:
-    """Return the time as ISO 8601, to the second or to the `timespec` of datetime."""
-    return datetime.now(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
+def utc() -> str:
+    """Return the time in whole seconds, as ISO 8601."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

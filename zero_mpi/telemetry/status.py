@@ -14,6 +14,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import open_in_place, read_file
 from zero_mpi.files.parse import parse_json
-from zero_mpi.telemetry.events import utc
 
 NAME = "status.json"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
@@ -43,7 +43,7 @@ class Status:
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
         place = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
-        self._about: Mapping[str, Any] = {**place, "started": utc("milliseconds")}
+        self._about: Mapping[str, Any] = {**place, "started": _now()}
         self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
         self._before = ""  # content left by the job before this one
         self.slow = ""
@@ -96,9 +96,7 @@ class Status:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
         if self.slow:
             entry["slow"] = self.slow
-        self._put(
-            json.dumps({**entry, "updated": utc("milliseconds"), "version": __version__}, indent=1) + "\n"
-        )
+        self._put(json.dumps({**entry, "updated": _now(), "version": __version__}, indent=1) + "\n")
 
     def _put(self, text: str) -> None:
         if self._lost():
@@ -141,3 +139,7 @@ def as_object(text: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         return {}
     return {name: value for name, value in said.items() if not isinstance(value, dict | list)}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
