@@ -45,8 +45,9 @@ SCALES |= {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q5_K": (0,
 """The places of float16 numbers in a block of `PACKED`: its elements are finite if these are."""
 
 
-def is_finite(raw: Array, kind: str) -> bool:
-    """Return whether the elements of full blocks of a kind of `PACKED`, bytes, are finite."""
-    step = BLOCK_KINDS[kind].nbytes
-    blocks = np.ascontiguousarray(raw).reshape(-1, step)
-    return all(np.isfinite(blocks[:, at : at + 2].copy().view(np.float16)).all() for at in SCALES[kind])
+def finite_blocks(raw: Array, kind: str) -> Array:
+    """Return for each full block of a kind of `PACKED`, given as bytes, whether its elements are finite."""
+    blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
+    scales = [blocks[:, at : at + 2].copy().view(np.float16) for at in SCALES[kind]]
+    found: Array = np.isfinite(np.hstack(scales)).all(axis=1)
+    return found

@@ -21,7 +21,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 from zero_mpi.models.lora import is_adapter
 from zero_mpi.nn.decoding import Batch, Decoder, Unrecorded
-from zero_mpi.ops.block_kinds import is_finite
+from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
 # Below this only the most likely token is ever drawn: two different float32 logits differ by at least 1e-45.
@@ -88,7 +88,7 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
         raw = np.empty(spec.nbytes, np.uint8)
         file.read_bytes(name, 0, raw)
         weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
-        finite = is_finite(raw, spec.type.name)
+        finite = bool(finite_blocks(raw, spec.type.name).all())
     else:
         weight = file.tensor(name)
         finite = bool(np.isfinite(weight).all())

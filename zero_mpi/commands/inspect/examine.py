@@ -46,6 +46,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.models import config_from_gguf
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
 Report = dict[str, Any]
 READ_AT_ONCE = 1 << 20  # bytes read at a time
@@ -61,13 +62,6 @@ SIZES = {  # key of an architecture -> its name here
     "expert_feed_forward_length": "expert feed-forward",
     "context_length": "context",
     "vocab_size": "vocabulary",
-}
-SCALES = {  # type of blocks -> the first byte of its float16 scales, and their number: the rest are integers
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 1)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 2),
-    "Q3_K": (108, 1),
-    "Q6_K": (208, 1),
 }
 SUMMARISED = ("general.architecture", "general.alignment", "tokenizer.", "training.", "optimizer.")
 
@@ -142,10 +136,8 @@ def not_finite(raw: Any, kind: GGMLQuantizationType) -> int | None:
     Of blocks only those whose scales are not finite are decoded: all others have finite values.
     """
     if kind.name in SCALES:
-        at, count = SCALES[kind.name]
-        blocks = np.frombuffer(raw, np.uint8).reshape(-1, GGML_QUANT_SIZES[kind][1])
-        scales = np.ascontiguousarray(blocks[:, at : at + 2 * count]).view(np.float16)
-        odd = blocks[~np.isfinite(scales).all(axis=1)]
+        blocks = np.frombuffer(raw, np.uint8)
+        odd = blocks.reshape(-1, BLOCK_KINDS[kind.name].nbytes)[~finite_blocks(blocks, kind.name)]
         if not odd.size:
             return 0
         raw = odd.tobytes()
