@@ -17,7 +17,7 @@ HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on others with pages of 4 KiB
 
 
 class Done:
-    """A mark in work that was complete when it was made, as on the host."""
+    """A mark behind work that is complete already: the host computes at once."""
 
     done = True
 

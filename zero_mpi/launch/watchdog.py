@@ -427,7 +427,7 @@ class Watchdog:
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)
-            # Twice: after a stop of the process the other thread looks first.
+            # Look twice: when a stopped process continues, the other thread must be the first to notice.
             late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:

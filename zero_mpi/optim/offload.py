@@ -94,7 +94,7 @@ class Offload:
         return int(sum(array.nbytes for room in self.rooms for array in room.arrays))
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield (part, states and more) on the GPU, piece by piece; `more`: of the host, as long as a state.
+        """Yield (part, states and more) on the GPU, piece by piece; `more`: host arrays, as long as a state.
 
         GPU work launched before the next chunk is requested may change them; they are copied back.
         """

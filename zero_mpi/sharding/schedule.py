@@ -150,7 +150,7 @@ def make_schedule(
 
 
 def joined(lists: Iterable[Actions]) -> Actions:
-    """Return one list of several."""
+    """Return several lists as one."""
     return tuple(action for actions in lists for action in actions)
 
 

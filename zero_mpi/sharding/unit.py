@@ -69,7 +69,7 @@ class Unit:
 
     @property
     def dealt(self) -> tuple[int, int]:
-        """The number of elements that ranks have slices of, and the number whose multiples slices are."""
+        """The number of elements that are cut into slices, and the number that divides each slice."""
         return self.length, self.quantum
 
     def partition(self, ranks: int) -> Partition:

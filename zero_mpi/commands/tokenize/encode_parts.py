@@ -101,7 +101,7 @@ class Reading:
         self._stream: TextStream | None = None
 
     def stream(self, path: Path, first: int) -> TextStream:
-        """Return the stream of a file, where it was left if that lies before `first`."""
+        """Return the stream of a file; the open one is continued if it has not passed `first`."""
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()

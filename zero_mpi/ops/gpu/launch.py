@@ -88,7 +88,7 @@ def text(source: str) -> str:
 
 @lru_cache
 def module(source: str) -> Any:
-    """Return the module of a source, which is compiled when a function of it is first used."""
+    """Return the module of a source file; CuPy compiles it when one of its functions is first used."""
     return cupy.RawModule(code=text(source), options=OPTIONS)
 
 
