@@ -53,6 +53,13 @@ def test_logarithms_are_right_to_the_last_place():
         elementary.decimal_log(0.0)
 
 
+def test_exponentials_are_right_to_two_places():
+    x = -np.random.default_rng(3).exponential(30, 200000)
+    assert ulps(elementary.exp_of_array(x), np.exp(x.astype(np.longdouble))) < 2
+    odd = np.array([0.0, -0.0, -744.0, -1e9, -np.inf])
+    np.testing.assert_allclose(elementary.exp_of_array(odd), np.exp(odd), rtol=0, atol=1e-323)
+
+
 def test_cosines_and_sines_are_right_over_long_contexts():
     draw = np.random.default_rng(2)
     x = np.concatenate([draw.uniform(-10, 10, 50000), draw.uniform(-1e6, 1e6, 50000), np.arange(1e5)])

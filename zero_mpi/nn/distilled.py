@@ -17,6 +17,7 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import Scalar, namespace, pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.loss import CrossEntropy, zeros_of
+from zero_mpi.ops.elementary import exps, logs
 from zero_mpi.ops.reference import chunk_rows
 
 LEAST = 1e-12  # of a mass, before its logarithm
@@ -59,11 +60,11 @@ class Distilled(CrossEntropy):
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
         share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
         share[at[:, 0], targets] += 1  # the softmax, from the gradient of its cross-entropy
-        found, wanted = share[at, ids].astype(np.float64), xp.exp(logp)
+        found, wanted = share[at, ids].astype(np.float64), exps(logp)
         others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
-        terms = (wanted * (logp - xp.log(xp.maximum(LEAST, found)))).sum(axis=-1)
-        terms += xp.exp(rest) * (rest - xp.log(others))
-        share *= ((others - xp.exp(rest)) / others)[:, None].astype(np.float32)
+        terms = (wanted * (logp - logs(xp.maximum(LEAST, found)))).sum(axis=-1)
+        terms += exps(rest) * (rest - logs(others))
+        share *= ((others - exps(rest)) / others)[:, None].astype(np.float32)
         share[at, ids] = (found - wanted).astype(np.float32)
         share[~there] = 0
         share /= np.float32(self.temperature)

@@ -32,6 +32,7 @@ QUARTER_TURN = tuple(
 TURN = float.fromhex("0x1.921fb54442d18p+2")
 MOST_ANGLE = 2.0**20  # so that whole quarters times the first two parts of one are exact
 SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor's, from the last one
+EXPONENTIAL = [1 / math.factorial(n) for n in range(14, 0, -1)]
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
 
 
@@ -57,6 +58,14 @@ def log_of_array(x: Array) -> Array:
     less = m < ROOT_HALF
     found: Array = log_of_parts(np.where(less, m + m, m), (e - less).astype(np.float64))
     return found
+
+
+def exp_of_array(x: Array) -> Array:
+    """Return e^x for numbers of at most 0, float64, to 2 ulp; below -745 it counts as -745."""
+    x = np.maximum(x, -745.0)
+    count = np.floor(x * (1 / (LN2_HIGH + LN2_LOW)) + 0.5)
+    rest = (x - count * LN2_HIGH) - count * LN2_LOW
+    return np.ldexp(1.0 + series(rest, EXPONENTIAL), count.astype(np.int32))
 
 
 def decimal_log(x: float) -> float:
@@ -144,6 +153,7 @@ log: Callable[[float], float] = chosen(decimal_log, math.log)
 power: Callable[[Any, Any], Any] = chosen(power_by_decimal, operator.pow)
 cosine: Callable[[float], float] = chosen(cosine_of_number, math.cos)
 logs: Callable[[Array], Array] = chosen(log_of_array, np.log)
+exps: Callable[[Array], Array] = chosen(exp_of_array, np.exp)
 cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
 sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
 normals: Callable[[np.random.Generator, int], Array] = chosen(normals_by_turns, normals_by_numpy)
