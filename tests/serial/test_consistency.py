@@ -160,7 +160,7 @@ def test_another_model_file_on_one_rank_is_refused(flags, tmp_path):
     # Opened while another file stands in its place: rank 1 sees the second model under the first one's name.
     script = tmp_path / "other.py"
     script.write_text(
-        "from zero_mpi.train import resolve as session\n"
+        "from zero_mpi.config import inputs as session\n"
         "from zero_mpi.train import command as train_command\n"
         "open_init = session.open_init\n"
         "from dataclasses import replace\n"
