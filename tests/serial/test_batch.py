@@ -258,6 +258,23 @@ def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, su
     assert_same_run(out, tmp_path / "unbroken")
 
 
+def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path):
+    """The launcher and the way to hosts are stand-ins: the first start loses a host, the second is done."""
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    program(programs, "ssh", '[[ " $* " != *" n2 "* ]]')
+    once = f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]"
+    program(programs, "mpirun", f"echo $1 $3 $4 >> {tmp_path}/starts; cat $2 >> {tmp_path}/starts; {once}")
+    supervise = f"zero-mpi supervise --backoff 0 --for {pbs_job['LIBRARY']} --"
+    environ = {"LAUNCH": "mpirun", "SUPERVISE": supervise, "FLAGS": f"--out {tmp_path}/out"}
+    script = ["bash", str(EXAMPLES / "pbs" / "many_nodes.pbs")]
+    status, printed, errors = run_command(script, timeout=60, env=pbs_job | environ)
+    assert status == 0, printed + errors
+    assert all(part in errors for part in ("restart 1 of 10", "1 host (n1), 2 ranks", ": n2"))
+    form = "{}:2" if pbs_job["LIBRARY"] == "mpich" else "{} slots=2"
+    expected = ["--hostfile -n 4", form.format("n1"), form.format("n2"), "--hostfile -n 2", form.format("n1")]
+    assert (tmp_path / "starts").read_text().splitlines() == expected
+
+
 @needs_mpiexec
 def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, programs, tmp_path):
     """Before the first line of the program nothing can hear a signal, which must neither kill nor be lost.

@@ -70,4 +70,5 @@ def test_a_dry_run_says_it_too_and_counts_epochs_in_windows(data, tmp_path):
     status, printed, _ = job(tmp_path, *flags)
     assert status == 0
     windows = int(printed.split("long ones in ")[1].split(" windows")[0])
-    assert f"steps      {-(-2 * windows // 6)} of {6 * 32} tokens" in printed
+    assert f"steps      {-(-2 * windows // 6)}, " in printed
+    assert f"step       {6 * 32} tokens" in printed
