@@ -178,11 +178,15 @@ def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
     rest, skipped = b"", 0
     skips = False  # true within a line that is too long
     while block := file.read(READ_AT_ONCE):
-        *lines, rest = (rest + block).split(b"\n")
-        if skips and lines:
-            skips = False
-            del lines[0]
-        yield from (line for line in lines if holding in line and len(line) < MOST_LINE)
+        data = rest + block
+        end = data.rfind(b"\n") + 1  # of the last complete line
+        rest, stop = data[end:], 0
+        if skips and end:
+            skips, stop = False, data.index(b"\n") + 1
+        while (at := data.find(holding, stop, end)) >= 0:  # only such lines are cut out
+            start, stop = data.rfind(b"\n", stop, at) + 1 or stop, data.index(b"\n", at)
+            if stop - start < MOST_LINE:
+                yield data[start:stop]
         if skips or len(rest) >= MOST_LINE:
             skips, skipped, rest = True, skipped + len(rest), b""
             if skipped > MOST_SKIPPED:
