@@ -180,13 +180,14 @@ def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
     while block := file.read(READ_AT_ONCE):
         data = rest + block
         end = data.rfind(b"\n") + 1  # of the last complete line
-        rest, stop = data[end:], 0
+        rest, begin = data[end:], 0
         if skips and end:
-            skips, stop = False, data.index(b"\n") + 1
-        while (at := data.find(holding, stop, end)) >= 0:  # only such lines are cut out
-            start, stop = data.rfind(b"\n", stop, at) + 1 or stop, data.index(b"\n", at)
-            if stop - start < MOST_LINE:
-                yield data[start:stop]
+            skips, begin = False, data.index(b"\n") + 1
+        while begin < end and (at := data.find(holding, begin, end)) >= 0:  # only such lines are cut out
+            begin, stop = max(begin, data.rfind(b"\n", begin, at) + 1), data.index(b"\n", at)
+            if stop - begin < MOST_LINE:
+                yield data[begin:stop]
+            begin = stop + 1
         if skips or len(rest) >= MOST_LINE:
             skips, skipped, rest = True, skipped + len(rest), b""
             if skipped > MOST_SKIPPED:
