@@ -94,6 +94,13 @@ def test_a_replaced_checkpoint_is_there_at_every_moment(tmp_path):
     assert names(out) == ["latest", *named(5)]
 
 
+def test_a_folder_that_goes_at_this_moment_has_no_entries(tmp_path, monkeypatch):
+    """Between two looks at it another process may have moved it."""
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    folders.clean(tmp_path / "gone")
+    assert folders.steps(tmp_path / "gone") == []
+
+
 def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     assert folders.clean(tmp_path / "none") is None
     save(tmp_path, 1)

@@ -160,12 +160,20 @@ def remove(folder: Path) -> None:
     shutil.rmtree(old)
 
 
+def entries(out: Path) -> list[Path]:
+    """Return what is in a run's folder; nothing if it is not there, or is moved at this moment."""
+    try:
+        return list(out.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def clean(out: Path) -> None:
     """Remove what interrupted saves and removals left behind.
 
     A checkpoint that was moved aside for a new one which never took its place gets its name back.
     """
-    for entry in list(out.iterdir()) if out.is_dir() else []:
+    for entry in entries(out):
         if not LEFT_BEHIND.fullmatch(entry.name):
             continue
         final = entry.with_name(entry.name[1:].removesuffix(".old"))
@@ -180,11 +188,7 @@ def clean(out: Path) -> None:
 
 def steps(out: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of the checkpoints in OUT, oldest first."""
-    try:
-        entries = list(out.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # also where it is moved at this moment
-        return []
-    found = [(match, entry) for entry in entries if (match := STEP_FOLDER.fullmatch(entry.name))]
+    found = [(match, entry) for entry in entries(out) if (match := STEP_FOLDER.fullmatch(entry.name))]
     return sorted(
         (int(match[1]), entry) for match, entry in found if not entry.is_symlink() and entry.is_dir()
     )
