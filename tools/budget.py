@@ -18,9 +18,9 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one in each line
 # Lines of Python.
-TOTAL = {"engine": 9545, "package": 52597, "tests": 54008}
+TOTAL = {"engine": 9545, "package": 52602, "tests": 54010}
 ROOMS = {
-    "checkpoint": 4530,
+    "checkpoint": 4535,
     "cli": 358,
     "comm": 4347,
     "commands": 8690,

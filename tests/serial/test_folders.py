@@ -108,6 +108,8 @@ def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     for name in kept:
         fill(tmp_path / name, OLD)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
+    os.mkfifo(tmp_path / ".best.partial")  # nobody writes into it: opening it would wait for ever
+    kept.append(".best.partial")
     fill(tmp_path / ".step-00000002.partial", NEW)
     (tmp_path / ".latest.partial").symlink_to("step-00000002")
     folders.clean(tmp_path)

@@ -49,10 +49,16 @@ def beside(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder as far as possible. `shutil.rmtree` would wait for ever on a pipe in its place."""
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def begin_beside(final: Path) -> Path:
     """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
     folder = beside(final)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     folder.mkdir()
     return folder
 
@@ -92,7 +98,7 @@ def replace_folder(folder: Path, final: Path) -> None:
     if exchange(folder, final):
         return  # `folder` is now the old one's name; `clean` removes it
     old = moved_aside(final)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
     final.rename(old)
     try:
         folder.rename(final)
@@ -155,7 +161,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
 def remove(folder: Path) -> None:
     """Rename a checkpoint, then remove it, so that a half removed folder is not taken for a checkpoint."""
     old = moved_aside(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
     folder.rename(old)
     shutil.rmtree(old)
 
@@ -183,7 +189,7 @@ def clean(out: Path) -> None:
         elif entry.is_symlink():
             entry.unlink()
         else:
-            shutil.rmtree(entry, ignore_errors=True)
+            remove_tree(entry)
 
 
 def steps(out: Path) -> list[tuple[int, Path]]:

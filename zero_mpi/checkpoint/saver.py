@@ -7,7 +7,6 @@ ranks: by `save` itself, or by the next `wait`, which a caller has to call once 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -170,7 +169,7 @@ class Saver:
             on_root(self.comm, partial(folders.publish, *made), self.prepare)
         except JobError as error:
             if root:
-                shutil.rmtree(folder, ignore_errors=True)
+                folders.remove_tree(folder)
             text = f"saving the checkpoint of step {progress.step} failed: {error}; {self._rest()}"
             raise JobError(text) from error
         seconds = time.monotonic() - begun
@@ -261,8 +260,8 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
     def publish() -> None:
         folders.put(partly, final)
-        shutil.rmtree(partly, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        folders.remove_tree(partly)
+        folders.remove_tree(aside)
 
     parts, about = parts_of(optimizer, description), (progress_of(optimizer), description)
     try:
@@ -271,7 +270,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
         on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
-            shutil.rmtree(partly, ignore_errors=True)
+            folders.remove_tree(partly)
         raise JobError(f"save: {error}; {final} is unchanged") from error
     finally:
         comm.close()
