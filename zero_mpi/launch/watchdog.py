@@ -155,8 +155,10 @@ class RankReports:
         aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
         with contextlib.suppress(OSError):
             self._folder.rename(aside)
-        for folder in self._folder.parent.glob(f"{self._folder.name}-{'[0-9a-f]' * 12}"):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # also where the run's folder is moved at this moment
+            for folder in self._folder.parent.glob(f"{self._folder.name}-{'[0-9a-f]' * 12}"):
+                if folder.is_dir():  # a pipe would be waited for
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------- waits in vain
