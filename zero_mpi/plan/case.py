@@ -124,12 +124,12 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Whether reductions add in rank order: with `fast` too where no library adds."""
+        """True if reductions add in rank order: with `fast` too where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
     def allreduces(self) -> bool:
-        """Whether micro-batches are summed on the rank, and reduced to all ranks once a step."""
+        """True if micro-batches are summed on the rank, and reduced to all ranks once a step."""
         return accumulates_locally(SimulatedComm(self), self.strategy)
 
     @property
@@ -139,13 +139,13 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """Whether every node has all slices, as it does where it replicates what it shares."""
+        """True if every node has all slices, as it does where it replicates what it shares."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
     @property
     def passes_sums(self) -> bool:
-        """Whether sums travel from node to node and grow on the way."""
+        """True if sums travel from node to node and grow on the way."""
         return self.hybrid or (self.transport == kinds.NODES and self.strategy.shards_moments)
 
     @property
@@ -155,12 +155,12 @@ class Case:
 
     @property
     def shares_wholes(self) -> bool:
-        """Whether the full parameters, of which ranks own slices, are one array for all owners."""
+        """True if the full parameters, of which ranks own slices, are one array for all owners."""
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
     @property
     def shares_gathers(self) -> bool:
-        """Whether a node gathers units into buffers of all its ranks."""
+        """True if a node gathers units into buffers of all its ranks."""
         return self.transport == kinds.NODES and not self.hybrid
 
     @property
