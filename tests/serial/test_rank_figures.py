@@ -76,18 +76,17 @@ def test_a_pace_is_of_computing_and_not_of_waiting(monkeypatch):
 
 
 SLOWED = """
-import time
 from zero_mpi.comm.start_mpi import MPI
-from zero_mpi.data import StepLoader
 from zero_mpi.train import command
+from zero_mpi.train.observers import StepTimer
 
-micro = StepLoader.micro
+stop = StepTimer.__exit__
 
-def slow(self, step, number):
-    time.sleep(0.2 if MPI.COMM_WORLD.rank == 1 else 0)
-    return micro(self, step, number)
+def slow(self, *error):
+    stop(self, *error)
+    self._seconds += 1000 * (1 + MPI.COMM_WORLD.rank)  # what the machine does meanwhile does not count
 
-StepLoader.micro = slow
+StepTimer.__exit__ = slow
 command.main()
 """
 
@@ -105,14 +104,15 @@ def test_a_slow_rank_is_named_in_the_log_the_events_and_the_status(tmp_path):
     (warned,) = [event for event in events if event["event"] == "warning"]
     assert (warned["rank"], warned["step"]) == (1, 3)
     assert warned["text"].startswith(f"rank 1 on {warned['host']} is slow")
-    assert warned["behind"] > 0.2
+    assert 0.9 < warned["behind"] < 1.1
     said = json.loads((out / "status.json").read_text())
     assert said["slow"].startswith(f"rank 1 on {warned['host']}, ")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         first, second = record["micro_batch_seconds"]
-        assert second > 0.2 > first
-        assert record["waited_seconds"][0] > 0.1, "rank 0 waits for the other"
+        assert 1000 < first < 1100 < 2000 < second < 2100
+        assert len(record["waited_seconds"]) == 2
+        assert min(record["waited_seconds"]) > 0
 
 
 @pytest.fixture
