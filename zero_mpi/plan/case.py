@@ -85,11 +85,9 @@ class Case:
 
     @property
     def precision(self) -> Precision:
-        """Dtypes of computation and of transfers."""
         return precision_named(self.precision_name, self.reduce_dtype)
 
     def kept_bytes(self, unit: int) -> int:
-        """Return the bytes per gathered element of a unit."""
         return self.layout.units[unit].kept_bytes(self.precision.compute)
 
     @property
@@ -99,7 +97,6 @@ class Case:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per element of a gradient in transfer."""
         return int(self.precision.reduce.itemsize)
 
     @property
@@ -134,7 +131,6 @@ class Case:
 
     @property
     def per_node(self) -> int:
-        """Ranks of a full node."""
         return -(-self.ranks // self.nodes)
 
     @property
@@ -183,12 +179,10 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all ranks."""
         return self.batch_size * self.context
 
     @property
     def layout_config(self) -> LayoutConfig:
-        """Settings by which a module lays out its units."""
         names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
         whole = whole_matrices(self.optimizer, self.model)
         named = {name: getattr(self, name) for name in names}
@@ -200,7 +194,6 @@ class Case:
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Partition of each unit: the elements that each rank owns."""
         return [unit.partition(self.owners) for unit in self.layout.units]
 
     @property
@@ -219,7 +212,6 @@ class Case:
         return sum(unit.length // unit.quantum for unit, _ in self.trained)
 
     def updated(self, unit: Unit, own: int) -> int:
-        """Return the elements of a unit that rank 0's optimizer updates."""
         return own if self.strategy.shards_moments else unit.length
 
 

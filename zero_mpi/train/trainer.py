@@ -26,8 +26,8 @@ from zero_mpi.config.toml import recorded
 from zero_mpi.data import Windows, unigram_entropy
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events, log, trackers
