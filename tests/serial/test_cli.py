@@ -207,12 +207,6 @@ def test_the_old_form_of_a_command_goes_on_working_and_names_the_new_one(name):
     assert f"zero-mpi {name}" in errors
 
 
-def test_an_error_of_an_old_form_is_the_one_line_that_it_was():
-    status, printed, errors = python("-m", "zero_mpi.inspect", "nowhere.gguf")
-    assert (status, printed, errors.count("\n")) == (2, "", 1)
-    assert "nowhere.gguf" in errors
-
-
 TRY = r"""
 eval "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
