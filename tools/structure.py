@@ -6,8 +6,8 @@
 The tree is one ordered list of rooms, packages and single files (`ORDER`): a room imports only those that
 stand before it, and no file of a room leads back to itself. Imports inside functions count, and so does a
 module that is named whole in a string, for it is started or loaded by that; what stands under
-`if TYPE_CHECKING:` is for readers and does not. What any file imports from the package exists. Prints each violation as `path:line: text` and exits with
-status 1 if there is one.
+`if TYPE_CHECKING:` is for readers and does not. Tests, tools and examples import only names that exist.
+Prints each violation as `path:line: text` and exits with status 1 if there is one.
 """
 
 import ast
