@@ -284,7 +284,14 @@ class Config:
         for name, value in (ANY | begun | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if "lr" in self.unsaid:
+            self.lr *= self.rate_factor
         self.warmup = warmup_steps(self.warmup, self.steps)
+
+    @property
+    def rate_factor(self) -> float:
+        """Factor of default learning rates: a model that learns from preferences knows its task already."""
+        return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
     def adapters(self) -> LoRA | None:
