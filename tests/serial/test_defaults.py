@@ -1,5 +1,6 @@
 """Defaults that the data or an earlier start decide: what no flag says of conversations beside --init."""
 
+import json
 import math
 import re
 import tomllib
@@ -115,3 +116,13 @@ def test_preferences_take_a_tenth_of_the_rate(lora, rate):
     pairs = ["--init", "m.gguf", "--data", "pairs.jsonl", "--loss", "dpo"]
     assert parse([*pairs, *lora]).lr == pytest.approx(rate)
     assert parse([*pairs, *lora, "--lr", "1e-3"]).lr == 1e-3
+
+
+@needs_mpiexec
+def test_a_sample_answers_the_first_question_that_is_held_out(folder):
+    model(folder, 128)
+    train(1, folder / "out", *FLAGS[:6], "--val-data", "chat.jsonl", "--steps", "1", "--sample", "5")
+    records = map(json.loads, (folder / "out" / "events.jsonl").read_text().splitlines())
+    (text,) = (record["text"] for record in records if record["event"] == "sample")
+    assert TALK[0]["content"] in text[: text.rindex("assistant")]
+    assert TALK[1]["content"] not in text

@@ -107,7 +107,8 @@ class Config:
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
     dry_run: bool = flag(False, bool, "run", "print what the run would do and need, then exit")
     sample: int = flag(400, int, "run", "length of the sample text at the end, in tokens; 0: none")
-    prompt: str = flag("def ", str, "run", "beginning of the sample text")
+    prompt: str = flag(
+        "def ", str, "run", "beginning of the sample text; for held-out conversations their first question")
 
     arch: str | None = flag(None, str, "model", "model architecture", choices=tuple(ARCHITECTURES))
     layers: int | None = flag(None, int, "model", "number of transformer blocks")
