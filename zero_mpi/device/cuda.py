@@ -94,13 +94,6 @@ class Cuda:
         """Return a copy of a GPU's array on the host, complete."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
-    def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """Return copies of vectors on the GPU, complete; one copy of all, since each is waited for."""
-        if not arrays:
-            return []
-        whole, ends = self.to_host(self.cupy.concatenate(arrays)), np.cumsum([x.size for x in arrays])
-        return np.split(whole, ends[:-1])
-
     def copy(self, target: Array, source: Array) -> None:
         """Copy: target[...] = source, wherever the two are; what comes to or from the host is complete."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))

@@ -77,9 +77,6 @@ class Host:
     def to_host(self, x: Array) -> Array:
         return x
 
-    def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        return arrays
-
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
 
