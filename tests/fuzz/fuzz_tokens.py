@@ -167,10 +167,4 @@ def teachers(random: Random, folder: Path) -> list[str]:
     return [*command(folder, random), "--teacher", "top"]
 
 
-CASES = {
-    "sound": sound,
-    "bytes": bytes_of,
-    "special": special,
-    "others": others,
-    "teachers": teachers,
-}
+CASES = {"sound": sound, "bytes": bytes_of, "special": special, "others": others, "teachers": teachers}

@@ -142,15 +142,6 @@ def test_a_round_without_accumulate_is_an_error(exact):
     assert exact.allgather_object("on") == ["on"] * exact.size
 
 
-def test_a_complete_step_must_be_used_before_the_next(exact):
-    run = Run(exact)
-    run.rounds(0)
-    with pytest.raises(ValueError, match="rounds of this step are done; call ShardedAdamW"):
-        run.rounds(1)
-    run.end()
-    run.rounds(1)
-
-
 def test_ranks_without_anything_to_compute_are_told_once(exact, caplog):
     module = tiny.make(exact, CONFIG)
     with caplog.at_level("WARNING", "zero_mpi"):

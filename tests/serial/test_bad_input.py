@@ -116,9 +116,7 @@ PLACES = {
     "no checkpoint": ([*TEXT, "--resume", "nosuchfolder"], "--resume nosuchfolder"),
     "another model": ([*TEXT, "--resume", "run/latest", "--dim", "48"], r"24, now 48 \(--dim\)"),
 }
-FILES = {
-    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*steps"),
-}
+FILES = {"unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*steps")}
 TOKENS = {
     "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*--vocab-size"),
     "no vocab-size": (["--data", "ids.npy"], "--vocab-size"),

@@ -73,19 +73,10 @@ def test_a_folder_is_of_one_kind(tmp_path):
 
 
 REFUSED = {
-    "a template for text": (
-        {"data": ["text"], "chat_template": "t"},
-        "--chat-template t: --data ",
-    ),
-    "a template for the library": (
-        {"chat_template": "t"},
-        "--chat-template t: --data ",
-    ),
+    "a template for text": ({"data": ["text"], "chat_template": "t"}, "--chat-template t: --data "),
+    "a template for the library": ({"chat_template": "t"}, "--chat-template t: --data "),
     "a loss for text": ({"data": ["text"], "loss_on": "all"}, "--loss-on all: --data "),
-    "tokens": (
-        {"data": ["chat.jsonl"], "control_tokens": "plain"},
-        "--control-tokens plain: --data ",
-    ),
+    "tokens": ({"data": ["chat.jsonl"], "control_tokens": "plain"}, "--control-tokens plain: --data "),
     "both": ({"data": ["chat.jsonl", "text"]}, "--data takes conversations or other data, not both"),
 }
 

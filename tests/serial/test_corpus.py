@@ -9,14 +9,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from zero_mpi.data import (
-    ByteTokenizer,
-    collect_files,
-    load_corpus,
-    stdlib_files,
-    text_files,
-    unigram_entropy,
-)
+from zero_mpi.data import ByteTokenizer, collect_files, load_corpus, stdlib_files, text_files, unigram_entropy
 from zero_mpi.data import corpus as corpus_module
 from zero_mpi.errors import UsageError
 

@@ -247,19 +247,6 @@ def test_float64_goes_to_the_reference():
     assert cpu.rms_norm(x, x[0], 0.1)[0].dtype == np.float64
 
 
-def test_the_exponential_is_exact_to_float32_and_ends_in_zero_and_infinity():
-    x = np.concatenate([np.linspace(-87.5, 88.2, 200_001), [0.0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
-    kernel = jit.kernel("f1 f1+")(spread_exponential)
-    y = np.empty_like(x)
-    kernel(x, y)
-    np.testing.assert_allclose(y, np.exp(x.astype(np.float64)), rtol=3e-7)
-    edge = np.array([-88.5, -1e4, -np.inf, 89, 1e4, np.inf, np.nan], np.float32)
-    y = np.empty_like(edge)
-    kernel(edge, y)
-    assert y[:6].tolist() == [0, 0, 0, np.inf, np.inf, np.inf]
-    assert np.isnan(y[6])
-
-
 def spread_exponential(x, y):
     for i in range(x.size):
         y[i] = jit.exponential(x[i])
@@ -415,21 +402,6 @@ def update_state(size: int) -> list[np.ndarray]:
     return [numbers(size, seed=seed) for seed in range(3)] + [numbers(size, seed=3) ** 2]
 
 
-@pytest.mark.parametrize("cuts", [[1024], [2048, 5120], [1, 2, 3], [777, 1023, 4097], [31, 6000]])
-def test_an_update_has_the_same_bits_however_it_is_cut(cuts):
-    options = UPDATE | {"decay": np.array([0.1])}
-    whole, pieces, plain = (update_state(7168 + 13) for _ in range(3))
-    cpu.adamw(*whole, **options)
-    for start, stop in zip([0, *cuts], [*cuts, None], strict=True):
-        parts = [x[start:stop].copy() for x in pieces]  # at addresses of their own
-        cpu.adamw(*parts, **options)
-        for x, part in zip(pieces, parts, strict=True):
-            x[start:stop] = part
-    assert [x.tobytes() for x in whole] == [x.tobytes() for x in pieces]
-    reference.adamw(*plain, **options)
-    close(tuple(whole), tuple(plain), 1e-6)
-
-
 @pytest.mark.parametrize("operations", [cpu, reference])
 def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations):
     decay = np.array([0.1, 0.0, 0.0, 0.3, 0.1])
@@ -440,15 +412,6 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
         operations.adamw(*parts, **UPDATE, decay=decay[run : run + 1])
     assert [x.tobytes() for x in whole] == [x.tobytes() for x in pieces]
     assert not np.array_equal(pieces[0][:1024], update_state(5 * 1024)[0][:1024])
-
-
-def test_a_chunks_sum_of_squares_depends_on_its_elements_alone():
-    g = numbers(9 * 1024)
-    sums = cpu.chunk_squares(g, 1024)
-    np.testing.assert_allclose(sums, (g.astype(np.float64).reshape(9, 1024) ** 2).sum(axis=1), rtol=1e-14)
-    for start, stop in [(0, 1), (1, 9), (3, 4), (2, 7)]:
-        part = g[1024 * start : 1024 * stop].copy()
-        assert cpu.chunk_squares(part, 1024).tobytes() == sums[start:stop].tobytes()
 
 
 def one_after_the_other(x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib import import_module
@@ -46,15 +45,6 @@ def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
             path, _, test = how.test.partition("::")
             assert test in functions(ROOT / path), how.test
         assert not isinstance(how, Suite) or re.search(rf"^ *{how.in_ci}", script, re.M), how
-
-
-def test_extras_that_are_installed_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for line in all_lines():
-        if line.startswith("pip install"):
-            named = re.fullmatch(r"pip install (?:-e )?'\.\[([\w,]+)\]'", line)
-            assert named, line
-            assert set(named[1].split(",")) <= extras.keys(), line
 
 
 @pytest.mark.parametrize("target", [line for line in all_lines() if line.startswith("make ")])
@@ -184,10 +174,3 @@ def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
         told = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
         assert all(len(text) > 20 for text in told), name
         assert f"images/{name})" in pages, f"no page shows {name}"
-
-
-def test_hybrid_sharding_has_the_schedule_of_full_sharding(tools):
-    """strategies.md shows one picture for both."""
-    time = import_module("figures_time")
-    (full, _), (hybrid, _) = time.stage_case("full-shard"), time.stage_case("hybrid-shard", nodes=2)
-    assert full.schedule == hybrid.schedule

@@ -149,10 +149,7 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text,
         (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: "),
         (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "--lora-targets *.bias: "),
         (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
-        (
-            ["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"],
-            "--lr-scale: 'blk*t' ",
-        ),
+        (["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"], "--lr-scale: 'blk*t' "),
         (["--init", "BASE", "--lr-scale", "*b=2", "--dry-run"], "--lr-scale: '*b' "),
     ],
 )

@@ -20,7 +20,6 @@ from test_consistency import FLAGS, RUN
 from zero_mpi.config.command_line import parse
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import consistency
 from zero_mpi.ops import elementary
 
 PACKAGE = Path(portable.__file__).parents[1]
@@ -185,24 +184,6 @@ def test_other_processors_are_refused():
     assert "aarch64" in portable.unfit("aarch64", "asimd")
 
 
-def test_what_is_not_pinned_is_one_line(monkeypatch):
-    monkeypatch.setattr(portable, "unfit", lambda *about: "")
-    monkeypatch.setattr(portable, "active", False)
-    assert "NumPy was imported before zero_mpi" in portable.fault("openblas 1 Haswell", "haswell")
-    monkeypatch.setattr(portable, "active", True)
-    assert portable.fault("openblas 1 Haswell", "").startswith("it needs the compiled operations")
-    assert portable.fault("openblas 1 Zen", "haswell").endswith("NumPy has openblas 1 Zen")
-    assert portable.fault("mkl 2024", "haswell").endswith("NumPy has mkl 2024")
-    for name, value in portable.pins().items():
-        monkeypatch.setenv(name, value)
-    assert portable.fault("openblas 1 Haswell", "haswell") == ""
-    monkeypatch.setenv("NUMBA_CPU_NAME", "znver4")
-    assert portable.fault("openblas 1 Haswell", "haswell").startswith("NUMBA_CPU_NAME ")
-    monkeypatch.setattr(portable, "active", False)
-    with pytest.raises(UsageError, match=r"^--bits portable: NumPy was imported"):
-        consistency.check_pins()
-
-
 def test_a_program_begins_again_once(monkeypatch):
     calls = []
     monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
@@ -216,15 +197,6 @@ def test_a_program_begins_again_once(monkeypatch):
     monkeypatch.setenv(portable.VARIABLE, portable.PORTABLE)
     portable.claim(portable.PORTABLE)
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "bits"),
-    [([], "native"), (["--bits", "portable", "x"], "portable"), (["--x", "--bits=portable"], "portable"),
-     (["--bits"], "native")],
-)  # fmt: skip
-def test_the_flag_is_found_among_others(arguments, bits):
-    assert portable.flag_of(arguments) == bits
 
 
 def test_the_variable_stands_for_the_flag(monkeypatch):

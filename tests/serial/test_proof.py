@@ -9,14 +9,7 @@ import pytest
 
 from zero_mpi.config.settings import FIELDS
 from zero_mpi.config.toml import PATHS
-from zero_mpi.telemetry.proof import (
-    FIRST,
-    Broken,
-    JobStart,
-    Proof,
-    digest_after,
-    read_proof,
-)
+from zero_mpi.telemetry.proof import FIRST, Broken, JobStart, Proof, digest_after, read_proof
 from zero_mpi.train.description import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}

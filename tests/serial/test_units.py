@@ -49,12 +49,6 @@ def always(name):
     return True
 
 
-def test_offsets_of_a_small_unit(unit):
-    assert unit.offsets == {"a": 0, "b": 2048, "c": 3072, "d": 4096, "e": 5120, "f": 7168}
-    assert unit.length == 7168 + 4096
-    assert [unit.chunks(name) for name in SHAPES] == [2, 1, 1, 1, 2, 4]
-
-
 @settings(deadline=None)
 @given(units())
 def test_parameters_start_on_multiples_and_do_not_overlap(unit):
@@ -106,17 +100,6 @@ def test_segments_of_all_slices_make_each_parameter_once(unit, ranks):
 def held(unit, part):
     """Name -> (first element, number of elements) of what a slice holds."""
     return {s.name: (s.offset, s.where.stop - s.where.start) for s in unit.segments(part)}
-
-
-def test_slices_of_a_small_unit(unit):
-    expected = {"a": (1024, 476), "b": (0, 1024), "c": (0, 1), "d": (0, 385), "e": (0, 1024)}
-    assert held(unit, slice(1024, 6144)) == expected
-
-
-def test_a_slice_of_nothing_has_no_segments(unit):
-    assert unit.segments(slice(2048, 2048)) == []
-    assert unit.segments(slice(1500, 2048)) == [], "a gap alone"
-    assert held(unit, slice(0, 0)) == {}
 
 
 class Bag(Layer):
