@@ -1,7 +1,4 @@
-"""Sharding changes nothing: the bits of one process, under every strategy at every number of ranks.
-
-Each rank also trains the model alone, so that all world sizes are held to the same reference.
-"""
+"""Sharding changes nothing: the bits of one process, under every strategy at every number of ranks."""
 
 import functools
 from dataclasses import replace

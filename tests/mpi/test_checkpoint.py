@@ -99,7 +99,6 @@ def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_fol
 @pytest.mark.world(2, 3)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):
-    """The last rank that writes at all cannot write the second file."""
     optimizer, progress = trained(exact, FULL_SHARD)
     first = save_checkpoint(ranks_folder, optimizer, TrainingProgress(1), DESCRIPTION)
     before = digests(first)
@@ -133,7 +132,6 @@ def test_the_file_holds_the_parameters_with_the_digests_that_the_ranks_worked_ou
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
-    """What is allocated while saving: a unit at most, and some for headers; on other ranks nearly nothing."""
     flags = {"layers": 3, "dim": 160, "heads": 4, "ffn": 640, "context": 8, "vocab_size": 61, "tied": True}
     module = tiny.make(exact, GPT2.from_flags(flags))
     optimizer = ShardedAdamW(module)
@@ -150,7 +148,6 @@ def test_rank_0_needs_room_for_one_unit(exact, parallel, ranks_folder):
 
 
 def test_only_rank_0_is_sent_anything_and_brings_units_together(exact, ranks_folder):
-    """Each rank sends its slices once, and nothing is gathered to all; others hold no more than before."""
     comm = RecordingComm(exact)
     optimizer, progress = trained(comm, FULL_SHARD)
     comm.log.clear()

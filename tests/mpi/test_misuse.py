@@ -289,7 +289,6 @@ def test_numbers_of_numpy_are_numbers(comm):
 
 
 def test_a_step_that_was_forgotten_begins_anew(comm):
-    """zero_gradients between two rounds: the step that follows has its losses and gradients, no others."""
     plain, anew = Kit(comm), Kit(comm)
     anew.round()
     anew.module.zero_gradients()

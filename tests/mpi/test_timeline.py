@@ -25,15 +25,12 @@ STEPS, MICRO_BATCHES = 2, 5
 
 
 class Run:
-    """A tiny training run."""
-
     def __init__(self, comm, strategy=FULL_SHARD):
         self.module = tiny.make(comm, CONFIG, strategy, bucket_mb=0.03)
         self.optimizer = ShardedAdamW(self.module, lr=1e-2)
         self.accumulator = GradAccum(self.module, MICRO_BATCHES)
 
     def step(self, number):
-        """One step; its loss and norm."""
         tiny.run_step(self.module, self.accumulator, CONFIG, number, MICRO_BATCHES)
         return self.accumulator.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
 
@@ -156,7 +153,6 @@ def test_all_of_it_is_a_step_where_none_is_named(exact, tmp_path):
 
 
 def barriers(comm, path, count=5):
-    """The contents of a time line in which the ranks meet a few times."""
     with tracing(comm, path):
         for _ in range(count):
             comm.barrier()

@@ -146,7 +146,6 @@ def test_a_size_class_wastes_an_eighth_at_most(nbytes):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tvdr"), st.integers(0, 99)), max_size=80))
 def test_what_is_referenced_keeps_its_values(actions):
-    """Arrays are taken, viewed, dropped in any order; each is filled with a number of its own."""
     held = []
     for number, (action, choice) in enumerate(actions):
         if action == "t":
@@ -193,7 +192,6 @@ def test_two_threads_never_get_the_same_memory():
 
 
 def test_blocks_are_cut_from_large_pieces_of_memory():
-    """Of huge pages there is one for many activations; what does not fit gets a piece of its own."""
     pool = Recycler(HOST)
     small = [pool.take((5000 + i,)) for i in range(20)]
     large = pool.take((HOST.chunk,), np.uint8)

@@ -1,7 +1,4 @@
-"""Byte-level BPE from GGUF keys: pieces change nothing, bytes come back, and what does not fit is refused.
-
-That the ids are right is shown beside llama.cpp, in test_bpe_llamacpp.py.
-"""
+"""Byte-level BPE from GGUF keys: pieces change nothing, bytes come back, and what does not fit is refused."""
 
 import json
 import sys

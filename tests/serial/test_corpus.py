@@ -24,7 +24,6 @@ def load(*paths, val_paths=(), **options):
 
 
 def write(root, **files):
-    """Files under `root`; `__` in a name stands for a slash."""
     for name, content in files.items():
         put(root / name.replace("__", "/"), content)
     return root

@@ -1,8 +1,4 @@
-"""The compiled operations do what the reference defines, in float32, wherever and however arrays lie.
-
-The reference computes each case in float64. Cases go through the kernels' odd places: nothing, one element,
-rows that are no multiple of a vector, blocks that end early, arrays that are views or cannot be written.
-"""
+"""The compiled operations do what the reference defines, in float32, wherever and however arrays lie."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ def strided(x: np.ndarray) -> np.ndarray:
 
 
 def column_part(x: np.ndarray) -> np.ndarray:
-    """The same numbers as some columns of a wider array: rows are contiguous, the whole is not."""
     room = np.zeros((*x.shape[:-1], x.shape[-1] + 5), x.dtype)
     room[..., 3:-2] = x
     return room[..., 3:-2]
@@ -124,7 +119,6 @@ def pointwise_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
 
 
 def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, Callable[[], list[Any]]]:
-    """The linear layer, and a head with its loss."""
     x, dy, w, b = numbers(*lead, inputs), numbers(*lead, outputs), numbers(outputs, inputs), numbers(outputs)
     targets, dw, db = ids(outputs, *lead), numbers(outputs, inputs, seed=1), numbers(outputs, seed=1)
     return {
@@ -187,7 +181,6 @@ CASES += [  # all others by their signatures
 
 
 def written_by(name: str) -> list[int]:
-    """Which arguments an operation adds into."""
     written = {entry.name for entry in OPERATIONS[name].signature.entries if entry.written}
     return [
         i for i, argument in enumerate(inspect.signature(OPERATIONS[name]).parameters) if argument in written
@@ -346,7 +339,6 @@ def test_attention_of_nothing():
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """What the body takes at most: of the pool of arrays, and else."""
     found, before = {}, recycled_stats()
     tracemalloc.start()
     try:
@@ -415,7 +407,6 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
 
 
 def one_after_the_other(x: np.ndarray) -> np.ndarray:
-    """The sum of x over its rows, first to last in float32."""
     total = np.zeros(x.shape[1], np.float32)
     for row in x:
         total += row
@@ -603,7 +594,6 @@ def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
 
 @pytest.fixture
 def fresh_folder(monkeypatch):
-    """`code_cache.folder` without what it remembers, under variables of the test's own."""
     code_cache.folder.cache_clear()
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,9 +1,4 @@
-"""What the documentation says runs, and what it shows is what the code does.
-
-Each page is walked through as a reader would: its commands in their order, in a folder of its own, with the
-files that Python blocks ask to be saved. How a command is run is in docs_commands.py. Pictures are drawn
-again and compared, and links are followed. The site: test_site.py.
-"""
+"""What the documentation says runs, and what it shows is what the code does."""
 
 from __future__ import annotations
 
@@ -120,7 +115,6 @@ def test_commands_of_hostfiles_work(tmp_path, model):
 
 
 def test_programs_of_pages_have_names():
-    """Those of README are run by test_examples.py; elsewhere a program is saved, and a command runs it."""
     for page in PAGES:
         steps = steps_of(page)
         lines = " ".join(step.text for step in steps if isinstance(step, Line))

@@ -18,7 +18,6 @@ from zero_mpi.environment.control_groups import group_limits
 
 @pytest.fixture(autouse=True)
 def before_numpy(monkeypatch):
-    """A process of four cores that has not imported numpy yet, and has no MPI beside its Python."""
     monkeypatch.setattr(sys, "prefix", "/nonexistent")
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 4)

@@ -1,7 +1,4 @@
-"""Readers of files: their work and their memory grow no faster than their input.
-
-Each test doubles an input and compares counts (calls, letters, comparisons, bytes at the peak), never time.
-"""
+"""Readers of files: their work and their memory grow no faster than their input."""
 
 import gzip
 import json
@@ -12,10 +9,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, TEMPLATES, chat_tokenizer
+from chat_templates import TEMPLATES, chat_tokenizer
 
 from zero_mpi.commands.evaluate.choices import encode_choices
-from zero_mpi.commands.hostfile import read_hosts
 from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations import tokenized

@@ -1,7 +1,4 @@
-"""The harness itself: one rank's fault is one report, a hang ends, and no verdict is not a pass.
-
-Each test writes a tiny suite into a folder, with this project's conftest.py, and runs it as a job.
-"""
+"""The harness itself: one rank's fault is one report, a hang ends, and no verdict is not a pass."""
 
 import shutil
 import sys

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import sentencepiece_files as files
 
-from zero_mpi.data import tokenizer_from_json, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.tokenizers import bpe, pair_table, segmentation, spellings
+from zero_mpi.data import tokenizer_from_metadata
+from zero_mpi.data.tokenizers import pair_table, segmentation, spellings
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FlaggedSpellings
-from zero_mpi.data.tokenizers.pair_table import FREE, find
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import FileError
 
@@ -119,7 +118,6 @@ class CountedTrie(dict):
 @pytest.mark.parametrize(("tokens", "text"), MANY.values(), ids=MANY)
 @pytest.mark.parametrize("kind", [Spellings, lambda ids: FlaggedSpellings(ids, dict.fromkeys(ids, ()))])
 def test_many_or_long_added_tokens_are_looked_for_once(tokens, text, kind, monkeypatch):
-    """Not once for each of them, nor for each of their letters."""
     found = kind({token: number for number, token in enumerate(tokens)})
     monkeypatch.setattr(
         spellings, "trie", lambda given: tuple(map(CountedTrie, pair_table.trie(given))), raising=True

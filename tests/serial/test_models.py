@@ -1,8 +1,4 @@
-"""Models have the tensors and keys of their GGUF architecture, and come back from a file as they were.
-
-Names and shapes are written out here from llama.cpp's point of view; what does not fit is refused in one
-line that names it.
-"""
+"""Models have the tensors and keys of their GGUF architecture, and come back from a file as they were."""
 
 from __future__ import annotations
 
@@ -174,7 +170,6 @@ def test_a_tied_head_is_refused_where_llama_cpp_does(arch):
 
 
 def refused(message: str):
-    """The body raises UsageError with one line that begins with, or has in it, `message`."""
     return pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z")
 
 

@@ -42,7 +42,6 @@ def unchanged(*arrays: np.ndarray) -> Iterator[None]:
 
 
 def check_slope(f: Callable[..., float], inputs: list[np.ndarray], gradients: list[np.ndarray]) -> None:
-    """The gradients say how the scalar f(*inputs) changes along one random direction in all inputs."""
     ways = [numbers(*array.shape, seed=number + 1) for number, array in enumerate(inputs)]
 
     def at(t: float) -> float:

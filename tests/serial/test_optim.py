@@ -1,7 +1,4 @@
-"""ShardedAdamW against AdamW written out in float64; clipping, skipped steps, schedules, initial values.
-
-One process: the slices are whole here, and everything beside the collectives is what many ranks run.
-"""
+"""ShardedAdamW against AdamW written out in float64; clipping, skipped steps, schedules, initial values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Who owns what of a flat buffer, and how the buffer is cut into messages.
-
-The slices cover the buffer exactly, begin on multiples of the quantum, are as even as that allows, longer
-ones first, and may be empty. Pieces tile the buffer and agree with the slices about every element.
-"""
+"""Who owns what of a flat buffer, and how the buffer is cut into messages."""
 
 import numpy as np
 from hypothesis import given, settings

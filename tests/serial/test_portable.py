@@ -1,7 +1,4 @@
-"""`--bits portable`: own functions in the place of libraries', pins before these load, and what is refused.
-
-That other processors give the same bits is shown by emulated ones, in tests/cluster/test_processors.py.
-"""
+"""`--bits portable`: own functions in the place of libraries', pins before these load, refusals."""
 
 import ast
 import os
@@ -228,7 +225,6 @@ def digests(*names, **variables):
 @fitting
 @pytest.mark.timeout_seconds(300)
 def test_neither_variables_nor_the_c_library_move_a_bit():
-    """Of the least architectures with all kernels; the others are tried on other processors."""
     names = "gpt2", "gemma3"
     here = digests(*names)
     assert [line.split()[0] for line in here] == ["functions", *names, "trial"]
@@ -239,7 +235,6 @@ def test_neither_variables_nor_the_c_library_move_a_bit():
 @fitting
 @pytest.mark.timeout_seconds(300)
 def test_unlike_hosts_train_together_and_a_resume_keeps_the_bits(tmp_path):
-    """By the flag, or by a file of settings."""
     (tmp_path / "run.toml").write_text('bits = "portable"\n')
     flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out"]
     here, there = ([*RUN, *flags, *said] for said in (("--bits", "portable"), ("--config", "run.toml")))

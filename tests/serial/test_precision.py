@@ -247,7 +247,6 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
 
 
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
-    """Neither copies nor the reference: the kernels themselves."""
     pytest.importorskip("numba")
     ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
@@ -375,7 +374,6 @@ def losses(out):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp64"])
 def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precision):
-    """Interrupted and resumed on another number of ranks it has the bits of the unbroken run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     status, _, said = train(whole, text, "--precision", precision, "--steps", "5")
     assert status == 0, said

@@ -34,7 +34,6 @@ OLD = """\
 
 
 def write(path: Path, start: JobStart, steps: range, saves: tuple[int, ...] = ()) -> Proof:
-    """A job that makes steps and saves some of them."""
     proof = Proof(path, start)
     for step in steps:
         proof.record(step, {"loss": 1.0 / step, "step_seconds": 2.5})

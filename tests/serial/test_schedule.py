@@ -1,9 +1,4 @@
-"""When units are gathered, released and reduced: small models by hand, random ones by their properties.
-
-The properties: a unit is there when a stage needs it, is started as early as `prefetch` says and not
-earlier, is started at most once in a direction and released after its last use there; every trained unit
-is reduced once, after the last backward that adds to it.
-"""
+"""When units are gathered, released and reduced: small models by hand, random ones by their properties."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,4 @@
-"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused.
-
-That the ids are right is shown beside llama.cpp, in test_sentencepiece_llamacpp.py.
-"""
+"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused."""
 
 import os
 import pickle
@@ -17,7 +14,6 @@ from hypothesis import strategies as st
 
 from zero_mpi.data import UnigramTokenizer, tokenizer_from_metadata
 from zero_mpi.data.tokenizers import sentencepiece
-from zero_mpi.data.tokenizers.pair_table import FREE, find, pair_table
 from zero_mpi.errors import FileError, UsageError
 
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
@@ -91,7 +87,6 @@ def test_tokens_are_spelt_by_their_types():
 
 
 def test_the_same_loops_run_in_the_interpreter(tmp_path):
-    """Where numba is not installed."""
     both = [files.merged(), files.likely(precompiled_charsmap=files.charsmap())]
     (tmp_path / "keys").write_bytes(pickle.dumps(both))
     program = """if True:

@@ -1,7 +1,4 @@
-"""The site of `make docs`, without building it: it has every page, link and public name.
-
-The site itself is built by .ci/run, where mkdocs is strict and tools/check_site.py follows what came out.
-"""
+"""The site of `make docs`, without building it: it has every page, link and public name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""From the third step on nothing large is allocated, and long contexts and large vocabularies stay bounded.
-
-Activations lie in recycled memory, whose pool must stop growing; what is allocated elsewhere is small things
-that Python and NumPy make. The bounds are formulas of sizes; they are held against what the pool of a fresh
-process ever held.
-"""
+"""Long contexts and large vocabularies take bounded memory."""
 
 import os
 import subprocess
@@ -46,7 +41,6 @@ def make_step(config, rows):
 
 
 def held_after_steps(name, sizes, rows):
-    """Bytes of recycled memory that a fresh process holds after two steps."""
     code = (
         "import test_steady_state as t\n"
         f"step = t.make_step(t.{name}.from_flags({sizes!r}), rows={rows})\n"

@@ -1,8 +1,4 @@
-"""What a user's own type checker sees: `py.typed`, and public names that are all there, typed and described.
-
-Whether the types are right is mypy's to say: `make check` runs it, strict, on the package and on `examples/`,
-which are written as users write.
-"""
+"""A user's own type checker sees `py.typed`, and public names that are all there, typed and described."""
 
 import ast
 import importlib

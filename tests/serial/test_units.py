@@ -1,8 +1,4 @@
-"""How parameters lie in flat buffers, and how a model's parameters are dealt out to units.
-
-Every parameter is in one unit, once, starts on a multiple of the quantum and overlaps with nothing; the
-slices of any number of ranks hold together exactly each parameter's elements, and no gap.
-"""
+"""How parameters lie in flat buffers, and how a model's parameters are dealt out to units."""
 
 from itertools import pairwise
 

@@ -1,8 +1,4 @@
-"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others.
-
-A run of six steps on three ranks is made once and copied; most cases spoil a copy and verify it on the one
-rank of this process.
-"""
+"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others."""
 
 from __future__ import annotations
 
