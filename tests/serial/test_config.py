@@ -1,7 +1,4 @@
-"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other.
-
-The tests walk over the fields of Config, so a new setting is covered on the day it is added.
-"""
+"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other."""
 
 import dataclasses
 import os
@@ -230,7 +227,6 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
 
 
 def console(*arguments):
-    """(status, stdout, stderr) of `zero-mpi ARGUMENTS`."""
     done = subprocess.run([sys.executable, "-m", "zero_mpi", *arguments], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

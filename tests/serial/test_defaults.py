@@ -47,7 +47,6 @@ def test_few_windows_make_a_small_batch(windows, size):
 @needs_mpiexec
 @pytest.mark.parametrize("room", [200, 150])
 def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
-    """The longest of them fits, if the model has room for it; three epochs, a ninth of them warm-up."""
     model(folder, room)
     printed = train(2, folder / "out", *FLAGS)
     found, longest = settings(folder), 171
