@@ -276,7 +276,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    base = config.init if session.model.lora is not None else None
+    base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
     prompt = tokenizer.encode_prompt(config.prompt)
     ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
