@@ -126,6 +126,8 @@ class Config:
     vocab_size: int | None = flag(
         None, int, "model", "vocabulary size, needed only for token files without a tokenizer")
     init: str | None = flag(None, str, "model", "model to start from: GGUF file or Hugging Face folder")
+    add_tokens: str | None = flag(
+        None, str, "model", "file of tokens, one per line or a JSON list, to add to the model of --init")
     freeze: list[str] = flag(
         None, list, "model", "name patterns of parameters that are not trained", fixed=True)
 
@@ -314,6 +316,11 @@ class Config:
             return None
         names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
         return Preference(self.loss, self.preference_beta, *(getattr(self, name) for name in names))
+
+    @property
+    def base_is_reference(self) -> bool:
+        """True if the frozen model, without its adapters, is the model as the run begins."""
+        return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:
         """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""

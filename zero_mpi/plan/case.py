@@ -256,7 +256,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         device="cuda" if on_gpu else "cpu",
         prefetch=config.stages_ahead(on_gpu),
         packed=config.packing == DOCUMENTS or config.preference is not None,
-        base_is_reference=config.lora is not None and config.lora_init is None,
+        base_is_reference=config.base_is_reference,
         teacher=config.teacher is not None,
         **{name: getattr(config, name) for name in SAME},
     )

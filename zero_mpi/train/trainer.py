@@ -279,7 +279,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    base = config.init if session.model.lora is not None else None
+    base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
     prompt, ends = question(session) if config.prompt == FIELDS["prompt"].default else None, tokenizer.ends
     if prompt is None:
