@@ -298,7 +298,6 @@ class Config:
 
     @property
     def adapters(self) -> LoRA | None:
-        """Adapters that are trained, if any."""
         if self.lora is None:
             return None
         alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
@@ -306,12 +305,10 @@ class Config:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
 
     @property
     def preference(self) -> Preference | None:
-        """Preference loss, if it is one."""
         if self.loss == CROSS_ENTROPY:
             return None
         names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
@@ -328,7 +325,6 @@ class Config:
 
     @property
     def holds_out(self) -> bool:
-        """Tell whether anything is held out, hence evaluated."""
         return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class FakeArray(np.ndarray[Any, Any]):
         self.memory = getattr(source, "memory", None)
 
     def fill(self, value: Any) -> None:
-        """Count one pass over the array."""
         if self.memory is not None:
             self.memory.passes(self)
 
@@ -111,15 +110,12 @@ class FakeMemory:
         return fake
 
     def product(self, rows: int, columns: int, depth: int) -> None:
-        """Count a product of matrices (rows, depth) and (depth, columns)."""
         self.flop += 2.0 * rows * columns * depth
 
     def passes(self, *arrays: Array) -> None:
-        """Count one pass over each of the arrays."""
         self.moved += sum(array.nbytes for array in arrays)
 
     def spent(self) -> tuple[float, float]:
-        """Return (flop, moved) since the last call."""
         spent, self.flop, self.moved = (self.flop, self.moved), 0.0, 0.0
         return spent
 

@@ -29,8 +29,8 @@ from zero_mpi.data.packing import PairBatch
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events, log, trackers
