@@ -181,13 +181,7 @@ def test_an_adapter_of_the_head(base, text, tmp_path):
     flags = [
         "--init",
         str(base),
-        "--lora",
-        "2",
-        "--context",
-        "16",
-        "--lora-targets",
-        "output.weight",
-        "blk.1.*",
+        *["--lora", "2", "--context", "16", "--lora-targets", "output.weight", "blk.1.*"],
     ]
     train(1, tmp_path / "one", *DATA, *text, *flags, "--steps", "3")
     train(3, tmp_path / "three", *DATA, *text, *flags, "--steps", "2")

@@ -112,14 +112,7 @@ def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, na
     text, base, file = write_text(runs), tmp_path / "base.gguf", tmp_path / "x.gguf"
     assert command(World(0, 1), [str(runs / "q8_0/latest"), str(base), "--type", "q8_0"]) == 0
     flags = [
-        "--context",
-        "16",
-        "--batch-size",
-        "3",
-        "--micro-batch",
-        "1",
-        "--warmup",
-        "1",
+        *["--context", "16", "--batch-size", "3", "--micro-batch", "1", "--warmup", "1"],
         *MORE[:-1],
         "--data",
     ]
