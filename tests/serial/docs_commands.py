@@ -225,6 +225,7 @@ ROWS: dict[str, How] = {
     # ------------------------------------------------------------------------------ benchmarks, examples
     "python3 benchmarks/gpu_check.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
     "python benchmarks/peers.py": SPEED,
+    "python benchmarks/finetune.py": SPEED,
     "python benchmarks/ops.py": SPEED,
     "python benchmarks/generate.py": SPEED,
     "python benchmarks/step_hosts.py": SPEED,

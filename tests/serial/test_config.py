@@ -31,7 +31,12 @@ NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 NEEDS |= {"loss": ["data"]}
 LENGTH = {"steps": 440, "warmup": 40}
-SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and other defaults beside one
+SETS = {
+    "loss": ["lr"],
+    "init": FROM_NOTHING | LENGTH,
+    "epochs": LENGTH,
+    "steps": LENGTH,
+}  # and other defaults beside one
 
 
 def other_value(name):
