@@ -154,18 +154,6 @@ def test_the_norm_is_the_norm_of_the_whole_and_counts_tied_once(exact, strategy)
     assert module.gradient_norm() == pytest.approx(0.5 * np.sqrt(squares), rel=1e-5)
 
 
-@strategies
-def test_a_plain_loop_without_accumulation(exact, strategy):
-    module = tiny.make(exact, CONFIG, strategy)
-    optimizer = ShardedAdamW(module, lr=1e-2)
-    for _ in range(2):
-        one_round(module, exact.rank)
-        optimizer.step()
-    state = module.state_dict()
-    assert exact.allgather_object(tiny.digest(state)) == [tiny.digest(state)] * exact.size
-    assert not any(np.array_equal(state[name], array) for name, array in whole_state().items())
-
-
 def test_fast_no_shard_reduces_once_a_step(fast):
     module = tiny.make(fast, CONFIG, NO_SHARD)
     one_round(module, fast.rank)
