@@ -25,6 +25,7 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
+from zero_mpi.nn.added_rows import parted
 from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
@@ -301,6 +302,12 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
     product, out = w.memory.take(w.shape), w.memory.take(w.shape)
     del product
     return out
+
+
+@parted.register(FakeArray)
+def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
+    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
+    return tokens, none, none
 
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
