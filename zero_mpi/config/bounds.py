@@ -170,7 +170,7 @@ DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ
 CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
     Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
-    Contradiction("lora_init", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_init", lambda c: c.lora is None, "add --lora RANK, with the rank of this adapter"),
     Contradiction("add_tokens", lambda c: c.init is None, "needs a model: add --init MODEL"),
     apart("add_tokens", lambda c: c.tokenizer not in (None, FROM_INIT), "--tokenizer {tokenizer}"),
     apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
