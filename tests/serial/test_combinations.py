@@ -17,7 +17,6 @@ REFUSED = {  # flags that are refused: what is said beside them, and what lets t
     "--lora-targets a b": ("--lora RANK", "--init m.gguf --lora 1"),
     "--lora-init a.gguf": ("--lora RANK", "--init m.gguf --lora 1"),
     "--add-tokens t": ("--init MODEL", "--init m.gguf"),
-    "--add-tokens t --init m.gguf --tokenizer byte": ("--tokenizer byte", "--tokenizer from-init"),
     "--ema 0.9 --offload moments": ("--offload moments", "--offload none"),
     "--optimizer muon --lora 2 --init m.gguf": ("--lora", "--optimizer adamw"),
     "--optimizer muon --offload moments --device cuda": ("--offload moments", "--offload none"),

@@ -56,6 +56,8 @@ def open_init(config: Config) -> WeightSource | None:
     """Return the weights of `--init`, with `--add-tokens`, the index read and checked; raises UsageError."""
     if config.init is None or config.add_tokens is None:
         return None if config.init is None else open_weights(config.init)
+    if config.tokenizer not in (None, FROM_INIT):
+        raise UsageError(f"--tokenizer {shown(config.tokenizer)}: remove it, or --add-tokens")
     return GrownWeights(open_weights(config.init), read_tokens(config.add_tokens))
 
 
