@@ -246,7 +246,6 @@ def smollm2_keys():
 
 
 def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
-    """GGUF keys of a vocabulary."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -258,7 +257,6 @@ def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
 
 
 def write_model(path: Path, keys: dict[str, Any]) -> Path:
-    """A tiny model with this tokenizer."""
     config = replace(TINY, vocab_size=len(keys["tokenizer.ggml.tokens"]))
     params, rng = config.params(), np.random.default_rng(0)
     table = [(name, param.shape) for name, param in params.items()]

@@ -60,7 +60,6 @@ def tokens(random: Random, folder: Path) -> list[str]:
 
 
 def hugging_face(random: Random, folder: Path) -> list[str]:
-    """In a file of a Hugging Face folder, or in the header of its weights."""
     place, _, header, data = fuzz_safetensors.write(random, folder)
     if random.random() < 0.3:
         (place / "model.safetensors").write_bytes(fuzz_safetensors.stored(twice(random, header), data))
@@ -105,7 +104,6 @@ def toml(random: Random, folder: Path) -> list[str]:
 
 
 def gguf(random: Random, folder: Path) -> list[str]:
-    """In a GGUF: keys, or the names of tensors."""
     file = fuzz_gguf.model(random)
     for _ in range(random.choice([1, 2, 500])):
         if random.random() < 0.7:

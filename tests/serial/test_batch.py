@@ -1,7 +1,4 @@
-"""A run knows how long its batch job has left, and the batch scripts do what they say.
-
-squeue, qstat and qsub are small scripts here, for want of a PBS; tests/cluster has a real Slurm.
-"""
+"""A run knows how long its batch job has left, and the batch scripts do what they say."""
 
 import math
 import os
@@ -181,7 +178,6 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
-    """The job ends three or four seconds after NOTICE."""
     environ, asked, answer = JOBS[name]
     program(programs, asked, answer)
     out = tmp_path / "out"
@@ -207,7 +203,6 @@ def test_srun_hears_of_the_cores_of_a_task(path, cores):
 
 @pytest.fixture
 def pbs_job(programs, tmp_path) -> dict[str, str]:
-    """The variables of a job of two ranks on this machine; its qsub notes what is submitted."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
     program(programs, "qsub", f'echo "$@" >> {tmp_path}/submitted')
     path = [str(programs), str(Path(sys.executable).parent), str(Path(launcher()[0]).parent)]

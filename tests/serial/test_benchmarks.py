@@ -119,20 +119,6 @@ def test_losses_of_two_precisions_are_compared(tmp_path):
     assert held_out[0] == pytest.approx(held_out[1], rel=0.005)
 
 
-def test_peers_are_in_both_precisions_and_the_units_of_the_processor_are_named():
-    ask = "import peers; o = peers.make_parser().parse_args([]); print(*peers.variants('W3', o), sep='|'); "
-    ask += "print(peers.processor())"
-    status, printed, errors = run_command([sys.executable, "-c", ask], timeout=50, cwd=BENCHMARKS)
-    assert (status, errors) == (0, "")
-    names, processor = printed.splitlines()
-    own = ["ours full-shard", "ours no-shard", "ours full-shard bf16", "ours no-shard bf16"]
-    assert names.split("|")[:4] == own
-    theirs = {"fsdp2", "ddp", "one-all-cores", "compile-all-cores"}
-    assert {f"{name}{end}" for name in theirs for end in ("", " bf16")} < set(names.split("|"))
-    flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text())
-    assert flags is None or ("avx2" in processor) == ("avx2" in flags[1].split())
-
-
 @pytest.mark.parametrize("more", [[], ["--lines"]])
 def test_tokenizers_are_timed(more):
     pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)

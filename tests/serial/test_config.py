@@ -1,7 +1,4 @@
-"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other.
-
-The tests walk over the fields of Config, so a new setting is covered on the day it is added.
-"""
+"""Settings: flags, a TOML file with the same names, and `--help`, which must agree with each other."""
 
 import dataclasses
 import os
@@ -34,7 +31,12 @@ NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
 NEEDS |= {"loss": ["data"]}
 LENGTH = {"steps": 440, "warmup": 40}
-SETS = {"init": FROM_NOTHING | LENGTH, "epochs": LENGTH, "steps": LENGTH}  # and other defaults beside one
+SETS = {
+    "loss": ["lr"],
+    "init": FROM_NOTHING | LENGTH,
+    "epochs": LENGTH,
+    "steps": LENGTH,
+}  # and other defaults beside one
 
 
 def other_value(name):
@@ -225,7 +227,6 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
 
 
 def console(*arguments):
-    """(status, stdout, stderr) of `zero-mpi ARGUMENTS`."""
     done = subprocess.run([sys.executable, "-m", "zero_mpi", *arguments], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

@@ -48,7 +48,6 @@ def flags(tmp_path):
 
 
 def refused(usual, odd, cwd):
-    """The line with which a job of three ranks is refused whose rank 1 runs `odd`."""
     command = [*launcher(), "-n", "1", *usual, ":", "-n", "1", *odd, ":", "-n", "1", *usual]
     status, printed, errors = run_command(command, timeout=40, cwd=cwd)
     assert status == 2, f"{status}\n{printed}\n{errors}"

@@ -9,14 +9,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from zero_mpi.data import (
-    ByteTokenizer,
-    collect_files,
-    load_corpus,
-    stdlib_files,
-    text_files,
-    unigram_entropy,
-)
+from zero_mpi.data import ByteTokenizer, collect_files, load_corpus, stdlib_files, text_files, unigram_entropy
 from zero_mpi.data import corpus as corpus_module
 from zero_mpi.errors import UsageError
 
@@ -31,7 +24,6 @@ def load(*paths, val_paths=(), **options):
 
 
 def write(root, **files):
-    """Files under `root`; `__` in a name stands for a slash."""
     for name, content in files.items():
         put(root / name.replace("__", "/"), content)
     return root

@@ -1,8 +1,4 @@
-"""The doctor: each bad condition gives its row, verdict, remedy and exit status.
-
-Conditions that a machine cannot be brought into in a second are pretended where the doctor looks. The others
-are real: jobs with another version on a rank, too many threads, a run folder that cannot be made.
-"""
+"""The doctor: each bad condition gives its row, verdict, remedy and exit status."""
 
 import json
 import mmap

@@ -29,7 +29,6 @@ def hosts_of(text: str) -> list[HostEntry]:
 
 
 def convert(*arguments: str | Path, text: str | None = None, folder: Path | None = None) -> Any:
-    """`zero-mpi hostfile ARGUMENTS`, with `text` as standard input."""
     job = [sys.executable, "-m", "zero_mpi", "hostfile", *map(str, arguments)]
     if text is not None:
         job = ["sh", "-c", 'printf %s "$0" | "$@"', text, *job]

@@ -26,7 +26,6 @@ JSONL = "".join(json.dumps(record) + "\n" for record in RECORDS)
 
 
 def zipped(**files):
-    """A zip archive; `__` in a name stands for a slash, `_` for a dot."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
         for name, content in files.items():

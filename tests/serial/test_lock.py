@@ -62,8 +62,6 @@ for line in sys.stdin:
 
 
 class Child:
-    """A process that takes folders."""
-
     def __init__(self, kind: str, name: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", CHILD, kind, name or f"{id(self)}"],
@@ -93,7 +91,6 @@ class Child:
 
 @pytest.fixture
 def children() -> Iterator[Callable[[str, int], list[Child]]]:
-    """Starts processes, which end with the test."""
     made: list[Child] = []
 
     def start(kind: str, count: int, name: str = "") -> list[Child]:
@@ -109,7 +106,6 @@ def children() -> Iterator[Callable[[str, int], list[Child]]]:
 
 
 def winner_of(folder: Path, rivals: list[Child], delays: list[float]) -> Child:
-    """The one that got the folder; the others were told who has it."""
     for child, delay in zip(rivals, delays, strict=True):
         child.tell("take", folder, delay)
     answers = [child.answer() for child in rivals]

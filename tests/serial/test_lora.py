@@ -40,7 +40,6 @@ NAMES = ("adapter.gguf", "optimizer.gguf")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text, as flags."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
     return ["--data", str(path)]
@@ -48,7 +47,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(text, tmp_path_factory):
-    """A model to adapt."""
     out = tmp_path_factory.mktemp("base") / "run"
     train(1, out, *SIZES, *DATA, *text, "--steps", "3")
     return out / "latest" / "model.gguf"
@@ -56,7 +54,6 @@ def base(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(base, text, tmp_path_factory):
-    """A run of one rank, and its flags."""
     out = tmp_path_factory.mktemp("alone") / "run"
     flags = [*DATA, *text, "--init", str(base), "--lora", "3", "--lr-scale", "*.lora_b=16", "--steps", "4"]
     train(1, out, *flags)
@@ -64,7 +61,6 @@ def alone(base, text, tmp_path_factory):
 
 
 def files(out):
-    """Both files of the newest checkpoint, and nothing else is there."""
     folder = out / "latest"
     assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
     return [(folder / name).read_bytes() for name in NAMES]
@@ -149,10 +145,7 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text,
         (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: "),
         (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "--lora-targets *.bias: "),
         (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
-        (
-            ["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"],
-            "--lr-scale: 'blk*t' ",
-        ),
+        (["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"], "--lr-scale: 'blk*t' "),
         (["--init", "BASE", "--lr-scale", "*b=2", "--dry-run"], "--lr-scale: '*b' "),
     ],
 )
@@ -185,7 +178,6 @@ def test_patterns_choose_projections():
 
 
 def test_an_adapter_of_the_head(base, text, tmp_path):
-    """The same files at any number of ranks and after a resume; plan counts it, and it is merged."""
     flags = [
         "--init",
         str(base),

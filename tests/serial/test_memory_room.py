@@ -1,7 +1,4 @@
-"""Memory that is known not to be there: refused in one line before MPI starts or anything large is made.
-
-And what a run asks for is what its ranks then take, by the pages that the system counts.
-"""
+"""Memory that is known not to be there: refused in one line before MPI starts or anything large is made."""
 
 import contextlib
 import os

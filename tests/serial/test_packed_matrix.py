@@ -12,7 +12,6 @@ ROWS, BLOCKS = 70, 3
 
 
 def some_matrix(name, rows=ROWS):
-    """A packed matrix of random blocks with finite scales, and its values."""
     kind = BLOCK_KINDS[name]
     raw = np.random.default_rng(len(name)).integers(256, size=(rows, BLOCKS, kind.nbytes), dtype=np.uint8)
     for low in SCALES[name]:

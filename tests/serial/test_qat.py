@@ -47,7 +47,6 @@ def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps for each type, on one rank."""
     folder = tmp_path_factory.mktemp("qat")
     text = write_text(folder)
     for name in TYPES:

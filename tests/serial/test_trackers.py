@@ -1,8 +1,4 @@
-"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number of a record, and may fail.
-
-The last two are stood in for by modules that note what they are asked; where the libraries are installed, a
-run is followed into their files as well.
-"""
+"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number, and may fail."""
 
 import importlib.util
 import json

@@ -160,7 +160,7 @@ DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ
 CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
     Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
-    Contradiction("lora_init", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_init", lambda c: c.lora is None, "add --lora RANK, with the rank of this adapter"),
     apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
     Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
     apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),

@@ -107,7 +107,8 @@ class Config:
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
     dry_run: bool = flag(False, bool, "run", "print what the run would do and need, then exit")
     sample: int = flag(400, int, "run", "length of the sample text at the end, in tokens; 0: none")
-    prompt: str = flag("def ", str, "run", "beginning of the sample text")
+    prompt: str = flag(
+        "def ", str, "run", "beginning of the sample text; for held-out conversations their first question")
 
     arch: str | None = flag(None, str, "model", "model architecture", choices=tuple(ARCHITECTURES))
     layers: int | None = flag(None, int, "model", "number of transformer blocks")
@@ -284,7 +285,14 @@ class Config:
         for name, value in (ANY | begun | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if "lr" in self.unsaid:
+            self.lr *= self.rate_factor
         self.warmup = warmup_steps(self.warmup, self.steps)
+
+    @property
+    def rate_factor(self) -> float:
+        """Factor of default learning rates: a model that learns from preferences knows its task already."""
+        return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
     def adapters(self) -> LoRA | None:

@@ -12,6 +12,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data.packing import DOCUMENTS
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.nn.layer import stage_params
 from zero_mpi.nn.preference import Preference
 from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding import Strategy, strategy_named
@@ -20,6 +21,7 @@ from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, LayoutConfig, lay_out
 from zero_mpi.sharding.module import check_reduction
+from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
@@ -213,10 +215,11 @@ class Case:
         """Pairs of `slices` whose units are not frozen."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of the full gradient, over which its norm is summed."""
-        return sum(unit.length // unit.quantum for unit, _ in self.trained)
+    @cached_property
+    def squares(self) -> int:
+        """Number of sums of squares that travel for the norm of the gradient."""
+        names = stage_params(self.model.stages(self.recompute))
+        return SquaresSum(runs_of(self.layout.units, names, self.owners), rank=0).size
 
     def updated(self, unit: Unit, own: int) -> int:
         """Return the elements of a unit that rank 0's optimizer updates."""

@@ -130,7 +130,7 @@ class Player:
         case = self.case
         numbers = case.summed + (kind == TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == NORM:
-            numbers = case.chunks
+            numbers = case.squares
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:
                 case = replace(case, ranks=case.owners, nodes=1)

@@ -12,7 +12,7 @@ A rank sends, per step:
 g_u is the number of gathers in a round: 1 for the units of the last stage, for a unit that distant stages
 share, and for one whose backward does not read weights (embedding, learned positions); 2 for all others. In a
 round with fewer micro-batches than ranks, a rank without one sends no gradients. Beside this travel two short
-float64 vectors: the losses of the micro-batches and the sums of squares of the gradient's chunks. Between
+float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
 nodes other formulas hold (`comm.nodes`).
 
 All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
@@ -179,7 +179,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares over owners of slices
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 

@@ -203,7 +203,8 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     config, model = spec.config, spec.model
     streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
     if config.lora is not None:
-        config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
+        most = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
+        config = unless_said(config, lr=min(config.lr, most))
     if config.init is not None and all(stream.counted is not None for stream in streams):
         step = 1 if config.preference is None else 2  # both sides of a pair are in a window
         ends = [stream.ends[step - 1 :: step] for stream in streams]
