@@ -29,7 +29,7 @@ SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
-NEEDS |= {"loss": ["data"]}
+NEEDS |= {"loss": ["data"], "add_tokens": ["init"]}
 LENGTH = {"steps": 440, "warmup": 40}
 SETS = {
     "loss": ["lr"],

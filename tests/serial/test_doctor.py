@@ -20,8 +20,8 @@ from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.doctor import hosts, measures, ranks
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
+from zero_mpi.environment.limits import Limits
 from zero_mpi.files.file_systems import KINDS, file_system
-from zero_mpi.launch.limits import Limits
 from zero_mpi.launch.world import World
 
 CORES = len(os.sched_getaffinity(0))

@@ -2,7 +2,7 @@
 
 Jobs run on a terminal of their own where a person would press keys. What launchers do with a signal: MPICH's
 hands it on, but a second Ctrl-C and a closed terminal make it kill its ranks; Open MPI's kills them whatever
-it gets but SIGUSR1, and is held back (`zero_mpi.launch.open_mpi_reprieve`) until they have saved.
+it gets but SIGUSR1, and is held back (`zero_mpi.launch.ending`) until they have saved.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,6 +140,17 @@ class Cuda:
         if self._fetched is not None:
             self.wait_for(self._fetched)
             self._fetched = None
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
+        """Return a graph of what `work` asks for, which is not done, its result, and the memory of both."""
+        pool = self.cupy.cuda.MemoryPool()
+        with self.cupy.cuda.using_allocator(pool.malloc):
+            self.stream.begin_capture()
+            try:
+                result = work()
+            finally:
+                graph = self.stream.end_capture()
+        return graph, result, pool
 
     def mark(self, stream: Any = None) -> CudaMark:
         """Return a mark behind all work that the computing stream, or another, was asked for so far."""

@@ -1,8 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
 
 Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train differently on each rank. So ranks compare these facts before they use them; if all agree, which costs
-one short message, nothing else is exchanged.
+train differently on each rank. So ranks compare these facts, in one short message if all agree.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
 
 
 def check_installation(world: World) -> None:
-    """Raise UsageError unless all ranks run the same software. Collective."""
+    """Raise UsageError unless all ranks run the same software, as one job. Collective."""
+    check_not_alone(world)
     remedy = "use the same environment on all hosts, and --bits portable if their CPUs differ"
     check(world.comm, installation(world), remedy)
 

@@ -55,11 +55,9 @@ class Route:
         self.mates = np.bincount(self.node)[self.node] - 1  # number of other ranks on the same node
 
     def owned(self, partition: Partition) -> Array:
-        """Return the elements that each rank owns."""
         return np.array(partition.counts, np.int64)
 
     def gathered(self, partition: Partition) -> Given:
-        """Return the elements that each rank sends in one gather."""
         own = self.owned(partition)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
@@ -149,12 +147,10 @@ class Traffic:
 
     @property
     def inside(self) -> Array:
-        """Bytes sent to ranks of the same node."""
         return self.parameters_inside + self.gradients_inside
 
     @property
     def between(self) -> Array:
-        """Bytes sent to ranks of other nodes."""
         return self.parameters_between + self.gradients_between
 
 

@@ -29,6 +29,7 @@ from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally, make_gradients
+from zero_mpi.sharding.graphs import graphs_for
 from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.layout import Layout, LayoutConfig, lay_out, layout_facts
@@ -128,7 +129,7 @@ class ShardedModule:
         ]
         self._home = {name: unit for unit in self.units for name in unit.unit.params}
         self._forward: MicroBatch | None = None  # whose backward is to come
-        self._synced = False
+        self._synced, self._graphs = False, graphs_for(self)
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
@@ -179,10 +180,15 @@ class ShardedModule:
         both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank without a micro-batch
         passes None for x and targets, and gets None.
         """
+
+        def work(x: Any, loss: HeadLoss | None, actions: Actions) -> Scalar | None:
+            micro_batch = MicroBatch(self, x, loss_of=loss)
+            self._descend(actions, micro_batch, contributors, last)
+            return micro_batch.loss
+
         self._begin()
-        micro_batch = MicroBatch(self, x, loss_of=loss_with(targets, scale))
-        self._descend(self._schedule_of(last).training, micro_batch, contributors, last)
-        return micro_batch.loss
+        loss, actions = loss_with(targets, scale), self._schedule_of(last).training
+        return work(x, loss, actions) if self._graphs is None else self._graphs.run(x, loss, actions, work)
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
         """Return the losses of a micro-batch's parts, without a backward; of None and None no losses.

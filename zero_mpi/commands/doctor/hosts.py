@@ -26,9 +26,9 @@ from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
+from zero_mpi.environment.limits import Limits, look
 from zero_mpi.launch.consistency import installation, mpi_library, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
-from zero_mpi.launch.limits import Limits, look
 from zero_mpi.ops.code_cache import installed
 from zero_mpi.plan.rank_memory import programs
 

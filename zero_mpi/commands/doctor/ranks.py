@@ -78,11 +78,9 @@ class Ranks:
         return self.nodes[self.node].index(self.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
-        """Yield what was found on each node with the node's name."""
         return zip(found, self.names, strict=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on all ranks. Collective."""
         return self.comm.allgather_object(value)
 
     def of_nodes(self, look: Callable[[], Any]) -> list[Any]:

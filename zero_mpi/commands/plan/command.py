@@ -14,7 +14,6 @@ from typing import Any
 from zero_mpi.checkpoint.mixes import FILE_TYPES, MIXES, types_of
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.plan.machine_file import MachineFile, read_doctor, read_machine
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
@@ -31,7 +30,16 @@ from zero_mpi.launch.world import run as launch
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case, check_sums, make_case
-from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of
+from zero_mpi.plan.machine import (
+    LOW,
+    RATES,
+    Machine,
+    MachineFile,
+    assumed,
+    machine_of,
+    read_doctor,
+    read_machine,
+)
 from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
 from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines

@@ -167,7 +167,6 @@ class Restarts:
         return self._count < most or self._gives_up(ending, why)
 
     def _gives_up(self, ending: Ending, why: str) -> bool:
-        """Log why there is no other start; return False."""
         say(f"zero_mpi supervise: giving up: {why}")
         self._folder.note(events.GAVE_UP, ending.step, reason=why)
         return False
@@ -203,7 +202,6 @@ class Restarts:
         return not self.stop.told
 
     def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
-        """Log what is started and where, and write it to the events."""
         where, about = "", {}
         if self._pool is not None:
             names, ranks = [host.name for host in hosts], ranks_of(hosts)
