@@ -5,7 +5,7 @@ import re
 import pytest
 
 from zero_mpi import environment
-from zero_mpi.config.bounds import CONTRADICTIONS, IDLE, DataKind, remarks, threads_within, without_effect
+from zero_mpi.config.bounds import DataKind, remarks, threads_within, without_effect
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_toml
@@ -104,13 +104,6 @@ def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
     given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
     found = [*without_effect(parse(given), DataKind(is_text=True, are_ids=True))]
     assert [line.partition(" has ")[0] for line in found] == ["--bos always", "--control-tokens parse"]
-
-
-def test_every_row_of_the_tables_has_a_case():
-    tried = {flag.partition(" ")[0] for flag in (*IDLE_CASES, *IDLE_WITH_TOKENS)}
-    assert tried >= {f"--{row.name.replace('_', '-')}" for row in IDLE}
-    refused = [flag.partition(" ")[0] for flag in REFUSED]
-    assert refused == [f"--{row.name.replace('_', '-')}" for row in CONTRADICTIONS]
 
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])

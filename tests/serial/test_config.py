@@ -208,12 +208,6 @@ def shown():
 
 
 @needs_mpiexec
-def test_help_is_printed_once_and_names_the_command(shown):
-    assert shown.count("usage: mpirun -n N python -m zero_mpi.train") == 1
-    assert len(re.findall(r"(?m)^ +--config FILE ", shown)) == 1
-
-
-@needs_mpiexec
 @pytest.mark.parametrize("name", FIELDS)
 def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
     field = FIELDS[name]

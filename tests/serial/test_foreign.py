@@ -89,12 +89,6 @@ def test_values_without_number_and_levels_without_end_are_refused(raw):
         parse_toml(b".".join([b"a"] * 150) + b" = 1")
 
 
-def test_a_name_may_have_to_be_unique():
-    assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
-    with pytest.raises(ValueError, match="expected 'a' once, found it twice"):
-        parse_json('[{"a": 1, "a": 2}]', unique=True)
-
-
 def test_a_line_is_one_line_of_bounded_length_and_so_is_each_word_of_it():
     text = f"a\nb {'x' * 3_000_000} {'long story ' * 1000} end"
     said = one_line(text)
@@ -141,22 +135,6 @@ def test_lines_are_chosen_by_what_they_hold(tmp_path):
 def test_whatever_is_no_toml_is_one_kind_of_error_of_one_line(raw):
     with pytest.raises(ValueError, match=r"^[^\n]{1,200}$"):
         parse_toml(raw)
-
-
-def test_what_lies_at_a_path(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    (tmp_path / "broken").symlink_to("nowhere")
-    found = {
-        name: (exists(tmp_path / name), is_file(tmp_path / name), is_folder(tmp_path / name))
-        for name in ("file", "link", ".", "broken", "nowhere", "file/below")
-    }
-    assert found == {
-        "file": (True, True, False),
-        "link": (True, True, False),
-        ".": (True, False, True),
-        **dict.fromkeys(("broken", "nowhere", "file/below"), (False, False, False)),
-    }
 
 
 @pytest.mark.parametrize("look", [exists, is_file, is_folder])

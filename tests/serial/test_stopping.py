@@ -385,13 +385,6 @@ def test_a_signal_during_the_imports_ends_the_run_before_its_first_step(way, nam
     assert not list(out.glob("step-*"))
 
 
-def test_ctrl_c_twice_during_the_imports_ends_at_once(flags, tmp_path):
-    variables = early(tmp_path, signal.SIGINT, signal.SIGINT)
-    status, _, errors = run_command([*TRAIN, *flags], timeout=40, env=variables, cwd=tmp_path)
-    assert status == INTERRUPTED
-    assert re.fullmatch("zero_mpi train: stopped .*\n", errors)
-
-
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_another_command_ends_at_once_without_a_traceback(command, tmp_path):
     status, printed, errors = run_command(

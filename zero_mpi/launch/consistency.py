@@ -68,10 +68,8 @@ def installation(world: World) -> dict[str, str]:
 def blas() -> str:
     """Return NumPy's BLAS library and its kernels in use: others give other last bits."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
-    if not pools:
-        return "unknown"
-    about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
+    pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
+    about = (pool.get(key) for key in ("internal_api", "version", "architecture"))
     return " ".join(str(part) for part in about if part)
 
 
@@ -85,7 +83,7 @@ def check_pins() -> None:
 
 @cache
 def own_source() -> str:
-    """Return the digest of the running package, cached: it covers hundreds of files on every rank."""
+    """Return the digest of the running package."""
     return source_digest(Path(environment.__file__).parents[1])
 
 

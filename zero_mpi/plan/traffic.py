@@ -15,9 +15,7 @@ round with fewer micro-batches than ranks, a rank without one sends no gradients
 float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
 nodes other formulas hold (`comm.nodes`).
 
-All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
-gathered, and a slice that it computed goes to its owner when it is reduced. The library chooses the
-route: in a ring a slice passes each link once. All are vectors over ranks.
+All this is what `Meter.sent_bytes` counts, whatever route the library chooses. All are vectors over ranks.
 """
 
 from __future__ import annotations

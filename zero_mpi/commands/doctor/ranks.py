@@ -62,20 +62,12 @@ class Ranks:
     figures: dict[str, Any] = field(default_factory=dict)  # what checks measured, for the JSON file
 
     @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
     def node(self) -> int:
-        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        return next(number for number, ranks in enumerate(self.nodes) if self.world.rank in ranks)
 
     @property
     def place(self) -> int:
-        return self.nodes[self.node].index(self.rank)
+        return self.nodes[self.node].index(self.world.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
         return zip(found, self.names, strict=True)

@@ -110,11 +110,9 @@ class Ending:
             return one_line(why)[:MOST_REASON]
         if self.ended_for:
             return self.ended_for
-        name = ""
-        with contextlib.suppress(ValueError):  # a shell's status of a process that a signal ended
-            name = f" ({signal.Signals(self.status - 128).name})"
+        names = {128 + number: f" ({number.name})" for number in signal.Signals}  # as a shell reports them
         lost = ": killed, or a host was lost" if state == status.RUNNING else ""
-        return f"status {self.status}{name}{lost}"
+        return f"status {self.status}{names.get(self.status, '')}{lost}"
 
     @property
     def failure_status(self) -> int:
