@@ -10,8 +10,7 @@ import tiny
 from checkpoints import load_checkpoint, save_checkpoint
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device, ops
-from zero_mpi.checkpoint.shards import Contribution, Snapshot
-from zero_mpi.checkpoint.state import Description, TrainingProgress
+from zero_mpi.checkpoint.state import Contribution, Description, Snapshot, TrainingProgress
 from zero_mpi.compat.module import ALL
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError

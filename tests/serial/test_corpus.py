@@ -9,7 +9,14 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from zero_mpi.data import ByteTokenizer, collect_files, load_corpus, stdlib_files, text_files, unigram_entropy
+from zero_mpi.data import (
+    ByteTokenizer,
+    collect_files,
+    library_files,
+    load_corpus,
+    text_files,
+    unigram_entropy,
+)
 from zero_mpi.data import corpus as corpus_module
 from zero_mpi.errors import UsageError
 
@@ -134,7 +141,7 @@ def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
     """Whatever the files look like: nobody has named them, and a run's digest must not move."""
     monkeypatch.setattr("zero_mpi.data.text_files.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
-    assert corpus.documents == sum(path.stat().st_size > 0 for path in stdlib_files())
+    assert corpus.documents == sum(path.stat().st_size > 0 for _, path in library_files())
     assert corpus.notes == ()
 
 
@@ -297,7 +304,7 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == kept
+    assert [path.relative_to(tmp_path).as_posix() for _, path in library_files()] == kept
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

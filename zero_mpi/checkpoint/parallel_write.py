@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
-from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.state import Contribution, Run
 from zero_mpi.comm import Comm, Partition, Piece, SerialComm
 from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
@@ -63,11 +63,6 @@ class Writers:
         """True if this rank syncs a file, as the first writer of each node does."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
-
-    @property
-    def hosts(self) -> int:
-        """Number of nodes that write."""
-        return len({self.nodes[writer] for writer in self.writer_of})
 
     def close(self) -> None:
         """Close the transport of the group. Collective."""
@@ -280,7 +275,7 @@ class Output:
 
     def show(self) -> None:
         """Make this host's data visible to other hosts. Collective."""
-        if self.writers.hosts > 1:
+        if len({self.writers.nodes[writer] for writer in self.writers.writer_of}) > 1:
             self.comm.barrier()
             if self._file is not None and self.writers.syncs:
                 self.attempt(self._file.sync)
@@ -408,7 +403,10 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(pieces.send(given))
         if given.by_pieces:
-            digests |= joined(found or [])
+            parts = defaultdict[str, list[bytes]](list)  # in rank order, that of elements
+            for name, part in (entry for rank in found or () for entry in rank):
+                parts[name].append(part)
+            digests |= {name: digest_of_pieces(part) for name, part in parts.items()}
         else:
             odd += [given.prefix + name for name in given.unit.params]
     pieces.finish()
@@ -421,11 +419,3 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
             table, read = checked_table(output.content.tensors), output.read_digest
             output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}
-
-
-def joined(found: Sequence[Sequence[tuple[str, bytes]]]) -> Digests:
-    """Return tensors' digests made of those of pieces, which are in rank order and of elements."""
-    parts = defaultdict[str, list[bytes]](list)
-    for name, pieces in (entry for rank in found for entry in rank):
-        parts[name].append(pieces)
-    return {name: digest_of_pieces(pieces) for name, pieces in parts.items()}

@@ -27,6 +27,7 @@ from zero_mpi.launch.world import World
 
 T = TypeVar("T")
 SAME_FILES = "copy the same files to all hosts, or use a shared file system"
+SAME_FLAGS = "start all ranks with the same flags and variables"
 # Variables with the number of ranks that a launcher has started, and with the number of this rank.
 STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")

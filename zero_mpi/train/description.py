@@ -35,8 +35,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.launch import consistency
-from zero_mpi.launch.consistency import blas, check
-from zero_mpi.launch.world import World
+from zero_mpi.launch.consistency import blas
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
@@ -252,11 +251,6 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
 
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects
-
-
-def check_settings(world: World, config: Config) -> None:
-    """Check the flags, and the variables that stand for flags. Collective; raises UsageError."""
-    check(world.comm, settings(config), "start all ranks with the same flags and variables")
 
 
 def settings(config: Config) -> dict[str, str]:

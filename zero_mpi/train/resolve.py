@@ -34,7 +34,7 @@ from zero_mpi.data.packing import DOCUMENTS, NONE
 from zero_mpi.data.tokenizers.byte import bos_of
 from zero_mpi.environment.portable import PORTABLE
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.consistency import SAME_FILES, check_pins, same, short_digest
+from zero_mpi.launch.consistency import SAME_FILES, SAME_FLAGS, check, check_pins, same, short_digest
 from zero_mpi.launch.stopping import signals
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
@@ -84,7 +84,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     is too large for a second reader, and one rank of a node compiles the operations for the others.
     """
     phase, notes = log.Phases(), list[str]()
-    description.check_settings(world, config)
+    check(world.comm, description.settings(config), SAME_FLAGS)
     checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
     phase("checkpoints looked at")
     number = world.node.rank

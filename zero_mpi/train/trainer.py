@@ -206,8 +206,12 @@ class Trainer(Steps):
         """Compare the loss with letter frequencies, and show a sample. On rank 0."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
-            if self.session.config.preference is None:
-                compare_with_letters(self.session, self.evaluation.loss)
+            held_out, loss = self.session.held_out, self.evaluation.loss
+            if self.session.config.preference is None and loss is not None:
+                targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
+                entropy = unigram_entropy(targets[targets != UNCOUNTED])
+                told = "validation loss %.4f nats per token; unigram entropy of the same text: %.4f"
+                log.info(told, loss, entropy)
             signals.cut_short(partial(show_sample, self.session, self.progress.step, self.outcome.events))
         self.session.comm.barrier()
 
@@ -255,19 +259,6 @@ def say_over(session: Session) -> None:
         state = f"where the run stopped early, {why}; to train longer, increase --patience"
     log.info(
         "nothing to do: %s is at step %d, %s; for a new run use another --out", session.resumed, step, state
-    )
-
-
-def compare_with_letters(session: Session, val_loss: float | None) -> None:
-    """Print the validation loss beside the entropy of the same text's token frequencies."""
-    held_out = session.held_out
-    if val_loss is None or not held_out:
-        return
-    targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
-    log.info(
-        "validation loss %.4f nats per token; unigram entropy of the same text: %.4f",
-        val_loss,
-        unigram_entropy(targets[targets != UNCOUNTED]),
     )
 
 

@@ -102,7 +102,7 @@ def try_folder(out: Path) -> Trial:
             os.fsync(file.fileno())
         found.synced, begun = time.perf_counter() - begun, time.perf_counter()
         for text in ("first", "second"):  # checkpoints of one step, the second in the place of the first
-            new = folders.begin(folder, 1)
+            new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
             folders.publish(folder, 1, new, keep=1)
         if (folder / folders.LATEST / folders.MODEL).read_text() != "second":

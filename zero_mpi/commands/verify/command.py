@@ -54,8 +54,8 @@ from zero_mpi.data.tokenizers.byte import NEVER
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists
+from zero_mpi.launch.consistency import SAME_FLAGS, check_installation
 from zero_mpi.launch.consistency import check as check_same
-from zero_mpi.launch.consistency import check_installation
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.sharding.precision import LossScale
@@ -160,7 +160,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
     facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
     facts |= settings(request.config)
-    check_same(world.comm, facts, "start all ranks with the same flags and variables")
+    check_same(world.comm, facts, SAME_FLAGS)
     watchdog = Watchdog(world.rank, request.config.timeout, world.kill)
     try:
         status, last = verify(world, request, watchdog)
