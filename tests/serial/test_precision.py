@@ -89,7 +89,6 @@ def test_kernels_round_as_the_definition_does():
         for i in range(x.size):
             y[i] = jit.narrow(y, x[i])
 
-    jit.prepare_low()
     every = np.arange(1 << 16, dtype=np.uint16)
     back = np.zeros_like(every)
     copied(every, back)

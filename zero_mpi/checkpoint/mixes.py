@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
 
 from zero_mpi.checkpoint.huggingface.folder import EMBEDDING, HEAD
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys

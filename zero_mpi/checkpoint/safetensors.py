@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec, TensorStream
 from zero_mpi.errors import FileError

@@ -22,8 +22,8 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, dequantize
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from zero_mpi.errors import FileError, naming
 from zero_mpi.files.foreign import show

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import ADAPTER, LATEST, MODEL

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGMLQuantizationType as Kind
 
 from zero_mpi.checkpoint.mixes import is_matrix, known_type, types_of
 from zero_mpi.config.settings import Config

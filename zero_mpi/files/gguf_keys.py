@@ -77,14 +77,16 @@ class GGUFKeys:
 
         def fits(value: Any) -> bool:
             flat = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
-            return isinstance(flat, list | tuple) and all(isinstance(item, str) for item in flat)
+            return isinstance(flat, list | tuple) and all(
+                issubclass(kind, str) for kind in {*map(type, flat)}
+            )
 
         value = self.checked(key, "an array of texts", fits)
         return None if value is None else list(value)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
         value = self.checked(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
-        return None if value is None else [int(number) for number in value.tolist()]
+        return None if value is None else value.tolist()
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
         """Return the array of a key that holds `count` finite float32 numbers."""

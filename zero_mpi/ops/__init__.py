@@ -8,6 +8,7 @@ ZERO_MPI_OPS=reference is set. For CuPy arrays they are `ops.gpu`.
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +28,6 @@ _INSTEAD = {  # why operations are not compiled: whether it is so
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
 _compiles = not any(_INSTEAD.values())
-_prepared: set[str] = set()  # types whose kernels are loaded
 _gpu_prepared = False
 
 
@@ -92,11 +92,11 @@ def prepare_gpu() -> None:
 
 
 def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) -> None:
-    """Compile all kernels of a type for the device in use, or load them from the cache; one call is enough.
+    """Compile all kernels of a type for the device in use, unless the cache has them; one call is enough.
 
     Before it compiles for a processor, which takes about ten seconds, it calls `say` with one line. If many
     ranks start at once, let one of each node go first: the others then find the cache filled. Kernels that
-    were not prepared, such as the host's if a GPU is in use, are compiled for the first array for them.
+    were not prepared, such as the host's if a GPU is in use, are compiled by the first call of each.
     """
     global _gpu_prepared
     if device.in_use().name == "cuda":
@@ -104,20 +104,13 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
             _gpu_prepared = True
             prepare_gpu()
     elif _compiles:
-        _load("float32", prepare_cpu, say)
-        if kind == low_precision.BFLOAT16:
-            _load("bfloat16", prepare_low, say)
-
-
-def _load(kind: str, load: Callable[[], None], say: Callable[[str], object] | None) -> None:
-    """Load the kernels of a type once, and call `say` first if that will compile them."""
-    if kind in _prepared:
-        return
-    if say is not None and not code_cache.is_complete(kind):
-        say(f"compiling kernels for this CPU (once, cached in {code_cache.folder()})")
-    load()
-    code_cache.mark_complete(kind)
-    _prepared.add(kind)
+        prepare_cpu()
+        for name in ("float32", "bfloat16")[: 1 + (kind == low_precision.BFLOAT16)]:
+            if not code_cache.is_complete(name):
+                if say is not None:
+                    say(f"compiling kernels for this CPU (once, cached in {code_cache.folder()})")
+                compile_all(name)
+                code_cache.mark_complete(name)
 
 
 def use_threads(count: int | None = None) -> int:
@@ -133,6 +126,7 @@ def use_threads(count: int | None = None) -> int:
     return count
 
 
+@cache
 def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
@@ -142,19 +136,20 @@ def prepare_cpu() -> None:
     register(np.ndarray)
 
 
-def prepare_low() -> None:
-    """Compile the kernels for bfloat16 that were compiled for float32."""
+def compile_all(kind: str) -> None:
+    """Compile the kernels of a type that the cache lacks."""
     from zero_mpi.ops.cpu import jit, products
 
-    products.load()
-    jit.prepare_low()
+    if kind == "bfloat16":
+        products.load()
+    jit.compile_all(kind)
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:
-    """Return a placeholder of an operation that loads the kernels when it is called."""
+    """Return a placeholder of an operation that imports the kernels when it is called."""
 
     def load_and_call(*arguments: Any, **named: Any) -> Any:
-        _load("float32", prepare_cpu, None)
+        prepare_cpu()
         return OPERATIONS[name](*arguments, **named)
 
     return load_and_call

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf import dequantize as unpacked
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize as unpacked
 
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from gguf import GGMLQuantizationType, quantize
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
 from zero_mpi import ops
 from zero_mpi.device.types import Array

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from zero_mpi.checkpoint.gguf.index import (
     ALIGNMENT_KEY,
@@ -34,6 +33,8 @@ from zero_mpi.files.foreign import show
 ARCHITECTURE_KEY = "general.architecture"
 VERSION = 3
 _TYPE_OF = {dtype: kind for kind, dtype in NUMBERS.items()}
+_TEXT = int(GGUFValueType.STRING).to_bytes(4, "little")
+_OF_SCALARS = {dtype.type: kind.to_bytes(4, "little") for kind, dtype in NUMBERS.items()}
 
 Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
 """Name, shape in NumPy order, and type (default F32) of a tensor to be written."""
@@ -101,7 +102,11 @@ def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
 def pack_key(key: str, value: Any) -> bytes:
     """Return name, type and value of one key as bytes of the file. GGUFError names key and remedy."""
     name = _pack_name(key, MAX_KEY_BYTES, "key")
+    if (number := _OF_SCALARS.get(type(value))) is not None:  # files may hold half a million of them
+        return name + number + bytes(value.data)
     try:
+        if isinstance(value, str):
+            return name + _TEXT + _pack_string(value)
         kind, payload = _pack_value(value)
     except GGUFError as error:
         raise GGUFError(f"key {show(key)}: {error}") from None
@@ -109,9 +114,10 @@ def pack_key(key: str, value: Any) -> bytes:
 
 
 def _pack_value(value: Any) -> tuple[int, bytes]:
-    """Return (type, bytes) of a value. The order of tests matters: bool is an int, np.float64 a float."""
-    if isinstance(value, str):
-        return GGUFValueType.STRING, _pack_string(value)
+    """Return (type, bytes) of a value that is no text.
+
+    The order of tests matters: bool is an int, np.float64 a float.
+    """
     if isinstance(value, bool):
         return GGUFValueType.BOOL, bytes([value])
     if isinstance(value, list):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, quantize
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import quantize
 
 from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file
 from zero_mpi.checkpoint.gguf.index import Metadata, padded

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass

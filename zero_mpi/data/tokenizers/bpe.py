@@ -213,18 +213,17 @@ def build(
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return pairs in the order of their rank, each where it comes first."""
-    merges: dict[tuple[str, str], None] = {}
-    for merge in keys.texts(MERGES) or []:
-        left, _, right = merge.partition(" ")
+    given = list(dict.fromkeys(keys.texts(MERGES) or []))
+    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in given]]
+    for merge, (left, right) in zip(given, pairs, strict=True):
         if not (left and right and left + right in ids):
             raise UsageError(
                 f"{keys.place}: {MERGES}: expected two parts of a token with a space between them, "
                 f"found {show(merge)}"
             )
-        merges.setdefault((left, right))
-    if not merges:
+    if not pairs:
         raise UsageError(f"{keys.place} has no {MERGES}: expected at least one")
-    return list(merges)
+    return pairs
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:

@@ -118,7 +118,9 @@ class GGUFTokenizer(Tokenizer):
         strange = flat[(flat < 0) | (flat >= self.vocab_size)]
         if strange.size:
             raise ValueError(f"id {strange[0]} is outside the vocabulary of {self.vocab_size}")
-        return b"".join([self._bytes[i] for i in flat.tolist()])
+        found = flat.tolist()
+        spelt = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(found)}
+        return b"".join([spelt[i] for i in found])
 
     def metadata(self) -> dict[str, object]:
         """Return the keys that it was made from, unchanged: `tokenizer.*`, and others that affect the ids."""
@@ -135,14 +137,10 @@ class GGUFTokenizer(Tokenizer):
         return frozenset()
 
     @cached_property
-    def _bytes(self) -> list[bytes]:
-        return [self.spelling(token, kind) for token, kind in zip(self.tokens, self.types, strict=True)]
-
-    @cached_property
     def widths(self) -> Lengths:
         """Bytes (V,) of each token as it is read in a text, control tokens included."""
-        both = zip(self._bytes, self.tokens, strict=True)
-        return np.array([len(found) or len(token.encode()) for found, token in both], np.int64)
+        both = zip(self.tokens, self.types, strict=True)
+        return np.array([len(self.spelling(*each)) or len(each[0].encode()) for each in both], np.int64)
 
     @cached_property
     def _standing(self) -> dict[bool, Spellings]:

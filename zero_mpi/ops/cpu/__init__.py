@@ -1,4 +1,4 @@
-"""The operations for `numpy.ndarray`, compiled: importing this package compiles or loads all kernels.
+"""The operations for `numpy.ndarray`, compiled; a kernel is loaded when it is first called.
 
 Inputs in float32 or bfloat16 are computed here; the reference computes other types. A kernel runs on one
 thread; its rows are divided among the rank's threads (`ops.threads`). Compiled code is kept in a folder

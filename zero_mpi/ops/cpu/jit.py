@@ -1,8 +1,7 @@
 """Compilation of kernels: types of their arguments, fast-math flags ("liberties"), cache of the code.
 
-A kernel is compiled, or loaded from the cache, when its module is imported. One that computes in EITHER type
-is then compiled for float32, and for the bits of bfloat16 with all others when the first such array comes:
-most runs have none. Inputs have read-only types, so that
+A kernel is compiled, or loaded from the cache, for float32 or for the bits of bfloat16, by the first call
+with such arrays: no run needs all. `compile_all` compiles them before. Inputs have read-only types, so that
 gathered weights may be read-only views. Sums may be reassociated and products contracted, so the order is
 fixed only for a given length; NaN and infinity are preserved, because a step with gradients that are not
 finite must be noticed.
@@ -14,7 +13,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding
@@ -23,6 +21,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from zero_mpi.device.types import Array
@@ -33,7 +34,7 @@ from zero_mpi.ops.flat_reference import LANE_ROWS, LANES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_for_low: list[Callable[[], None]] = []  # functions that each compile a kernel for bfloat16
+_kernels: list[tuple[Any, Any, Any]] = []  # each with its signatures for float32 and bfloat16, often the same
 
 # Reciprocals by arcp and roots by afn may be the processor's estimates, which differ between makers.
 LIBERTIES = {"reassoc", "contract", "nsz"} | (set() if portable.active else {"arcp", "afn"})
@@ -60,10 +61,6 @@ def out_of_reach(module: str) -> Iterator[None]:
             del sys.modules[module]
 
 
-with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel computes
-    import numba.np.arraymath
-
-
 TYPES = {"f": FLOAT, "l": LOW, "d": DOUBLE, "i": types.int64, "b": types.boolean, "u": types.uint8}
 
 
@@ -83,35 +80,58 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
     makes it an array of so many axes, which is contiguous, or with `~` not; `+`: the kernel writes it.
     """
     arguments, _, result = text.partition(" -> ")
-    returns = TYPES[result] if result else types.void
-    full, low = (returns(*(type_of(word, kind) for word in arguments.split())) for kind in (FLOAT, LOW))
+    words, returns = arguments.split(), TYPES[result] if result else types.void
+    full, low = (returns(*(type_of(word, kind) for word in words)) for kind in (FLOAT, LOW))
+    place = next((i for i, word in enumerate(words) if word[0] == "e"), None)  # of an argument of either type
 
-    def compile_kernel(function: F) -> F:
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
-        try:
-            compiled: Any = numba.njit(full, fastmath=liberties, nogil=True, cache=True, error_model="numpy")(
-                function
-            )
-        finally:
-            numba.config.CACHE_DIR = before
-        if low != full:
-            _for_low.append(partial(compile_also, compiled, low))
+    def make(function: F) -> F:
+        compiled: Any = numba.njit(fastmath=liberties, nogil=True, error_model="numpy")(function)
+
+        def entry(*given: Any) -> Any:
+            return load(compiled, full if place is None or given[place].dtype == FLOAT32 else low)
+
+        def fits_now(*given: Any) -> bool:
+            entry(*given)
+            return bool(type(compiled)._search_new_conversions(compiled, *given))
+
+        # numba calls these if no loaded version fits a call; the second only while another thread loads one.
+        compiled._search_new_conversions, compiled._compile_for_args = fits_now, entry
+        compiled._can_compile = False
+        _kernels.append((compiled, full, low))
         return cast(F, compiled)
 
-    return compile_kernel
+    return make
 
 
-def compile_also(compiled: Any, signature: Any) -> None:
-    """Compile a kernel, or load it, for one more signature."""
-    compiled.disable_compile(False)
-    compiled.compile(signature)
-    compiled.disable_compile()
+def load(compiled: Any, signature: Any) -> Any:
+    """Load a kernel for a signature from the cache, or compile it, unless it is there; return its code."""
+    with global_compiler_lock:
+        if not isinstance(compiled._cache, QuickCache):
+            before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
+            compiled._cache = QuickCache(compiled.py_func)
+            numba.config.CACHE_DIR = before
+        compiled._can_compile = True
+        try:
+            with out_of_reach(SECOND_BLAS):  # numba loads it, in 0.2 s, for products that no kernel computes
+                return compiled.compile(signature)
+        finally:
+            compiled._can_compile = False
 
 
-def prepare_low() -> None:
-    """Compile or load the kernels for bfloat16, once per process."""
-    while _for_low:
-        _for_low.pop()()
+class QuickCache(FunctionCache):  # type: ignore[misc]
+    """Cache of numba that does not import, before it loads code, all that compiling would need."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the code for a signature, None if it is not in the cache."""
+        rtsys.initialize(target_context)
+        return self._load_overload(sig, target_context)
+
+
+def compile_all(kind: str) -> None:
+    """Compile all kernels for a type, "float32" or "bfloat16", that the cache lacks."""
+    for compiled, full, low in _kernels:
+        for signature in (full,) if kind == "float32" else (full, low):  # tile units add up bfloat16 in both
+            load(compiled, signature)
 
 
 def helper(function: F) -> F:
@@ -144,10 +164,7 @@ def alike(*arrays: Array) -> bool:
 
 def bits(x: Array) -> Array:
     """Return x as kernels take it: bfloat16 as its bits, other types unchanged."""
-    if x.dtype != BFLOAT16:
-        return x
-    prepare_low()
-    return x.view(np.uint16)
+    return x.view(np.uint16) if x.dtype == BFLOAT16 else x
 
 
 def flat(x: Array) -> Array:
