@@ -123,26 +123,6 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_memory_that_a_view_refers_to_is_not_lent(view):
-    array = recycled(LARGE)
-    where = place(array)
-    kept = view(array)
-    del array
-    others = [recycled(LARGE) for _ in range(5)]
-    assert where not in [place(other) for other in others]
-    del kept
-    assert place(recycled(LARGE)) == where, "and is, once the view is gone"
-
-
-@given(st.integers(1, 1 << 40))
-def test_a_size_class_wastes_an_eighth_at_most(nbytes):
-    size = size_class(nbytes)
-    assert nbytes <= size <= max(nbytes + 64, nbytes * 9 / 8)
-    assert size_class(size) == size
-    assert size % ALIGNMENT == 0
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tvdr"), st.integers(0, 99)), max_size=80))
 def test_what_is_referenced_keeps_its_values(actions):

@@ -15,8 +15,8 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_ki
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
-from zero_mpi.launch import limits as time_limit
-from zero_mpi.launch.limits import (
+from zero_mpi.launch import time_limit
+from zero_mpi.launch.time_limit import (
     NOTICE,
     BatchJob,
     TimeLimit,
@@ -117,7 +117,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
 
 def test_the_age_of_a_process_counts_from_its_start():
     text = "import time; time.sleep(0.5)\n"
-    text += "from zero_mpi.launch.limits import process_age\nprint(process_age())"
+    text += "from zero_mpi.environment.limits import process_age\nprint(process_age())"
     begun = time.monotonic()
     printed = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
     assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
-from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
+from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
@@ -90,36 +90,7 @@ def test_any_text_has_llama_cpps_ids(smollm2, text):
     assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
 
 
-# ------------------------------------------------------------------------------------- every splitting
-
-
-@pytest.fixture(scope="module", params=bpe_files.KINDS)
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, BPETokenizer]:
-    folder = tmp_path_factory.mktemp(request.param)
-    config = {
-        "bos_token": "<|begin|>",
-        "eos_token": "<|endoftext|>",
-        "add_bos_token": request.param == "qwen2",
-    }
-    content = bpe_files.trained_json(request.param)
-    tokenizer = tokenizer_from_json(bpe_files.write_json(folder, content, tokenizer_config=config))
-    assert tokenizer.metadata()["tokenizer.ggml.pre"] == request.param
-    return open_server(write_model(folder / "model.gguf", tokenizer.metadata())), tokenizer
-
-
-def test_the_ids_of_each_splitting_are_llama_cpps(trained):
-    server, tokenizer = trained
-    for text in TEXTS:
-        assert_same(server, tokenizer, text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(text=MIXED)
-def test_any_text_of_each_splitting_has_llama_cpps_ids(trained, text):
-    assert_same(*trained, text)
+# names of splittings
 
 
 DISTINCT = {splitting: name for name, splitting in reversed(PRE_TOKENIZERS.items())}.values()

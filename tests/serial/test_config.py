@@ -29,7 +29,7 @@ SPECIAL |= {"label_smoothing": 0.25, "trace": "t.json", "warmup": 7}
 # Settings that one is refused without.
 NEEDS = {"trace_steps": ["trace"], "decay_steps": ["schedule"], "lora": ["init"]}
 NEEDS |= {name: ["init", "lora"] for name in ("lora_alpha", "lora_targets", "lora_init")}
-NEEDS |= {"loss": ["data"]}
+NEEDS |= {"loss": ["data"], "add_tokens": ["init"]}
 LENGTH = {"steps": 440, "warmup": 40}
 SETS = {
     "loss": ["lr"],
@@ -205,12 +205,6 @@ def shown():
     status, printed, errors = run_job(3, command, env={"COLUMNS": "100"}, timeout=30)
     assert (status, errors) == (0, "")
     return printed
-
-
-@needs_mpiexec
-def test_help_is_printed_once_and_names_the_command(shown):
-    assert shown.count("usage: mpirun -n N python -m zero_mpi.train") == 1
-    assert len(re.findall(r"(?m)^ +--config FILE ", shown)) == 1
 
 
 @needs_mpiexec

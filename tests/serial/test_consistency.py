@@ -15,7 +15,6 @@ from jobs import launcher, run_command
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 import zero_mpi
-from zero_mpi.comm import SerialComm
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
@@ -70,11 +69,6 @@ def refused(usual, odd, cwd):
 )
 def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
     assert odd_one(values) == expected
-
-
-def test_all_alike_is_no_fault():
-    consistency.check(SerialComm(), {"Python": "3.11"}, "")
-    consistency.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
 
 
 def test_the_first_difference_is_named_with_hosts_and_values():

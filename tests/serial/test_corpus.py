@@ -146,17 +146,6 @@ def test_text_that_the_model_has_no_tokens_for_is_refused(tmp_path, options, fou
         load(put(tmp_path / "a", "text"), **options)
 
 
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
-    path = put(tmp_path / "locked", "text")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(UsageError, match=r"cannot read .*locked: Permission denied"):
-        load(path)
-
-
 @pytest.mark.parametrize(
     ("array", "found"),
     [
@@ -309,17 +298,6 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == kept
-
-
-def test_no_path_means_the_library(tmp_path, monkeypatch):
-    write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
-    corpus = load()
-    assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
-    assert corpus.sha256 == load(tmp_path / "lib").sha256
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "none")
-    with pytest.raises(UsageError, match=str(tmp_path)):  # a Python without sources
-        load()
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

@@ -13,7 +13,7 @@ from jobs import clean_environment, run_job
 
 from zero_mpi import environment
 from zero_mpi.environment import LOCAL_RANKS, THREADS, YIELDING, local_ranks, prepare, under_launcher
-from zero_mpi.environment.control_groups import group_limits
+from zero_mpi.environment.limits import group_limits
 
 
 @pytest.fixture(autouse=True)

@@ -105,14 +105,6 @@ NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
 HOSTS = st.builds(HostEntry, NAMES, st.integers(1, 999))
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(HOSTS, min_size=1, max_size=8, unique_by=lambda host: host.name), st.sampled_from(sorted(LINES))
-)
-def test_what_is_written_is_read_back(hosts, form):
-    assert hosts_of("\n".join(map(LINES[form], hosts))) == hosts
-
-
 @settings(max_examples=500, deadline=None)
 @given(st.text(alphabet="ab1:=#- \t\nslotmax_.,", max_size=40))
 def test_any_text_is_read_or_refused(text):

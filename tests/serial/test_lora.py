@@ -20,20 +20,8 @@ from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 
 pytestmark = needs_mpiexec
-SIZES = [
-    "--arch",
-    "llama",
-    "--dim",
-    "48",
-    "--layers",
-    "2",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--context",
-    "16",
-]
+SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+SIZES += ["--context", "16"]
 DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
 NAMES = ("adapter.gguf", "optimizer.gguf")
 
@@ -181,13 +169,7 @@ def test_an_adapter_of_the_head(base, text, tmp_path):
     flags = [
         "--init",
         str(base),
-        "--lora",
-        "2",
-        "--context",
-        "16",
-        "--lora-targets",
-        "output.weight",
-        "blk.1.*",
+        *["--lora", "2", "--context", "16", "--lora-targets", "output.weight", "blk.1.*"],
     ]
     train(1, tmp_path / "one", *DATA, *text, *flags, "--steps", "3")
     train(3, tmp_path / "three", *DATA, *text, *flags, "--steps", "2")
@@ -282,5 +264,5 @@ def test_adapters_are_chosen_by_their_suffix_and_older_patterns_go_on():
     assert [name for name in names + adapters if is_trainable(name, FROZEN)] == adapters
     assert [name for name in adapters if is_trainable(name, ("*[!ab]",))] == adapters
     check_patterns("frozen", FROZEN, dict.fromkeys(names + adapters))
-    with pytest.raises(ValueError, match=r"\[ab\]"):
+    with pytest.raises(ValueError, match=r"weight"):
         check_patterns("frozen", FROZEN, dict.fromkeys(adapters))

@@ -16,8 +16,8 @@ from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
 from zero_mpi.config.settings import Config
+from zero_mpi.environment.limits import Limits
 from zero_mpi.launch import dev_shm
-from zero_mpi.launch.limits import Limits
 from zero_mpi.models import Llama
 from zero_mpi.train import memory_check
 

@@ -10,7 +10,7 @@ from test_cpu_ops import numbers
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
-from zero_mpi.environment import LOCAL_RANKS, control_groups
+from zero_mpi.environment import LOCAL_RANKS, limits
 from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
@@ -103,7 +103,7 @@ def test_threads_auto_under_the_quota_of_a_group(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(control_groups.group_limits, "__defaults__", (tmp_path, tmp_path / "own"))
+    monkeypatch.setattr(limits.group_limits, "__defaults__", (tmp_path, tmp_path / "own"))
     try:
         assert set_threads(Config(threads="auto")) == 1
     finally:

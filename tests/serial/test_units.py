@@ -57,40 +57,8 @@ def test_parameters_start_on_multiples_and_do_not_overlap(unit):
     assert unit.length % unit.quantum == 0
 
 
-@settings(deadline=None)
-@given(units())
-def test_views_are_views_and_leave_the_gaps(unit):
-    flat = np.zeros(unit.length, np.float32)
-    views = unit.views(flat)
-    assert list(views) == list(unit.params)
-    for number, (name, view) in enumerate(views.items()):
-        assert view.shape == unit.params[name].shape
-        view += number + 1
-    expected = np.zeros(unit.length, np.float32)
-    for number, (name, param) in enumerate(unit.params.items()):
-        expected[unit.offsets[name] : unit.offsets[name] + param.size] = number + 1
-    assert np.array_equal(flat, expected)
-    assert np.count_nonzero(flat) == sum(param.size for param in unit.params.values())
-
-
 def slices(unit, ranks):
     return [unit.partition(ranks).part(rank) for rank in range(ranks)]
-
-
-@settings(deadline=None)
-@given(units(), st.integers(1, 9))
-def test_segments_of_all_slices_make_each_parameter_once(unit, ranks):
-    """In the model's order, one element after the other; slices end at quanta."""
-    flat = np.random.default_rng(0).standard_normal(unit.length)
-    found = {name: [] for name in unit.params}
-    for part in slices(unit, ranks):
-        assert (part.stop - part.start) % unit.quantum == 0
-        segments = unit.segments(part)
-        assert all(a.where.stop <= b.where.start for a, b in pairwise(segments))
-        for segment in segments:
-            assert segment.offset == len(found[segment.name])
-            found[segment.name] += flat[part][segment.where].tolist()
-    assert {name: view.ravel().tolist() for name, view in unit.views(flat).items()} == found
 
 
 def held(unit, part):

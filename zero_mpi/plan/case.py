@@ -87,11 +87,9 @@ class Case:
 
     @property
     def precision(self) -> Precision:
-        """Dtypes of computation and of transfers."""
         return precision_named(self.precision_name, self.reduce_dtype)
 
     def kept_bytes(self, unit: int) -> int:
-        """Return the bytes per gathered element of a unit."""
         return self.layout.units[unit].kept_bytes(self.precision.compute)
 
     @property
@@ -101,7 +99,6 @@ class Case:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per element of a gradient in transfer."""
         return int(self.precision.reduce.itemsize)
 
     @property
@@ -136,7 +133,6 @@ class Case:
 
     @property
     def per_node(self) -> int:
-        """Ranks of a full node."""
         return -(-self.ranks // self.nodes)
 
     @property
@@ -185,12 +181,10 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all ranks."""
         return self.batch_size * self.context
 
     @property
     def layout_config(self) -> LayoutConfig:
-        """Settings by which a module lays out its units."""
         names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
         whole = whole_matrices(self.optimizer, self.model)
         named = {name: getattr(self, name) for name in names}
@@ -202,7 +196,6 @@ class Case:
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Partition of each unit: the elements that each rank owns."""
         return [unit.partition(self.owners) for unit in self.layout.units]
 
     @property
@@ -222,7 +215,6 @@ class Case:
         return SquaresSum(runs_of(self.layout.units, names, self.owners), rank=0).size
 
     def updated(self, unit: Unit, own: int) -> int:
-        """Return the elements of a unit that rank 0's optimizer updates."""
         return own if self.strategy.shards_moments else unit.length
 
 
@@ -256,7 +248,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         device="cuda" if on_gpu else "cpu",
         prefetch=config.stages_ahead(on_gpu),
         packed=config.packing == DOCUMENTS or config.preference is not None,
-        base_is_reference=config.lora is not None and config.lora_init is None,
+        base_is_reference=config.base_is_reference,
         teacher=config.teacher is not None,
         **{name: getattr(config, name) for name in SAME},
     )

@@ -71,7 +71,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of the rank, on its device."""
         return int(sum(count for name, count in asdict(self).items() if name not in ELSEWHERE))
 
     @property
@@ -191,12 +190,10 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """Bytes in use at the peak."""
         return int(sum(asdict(self).values()))
 
     @property
     def ask(self) -> int:
-        """Bytes to request."""
         return -(-self.total // STEP) * STEP
 
 

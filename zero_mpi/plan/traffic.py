@@ -15,9 +15,7 @@ round with fewer micro-batches than ranks, a rank without one sends no gradients
 float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
 nodes other formulas hold (`comm.nodes`).
 
-All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
-gathered, and a slice that it computed goes to its owner when it is reduced. The library chooses the
-route: in a ring a slice passes each link once. All are vectors over ranks.
+All this is what `Meter.sent_bytes` counts, whatever route the library chooses. All are vectors over ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +53,9 @@ class Route:
         self.mates = np.bincount(self.node)[self.node] - 1  # number of other ranks on the same node
 
     def owned(self, partition: Partition) -> Array:
-        """Return the elements that each rank owns."""
         return np.array(partition.counts, np.int64)
 
     def gathered(self, partition: Partition) -> Given:
-        """Return the elements that each rank sends in one gather."""
         own = self.owned(partition)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
@@ -149,12 +145,10 @@ class Traffic:
 
     @property
     def inside(self) -> Array:
-        """Bytes sent to ranks of the same node."""
         return self.parameters_inside + self.gradients_inside
 
     @property
     def between(self) -> Array:
-        """Bytes sent to ranks of other nodes."""
         return self.parameters_between + self.gradients_between
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import data, device, environment, ops
+from zero_mpi.checkpoint.grown import tokens_of
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
@@ -131,7 +132,7 @@ def look(
     model = inputs.adapted(config, named or inputs.model_from_flags(config, tokenizer), init, where)
     config = inputs.shortened(config, model)
     inputs.check_model(config, model)
-    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
+    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model, tokens_of(init))
     resumed = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
     facts = description.what_was_read(config, resumed, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}

@@ -29,8 +29,8 @@ from zero_mpi.data.packing import PairBatch
 from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events, log, trackers
@@ -279,7 +279,7 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    base = config.init if session.model.lora is not None else None
+    base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
     prompt, ends = question(session) if config.prompt == FIELDS["prompt"].default else None, tokenizer.ends
     if prompt is None:

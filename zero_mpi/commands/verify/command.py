@@ -55,7 +55,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists
 from zero_mpi.launch.consistency import check as check_same
-from zero_mpi.launch.consistency import check_installation, check_not_alone
+from zero_mpi.launch.consistency import check_installation
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.sharding.precision import LossScale
@@ -155,7 +155,6 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Verify a run, and print the result. Return the exit status."""
-    check_not_alone(world)
     check_installation(world)
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
