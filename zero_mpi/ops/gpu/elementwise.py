@@ -6,6 +6,7 @@ are processed element by element.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from zero_mpi.device.types import Array
@@ -25,24 +26,18 @@ from zero_mpi.ops.gpu.launch import (
     take,
     tiled,
 )
-from zero_mpi.ops.registry import implements
+from zero_mpi.ops.registry import OPERATIONS, implements
 
-ADD = each_type("elementwise.cu", "add", "PPPL")
+POINTWISE = "add", "gelu", "gelu_backward", "swiglu", "swiglu_backward", "geglu", "geglu_backward"
 SCALE = each_type("elementwise.cu", "scale", "PPPFL")
 ADD_ROW = each_type("elementwise.cu", "add_row", "PPPPLLLL")
-GELU = each_type("elementwise.cu", "gelu", "PPL")
-GELU_BACKWARD = each_type("elementwise.cu", "gelu_backward", "PPPL")
-SWIGLU = each_type("elementwise.cu", "swiglu", "PPPL")
-SWIGLU_BACKWARD = each_type("elementwise.cu", "swiglu_backward", "PPPPPL")
-GEGLU = each_type("elementwise.cu", "geglu", "PPPL")
-GEGLU_BACKWARD = each_type("elementwise.cu", "geglu_backward", "PPPPPL")
 ROPE = {
     True: each_type("elementwise.cu", "rope_interleaved", "PPPPLLLLLLLLL"),
     False: each_type("elementwise.cu", "rope_halves", "PPPPLLLLLLLLL"),
 }
 
 
-def pointwise(family: Family, operation: str, *arrays: Array, results: int = 1) -> Any:
+def pointwise(family: Family, operation: str, results: int, *arrays: Array) -> Any:
     """Return the results of an operation on arrays of one shape."""
     kernel, arrays = chosen(family, operation, *arrays), tuple(map(packed, arrays))
     shape, kind, size = arrays[-1].shape, arrays[-1].dtype, arrays[-1].size
@@ -51,9 +46,11 @@ def pointwise(family: Family, operation: str, *arrays: Array, results: int = 1) 
     return found if results > 1 else found[0]
 
 
-@implements(reference.add, ARRAY)
-def add(x: Array, y: Array) -> Array:
-    return pointwise(ADD, "add", x, y)
+for _name in POINTWISE:
+    _signature = OPERATIONS[_name].signature
+    _results = len(_signature.results)
+    _family = each_type("elementwise.cu", _name, "P" * (len(_signature.entries) + _results) + "L")
+    implements(getattr(reference, _name), ARRAY)(partial(pointwise, _family, _name, _results))
 
 
 @implements(reference.scale, ARRAY)
@@ -62,36 +59,6 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
     return y
-
-
-@implements(reference.gelu, ARRAY)
-def gelu(x: Array) -> Array:
-    return pointwise(GELU, "gelu", x)
-
-
-@implements(reference.gelu_backward, ARRAY)
-def gelu_backward(dy: Array, x: Array) -> Array:
-    return pointwise(GELU_BACKWARD, "gelu_backward", dy, x)
-
-
-@implements(reference.swiglu, ARRAY)
-def swiglu(gate: Array, up: Array) -> Array:
-    return pointwise(SWIGLU, "swiglu", gate, up)
-
-
-@implements(reference.swiglu_backward, ARRAY)
-def swiglu_backward(dy: Array, gate: Array, up: Array) -> Any:
-    return pointwise(SWIGLU_BACKWARD, "swiglu_backward", dy, gate, up, results=2)
-
-
-@implements(reference.geglu, ARRAY)
-def geglu(gate: Array, up: Array) -> Array:
-    return pointwise(GEGLU, "geglu", gate, up)
-
-
-@implements(reference.geglu_backward, ARRAY)
-def geglu_backward(dy: Array, gate: Array, up: Array) -> Any:
-    return pointwise(GEGLU_BACKWARD, "geglu_backward", dy, gate, up, results=2)
 
 
 @implements(reference.rope, ARRAY)

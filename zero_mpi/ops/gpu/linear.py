@@ -18,7 +18,7 @@ from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import ARRAY, F64, memory_of, take
+from zero_mpi.ops.gpu.launch import ARRAY, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
@@ -53,15 +53,8 @@ def with_zeros(x: Array, length: int) -> Array:
     return copy
 
 
-def double(*arrays: Array) -> bool:
-    """Return whether an array is float64, which only tests use and the definition computes."""
-    return F64 in [x.dtype for x in arrays]
-
-
 @implements(reference.linear, ARRAY)
 def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
-    if double(x, w):
-        return reference.linear(x, w, b, plus)
     x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
     base = None if plus is None else lying(plus)
     bias = None if b is None else fitting(b)
@@ -77,8 +70,6 @@ def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None
 
 @implements(reference.linear_backward_x, ARRAY)
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
-    if double(dy, w):
-        return reference.linear_backward_x(dy, w, into)
     dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
     d = matrix(dx)
     multiply(matrix(dy), matrix(w), d, c=None if into is None else d)
@@ -88,9 +79,6 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
 @implements(reference.linear_backward_w, ARRAY)
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """Compute `reference.linear_backward_w`; dw may be float32 where dy and x are low."""
-    if double(dy, x, dw):
-        reference.linear_backward_w(dy, x, dw)
-        return
     if dy.size:
         dy, x, d = lying(dy), lying(x), matrix(dw)
         multiply(matrix(dy), matrix(x), d, ta=True, c=d)
@@ -99,9 +87,6 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 @implements(reference.linear_backward_b, ARRAY)
 def linear_backward_b(dy: Array, db: Array) -> None:
     """Compute `reference.linear_backward_b`; db may have another type than dy."""
-    if double(dy, db):
-        reference.linear_backward_b(dy, db)
-        return
     add_columns(lying(dy), db)
 
 
@@ -120,8 +105,6 @@ def linear_cross_entropy(
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
     """Compute `reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
-    if double(x, w):
-        return reference.linear_cross_entropy(x, w, b, targets, scale, dw, db, need_dx)
     flat, ids = lying(x).reshape(-1, x.shape[-1]), beside(targets, x).reshape(-1)
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
