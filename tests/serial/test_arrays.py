@@ -111,18 +111,6 @@ def test_memory_comes_back_when_the_array_is_gone():
     assert recycled_stats().fresh == after.fresh == before.fresh
 
 
-VIEWS = {
-    "slice of a slice": lambda x: x[10:90][5:7][:, ::2],
-    "another type": lambda x: x.view(np.uint8),
-    "expanded": lambda x: x[None, ..., None].swapaxes(1, 2),
-    "buffer": lambda x: memoryview(x),
-    "from a buffer": lambda x: np.frombuffer(x, np.int32),
-    "iterator": lambda x: x.flat,
-    "broadcast": lambda x: np.broadcast_to(x, (3, *x.shape)),
-    "closure": lambda x: lambda: x,
-}
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tvdr"), st.integers(0, 99)), max_size=80))
 def test_what_is_referenced_keeps_its_values(actions):

@@ -109,14 +109,6 @@ def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case
 # which tokens are found
 
 
-def one_by_one(tokens, text):
-    """The definition: the longest token is cut out everywhere, then the next. Nothing has no parts."""
-    parts = [text] if text else []
-    for token in sorted(tokens, key=lambda token: -len(token.encode())):
-        parts = [new for part in parts for new in (split(part, token, tokens[token]))]
-    return parts
-
-
 def split(part, token, place):
     if isinstance(part, int):
         return [part]

@@ -28,7 +28,7 @@ from zero_mpi.ops import code_cache, reference
 if ops.backend() == "numpy":
     pytest.skip("numba is not installed, or ZERO_MPI_OPS keeps it away", allow_module_level=True)
 
-from zero_mpi.ops.cpu import attention, jit
+from zero_mpi.ops.cpu import attention
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS
 
 ops.prepare()
@@ -238,11 +238,6 @@ def test_float64_goes_to_the_reference():
     x = np.random.default_rng(0).standard_normal((3, 7))
     assert cpu.gelu(x).tobytes() == reference.gelu(x).tobytes()
     assert cpu.rms_norm(x, x[0], 0.1)[0].dtype == np.float64
-
-
-def spread_exponential(x, y):
-    for i in range(x.size):
-        y[i] = jit.exponential(x[i])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

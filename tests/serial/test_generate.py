@@ -18,7 +18,6 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.header import GGUFStream
-from zero_mpi.checkpoint.gguf.reader import GGUFFile, TensorInfo
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
@@ -124,25 +123,6 @@ def test_positions_beyond_the_context_are_refused(model):
     model.logits(range(13))
     with pytest.raises(ValueError, match=r"14 .* 13"):
         model.logits([0])
-
-
-class Elsewhere:
-    """A model that lies in no GGUF file: what `TextModel` may ask of it, and what it did ask."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self._file, self.asked = file, []
-        self.path, self.metadata = Path("a/folder"), dict(file.metadata)
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return self._file.tensors
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        self.asked.append(name)
-        return self._file.read(name, start, stop)
-
-    def tensor(self, name: str) -> np.ndarray:
-        return self.read(name).reshape(self.tensors[name].shape)
 
 
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
