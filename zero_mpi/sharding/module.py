@@ -112,7 +112,7 @@ class ShardedModule:
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
-        self._uses, self.schedule = layout.uses, layout.schedule
+        self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
         # The ranks that shards are dealt out to: of each node if nodes hold replicas.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
@@ -125,9 +125,17 @@ class ShardedModule:
         self.units = [
             ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
         ]
-        self._home = {name: unit for unit in self.units for name in unit.unit.params}
         self._forward: MicroBatch | None = None  # whose backward is to come
         self._synced = False
+
+    @cached_property
+    def _homes(self) -> dict[str, list[ShardedUnit]]:
+        """The units of each parameter: of a stacked one several, in order."""
+        homes: dict[str, list[ShardedUnit]] = {}
+        for unit in self.units:
+            for name in unit.unit.params:
+                homes.setdefault(name, []).append(unit)
+        return homes
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
@@ -212,11 +220,11 @@ class ShardedModule:
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
-        return joined([self.units[unit].weights() for unit in self._uses[stage]])
+        return joined([self.units[unit].weights() for unit in self.uses[stage]])
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
-        return joined([self.units[unit].gradients() for unit in self._uses[stage]])
+        return joined([self.units[unit].gradients() for unit in self.uses[stage]])
 
     # ------------------------------------------------------------------------------------ around a step
 
@@ -254,13 +262,17 @@ class ShardedModule:
         """The number of chunks that the norm is summed over, and where each unit's runs of chunks go."""
         first, end = {}, 0
         for name in self.params:
-            unit = self._home[name].unit
             first[name] = end
-            end += unit.chunks(name) if unit.trainable else 0
+            end += sum(each.unit.chunks(name) * each.unit.trainable for each in self._homes[name])
         places = []
         for sharded in self.units:
             unit, quantum = sharded.unit, sharded.unit.quantum
-            of_each = [first[name] + np.arange(unit.chunks(name) * unit.trainable) for name in unit.params]
+            of_each = [
+                first[name]
+                + unit.firsts.get(name, 0) // quantum
+                + np.arange(unit.chunks(name) * unit.trainable)
+                for name in unit.params
+            ]
             mine = np.concatenate(of_each)[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
             cuts = [0, *(np.flatnonzero(np.diff(mine) != 1) + 1), mine.size]
             runs = [(slice(mine[a], mine[a] + b - a), slice(a, b)) for a, b in pairwise(cuts) if a < b]
@@ -316,7 +328,7 @@ class ShardedModule:
         """Return full parameters on the host, by one sum to which owners add their elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
-        for unit in dict.fromkeys(self._home[name] for name in params):
+        for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
             for segment in unit.unit.segments(unit.part):
                 if segment.name in params:
                     found = device.in_use().to_host(unit.parameters.master_shard[segment.where])
