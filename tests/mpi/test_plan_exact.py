@@ -9,7 +9,7 @@ from planned_losses import LOSSES, make_step, objective_of
 from recording import RecordingComm
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedOptimizer
-from zero_mpi.checkpoint.shards import Snapshot, parameters_of, states_of
+from zero_mpi.checkpoint.state import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
 from zero_mpi.comm.kinds import EXACT_PIECE, PAGE, RANK_BYTES
 from zero_mpi.comm.nodes.comm import NodesComm

@@ -1,23 +1,18 @@
-"""Any bytes in the place of a checkpoint load as what was written, or are refused: there is no third outcome.
-
-The pair of files of a tiny model is damaged at random and on purpose. What loads must give the very tensors
-and the very progress that were saved; all else must be a UsageError, in little time and in memory that the
-size of the files explains. A model file alone, as for generation, computes finite numbers or is refused.
-"""
+"""Any bytes in the place of a checkpoint load as what was written, or are refused."""
 
 import re
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import tiny
 from checkpoints import load_checkpoint, save_checkpoint
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
+from fuzz.wild import edited
 
 from zero_mpi import ShardedAdamW
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
@@ -48,15 +43,12 @@ def state_of(optimizer: ShardedAdamW) -> str:
 
 
 def is_bad(line: str) -> bool:
-    """False, for what was refused: by one line that is fit to be shown."""
     assert line.isprintable()
     assert len(line) < 1000
     return False
 
 
 class Bench:
-    """A folder for damaged pairs, and a model that they are loaded into."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, trained = folder, tiny.trained(CONFIG, 2)
         saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
@@ -78,7 +70,6 @@ class Bench:
             (self.folder / name).write_bytes(content)
 
     def load(self, pair: Pair) -> bool:
-        """One of the two allowed outcomes; True where the pair loaded."""
         self.write(pair)
         try:
             check_digests(open_checkpoint(self.folder))
@@ -112,72 +103,24 @@ def test_the_undamaged_pair_loads(bench):
     assert not bench.run(bench.other | {MODEL: bench.pair[MODEL]})
 
 
-WILD = [0, 1, 2, 7, 31, 32, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
-
-
 def flip(content: bytes, at: int, bits: int) -> bytes:
     return content[:at] + bytes([content[at] ^ bits]) + content[at + 1 :]
 
 
-@st.composite
-def edits(draw: st.DrawFn) -> Callable[[bytes, int], bytes]:
-    """A change of a file, given its content and where its index ends; most fall into the index."""
-    kind = draw(st.sampled_from(["flip", "cut", "grow", "insert", "delete", "splice", "number", "swap"]))
-    place, other = draw(st.floats(0, 1)), draw(st.floats(0, 1))
-    anywhere = draw(st.booleans())
-    value, size = draw(st.sampled_from(WILD)), draw(st.integers(1, 100))
-    bits, more = draw(st.integers(1, 255)), draw(st.binary(min_size=1, max_size=40))
-
-    def edit(content: bytes, index: int) -> bytes:
-        span = len(content) if anywhere else min(index, len(content))
-        at, source = int(place * (span - 1)), int(other * (span - 1))
-        if kind == "flip":
-            return flip(content, at, bits)
-        if kind == "cut":
-            return content[:at]
-        if kind == "grow":
-            return content + more
-        if kind == "insert":
-            return content[:at] + more + content[at:]
-        if kind == "delete":
-            return content[:at] + content[at + size :]
-        if kind == "splice":  # a piece of the file over another
-            piece = content[source : source + size]
-            return content[:at] + piece + content[at + len(piece) :]
-        if kind == "number":
-            new = struct.pack("<Q", value)[: 4 if size % 2 else 8]
-            return content[:at] + new + content[at + len(new) :]
-        first, second = sorted((at, source))  # two pieces change places
-        size_ = min(size, second - first)
-        a, b = content[first : first + size_], content[second : second + size_]
-        return content[:first] + b + content[first + size_ : second] + a + content[second + size_ :]
-
-    return edit
-
-
-EVERY_TIME = settings(
-    max_examples=500,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-Changes = list[tuple[str, Callable[[bytes, int], bytes]]]
-CHANGES = st.lists(st.tuples(st.sampled_from(FILES), edits()), min_size=1, max_size=3)
-
-
-def changed(bench: Bench, changes: Changes) -> Pair:
+def changed(bench: Bench, random: Random, names: Sequence[str]) -> Pair:
+    """The files with a few changes of bytes, three of four in the index, where most of what is read lies."""
     pair = dict(bench.pair)
-    for name, edit in changes:
-        if pair[name]:
-            pair[name] = edit(pair[name], bench.index[name])
+    for name in random.choices(names, k=random.randint(1, 3)):
+        content = pair[name]
+        span = len(content) if random.random() < 0.25 else bench.index[name]
+        pair[name] = edited(random, content[:span], 1) + content[span:] * (random.random() < 0.9)
     return pair
 
 
 @pytest.mark.timeout_seconds(180)
-@EVERY_TIME
-@given(changes=CHANGES)
-def test_any_change_is_refused_or_changes_nothing(bench, changes):
-    event("loaded" if bench.run(changed(bench, changes)) else "refused")
+def test_any_change_is_refused_or_changes_nothing(bench):
+    for seed in range(500):
+        bench.run(changed(bench, Random(seed), FILES))
 
 
 @pytest.mark.timeout_seconds(180)
@@ -259,24 +202,23 @@ def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert not bench.run(bench.pair | {name: forged})
 
 
-def computes(path: Path) -> bool:
-    """A model that is not refused gives finite logits, and tokens that it has. Whether it was not refused."""
+def computes(path: Path) -> None:
+    """See that a model which is not refused gives finite logits, and tokens that it has."""
     try:
         with np.errstate(all="ignore"):
             model = TextModel(path)
             logits = model.logits([1, 2, 3])
             ids = list(model.generate([1, 2, 3], 12, seed=1))
     except UsageError as error:
-        return is_bad(str(error))
+        is_bad(str(error))
+        return
     assert np.isfinite(logits).all()
     assert all(0 <= i < logits.shape[1] for i in ids)
-    return True
 
 
 @pytest.mark.timeout_seconds(180)
-@EVERY_TIME
-@given(changes=CHANGES.map(lambda changes: [(MODEL, edit) for _, edit in changes]))
-def test_a_changed_model_is_refused_or_computes(bench, changes):
+def test_a_changed_model_is_refused_or_computes(bench):
     path = bench.folder / "alone.gguf"
-    path.write_bytes(changed(bench, changes)[MODEL])
-    event("computes" if computes(path) else "refused")
+    for seed in range(500):
+        path.write_bytes(changed(bench, Random(seed), [MODEL])[MODEL])
+        computes(path)

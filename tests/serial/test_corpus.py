@@ -12,8 +12,8 @@ import pytest
 from zero_mpi.data import (
     ByteTokenizer,
     collect_files,
+    library_files,
     load_corpus,
-    stdlib_files,
     text_files,
     unigram_entropy,
 )
@@ -31,7 +31,6 @@ def load(*paths, val_paths=(), **options):
 
 
 def write(root, **files):
-    """Files under `root`; `__` in a name stands for a slash."""
     for name, content in files.items():
         put(root / name.replace("__", "/"), content)
     return root
@@ -142,7 +141,7 @@ def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
     """Whatever the files look like: nobody has named them, and a run's digest must not move."""
     monkeypatch.setattr("zero_mpi.data.text_files.kind_of", lambda *_: pytest.fail("looked at"))
     corpus = load()
-    assert corpus.documents == sum(path.stat().st_size > 0 for path in stdlib_files())
+    assert corpus.documents == sum(path.stat().st_size > 0 for _, path in library_files())
     assert corpus.notes == ()
 
 
@@ -152,17 +151,6 @@ def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
 def test_text_that_the_model_has_no_tokens_for_is_refused(tmp_path, options, found):
     with pytest.raises(UsageError, match=found):
         load(put(tmp_path / "a", "text"), **options)
-
-
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
-    path = put(tmp_path / "locked", "text")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(UsageError, match=r"cannot read .*locked: Permission denied"):
-        load(path)
 
 
 @pytest.mark.parametrize(
@@ -316,18 +304,7 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
     for name in kept + dropped:
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == kept
-
-
-def test_no_path_means_the_library(tmp_path, monkeypatch):
-    write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
-    corpus = load()
-    assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
-    assert corpus.sha256 == load(tmp_path / "lib").sha256
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "none")
-    with pytest.raises(UsageError, match=str(tmp_path)):  # a Python without sources
-        load()
+    assert [path.relative_to(tmp_path).as_posix() for _, path in library_files()] == kept
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

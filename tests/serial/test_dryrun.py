@@ -18,8 +18,8 @@ from zero_mpi.plan.machine import ASSUMED
 from zero_mpi.plan.plan import make_plan
 from zero_mpi.plan.report import memory_lines, traffic_lines
 from zero_mpi.plan.step_time import saved_bytes
-from zero_mpi.train import dry_run
-from zero_mpi.train.dry_run import check_disk
+from zero_mpi.train import command
+from zero_mpi.train.command import check_disk
 
 SMALL = "--layers 2 --dim 32 --heads 2 --context 16 --batch-size 6 --micro-batch 2 --eval-every 0 --sample 0"
 FLAGS = ["--data", "text", "--out", "run", *SMALL.split()]
@@ -137,9 +137,9 @@ def test_nodes_are_those_of_the_job(folder):
 
 def test_a_place_that_cannot_be_written_is_found_without_writing(tmp_path):
     (tmp_path / "file").write_text("")
-    dry_run.check_out(tmp_path / "new" / "run")
+    command.check_out(tmp_path / "new" / "run")
     with pytest.raises(UsageError, match=r"^--out .*file/run: cannot write there: .*file"):
-        dry_run.check_out(tmp_path / "file" / "run")
+        command.check_out(tmp_path / "file" / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -180,7 +180,7 @@ def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
 def test_epochs_and_the_room_that_is_there(folder, monkeypatch, capfdbinary):
     monkeypatch.chdir(folder)
     config = parse([*FLAGS, "--steps", "1000", "--keep", "0", "--save-every", "7"])
-    assert dry_run.show(World(0, 1), config) == 0
+    assert command.show(World(0, 1), config) == 0
     printed = capfdbinary.readouterr().out.decode()
     assert re.search(r"(?m)^steps +1,000, \d\d\.\d epochs; ", printed)
     assert re.search(r"(?m)^writes .* every 7 steps and at the end, about \S+ \S+ each, all .*; ", printed)

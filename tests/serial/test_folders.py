@@ -1,8 +1,4 @@
-"""Folders of checkpoints: how a new one appears, what is removed, what is gone on from.
-
-A folder here holds two small files that say who wrote it; `checkpoint.folders` never looks into them.
-Kills and errors at any moment: test_crash.py.
-"""
+"""Folders of checkpoints: how a new one appears, what is removed, what is gone on from."""
 
 import os
 import threading
@@ -24,7 +20,7 @@ def fill(folder: Path, content: bytes) -> Path:
 
 def save(out: Path, step: int, content: bytes = NEW, keep: int = 0) -> Path:
     out.mkdir(parents=True, exist_ok=True)
-    return folders.publish(out, step, fill(folders.begin(out, step), content), keep)
+    return folders.publish(out, step, fill(folders.begin(folders.step_folder(out, step)), content), keep)
 
 
 def names(out: Path) -> list[str]:
@@ -58,7 +54,7 @@ def test_a_checkpoint_appears_under_its_name_and_latest_names_it(tmp_path):
 
 def test_a_checkpoint_is_not_seen_before_it_is_published(tmp_path):
     save(tmp_path, 1, OLD)
-    folder = fill(folders.begin(tmp_path, 2), NEW)
+    folder = fill(folders.begin(folders.step_folder(tmp_path, 2)), NEW)
     assert folders.candidates(tmp_path) == [tmp_path / "step-00000001"]
     folders.publish(tmp_path, 2, folder, 0)
     assert folders.candidates(tmp_path) == [tmp_path / name for name in named(2, 1)]
@@ -125,7 +121,9 @@ def test_the_newest_are_kept(keep, left, tmp_path):
 
 
 def save_best(out: Path, step: int, keep: int = 0) -> Path:
-    return folders.publish(out, step, fill(folders.begin(out, step), NEW), keep, is_best=True)
+    return folders.publish(
+        out, step, fill(folders.begin(folders.step_folder(out, step)), NEW), keep, is_best=True
+    )
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [2, 4]), (2, [2, 3, 4])])

@@ -18,7 +18,7 @@ from zero_mpi.commands.tokenize.command import command, found_files
 from zero_mpi.commands.tokenize.encode_parts import JSON_LINES, InputFile, Reading, cut_parts, dealt
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
-from zero_mpi.data import ByteTokenizer, load_corpus, stdlib_files
+from zero_mpi.data import ByteTokenizer, library_files, load_corpus
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.folder_lock import RunLock
 from zero_mpi.launch.stopping import START, signals
@@ -318,7 +318,7 @@ def test_paths_that_cannot_be_meant(tmp_path):
     for out in ("out", "locked"):
         (tmp_path / out).mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    assert len(found_files([], "out")) == len(stdlib_files())
+    assert len(found_files([], "out")) == len(library_files())
     lock = RunLock.take(tmp_path / "locked")
     for flags, out, named in (
         (["none.txt"], "out", "TEXT none.txt"), (["in"], "in/out", "--out in/out"), (["in"], "out", "'mine'"),

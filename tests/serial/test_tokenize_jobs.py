@@ -16,7 +16,7 @@ from random_kills import descendants
 from test_command_bits import fields, needs_mpiexec, train
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.data import stdlib_files
+from zero_mpi.data import library_files
 
 pytestmark = needs_mpiexec
 TOKENIZE = ["-m", "zero_mpi", "tokenize"]
@@ -41,7 +41,7 @@ def some(tmp_path_factory):
     """A part of Python's library as files, some of it as lines and rows too, and flags for many parts."""
     folder, texts, size = tmp_path_factory.mktemp("some") / "files", [], 0
     folder.mkdir()
-    for path in stdlib_files():
+    for _, path in library_files():
         texts.append(path.read_text("utf-8", "replace"))
         (folder / f"{size:07d}.py").write_text(texts[-1])
         size += path.stat().st_size

@@ -7,7 +7,7 @@ parameter (`rope_freqs.weight`) is part of the configuration and is written as i
 (`ModelConfig.constants`). The numbers of a config.json that it was made from stay in the key
 `zero_mpi.rope_scaling`.
 
-Writing (`shards`, `parallel_write`). A slice of a unit is a few runs of tensors,
+Writing (`state`, `parallel_write`). A slice of a unit is a few runs of tensors,
 and the place of each in the file follows from the table of tensors alone. So anybody can write it: rank 0, or
 one rank of each node, to which it is sent in pieces of at most 8 MiB and half a unit, or its owner. A thread
 writes one piece while the next is brought and its checksum is computed. The headers hold the checksums and

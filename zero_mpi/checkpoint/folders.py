@@ -39,11 +39,6 @@ def step_folder(out: Path, step: int) -> Path:
     return out / f"step-{step:08d}"
 
 
-def begin(out: Path, step: int) -> Path:
-    """Make an empty temporary folder for the checkpoint of `step`; remove the one of an earlier attempt."""
-    return begin_beside(step_folder(out, step))
-
-
 def beside(final: Path) -> Path:
     """Return the temporary folder into which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
@@ -55,7 +50,7 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def begin_beside(final: Path) -> Path:
+def begin(final: Path) -> Path:
     """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
     folder = beside(final)
     remove_tree(folder)

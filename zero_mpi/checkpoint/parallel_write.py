@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
-from zero_mpi.checkpoint.shards import Contribution, Run
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.state import Contribution, Run
 from zero_mpi.comm import Comm, Partition, Piece, SerialComm
 from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
@@ -64,11 +64,6 @@ class Writers:
         """True if this rank syncs a file, as the first writer of each node does."""
         here = [writer for writer in self.writer_of if self.nodes[writer] == self.nodes[self.comm.rank]]
         return self.writes and self.comm.rank == min(here)
-
-    @property
-    def hosts(self) -> int:
-        """Number of nodes that write."""
-        return len({self.nodes[writer] for writer in self.writer_of})
 
     def close(self) -> None:
         """Close the transport of the group. Collective."""
@@ -281,7 +276,7 @@ class Output:
 
     def show(self) -> None:
         """Make this host's data visible to other hosts. Collective."""
-        if self.writers.hosts > 1:
+        if len({self.writers.nodes[writer] for writer in self.writers.writer_of}) > 1:
             self.comm.barrier()
             if self._file is not None and self.writers.syncs:
                 self.attempt(self._file.sync)

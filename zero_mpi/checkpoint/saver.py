@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from zero_mpi.checkpoint.parallel_write import (
     write_together,
     writers_for,
 )
-from zero_mpi.checkpoint.shards import Contribution, Snapshot, averages_of, parameters_of, states_of
 from zero_mpi.checkpoint.sound import (
     AVERAGE,
     ID,
@@ -40,13 +39,18 @@ from zero_mpi.checkpoint.sound import (
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
     STATE,
+    Contribution,
     Description,
+    Snapshot,
     TrainingProgress,
+    averages_of,
     check_tensors,
     load_state,
     model_tensors,
+    parameters_of,
     stamp,
     state_tensors,
+    states_of,
 )
 from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.comm import Comm
@@ -153,15 +157,17 @@ class Saver:
     def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
         try:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
+                self._snapshot.complete.wait()
                 self._finished.append(self._write(progress, parts))
         except BaseException as error:  # raised where the run waits for it
             self._error = error
 
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
         begun, root = time.monotonic(), self.comm.rank == 0
-        folder = folders.beside(folders.step_folder(self.out, progress.step))
+        final = folders.step_folder(self.out, progress.step)
+        folder = folders.beside(final)
         try:
-            on_root(self.comm, partial(folders.begin, self.out, progress.step), self.prepare)
+            on_root(self.comm, partial(folders.begin, final), self.prepare)
             about = progress, self.description
             said = write_files(self.writers, folder, self.optimizer, parts, about, tick=self.tick)
             self.tick(f"publishing step {progress.step}")
@@ -170,17 +176,13 @@ class Saver:
         except JobError as error:
             if root:
                 folders.remove_tree(folder)
-            text = f"saving the checkpoint of step {progress.step} failed: {error}; {self._rest()}"
+            link, rest = self.out / folders.LATEST, "no earlier checkpoint exists"
+            rest = f"{link} is {link.readlink()}" if link.is_symlink() else rest
+            text = f"saving the checkpoint of step {progress.step} failed: {error}; {rest}"
             raise JobError(text) from error
         seconds = time.monotonic() - begun
         self.longest = max(self.longest, seconds)
-        final = folders.step_folder(self.out, progress.step)
         return Saved(final, progress.step, said[STATE_DIGEST], said[ID], seconds)
-
-    def _rest(self) -> str:
-        """Return the part of the message that names the checkpoint that still exists."""
-        link = self.out / folders.LATEST
-        return f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier checkpoint exists"
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
@@ -263,7 +265,10 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
         folders.remove_tree(partly)
         folders.remove_tree(aside)
 
-    parts, about = parts_of(optimizer, description), (progress_of(optimizer), description)
+    steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
+    scaled: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
+    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **scaled)
+    parts, about = parts_of(optimizer, description), (progress, description)
     try:
         on_root(comm, partial(begin, final))
         write_files(rank_0_of(comm), partly, optimizer, parts, about)
@@ -283,15 +288,7 @@ def begin(final: Path) -> None:
     if aside.exists() and not final.exists():
         aside.rename(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    folders.begin_beside(final)
-
-
-def progress_of(optimizer: ShardedOptimizer) -> TrainingProgress:
-    """Return the steps of an optimizer, and its loss scale."""
-    steps, skipped, scale = optimizer.steps, optimizer.skipped, optimizer.module.loss_scale
-    exponent, good = scale.recorded, scale.good_steps
-    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps)
-    return replace(progress, scale_exponent=exponent, scale_steps=good)
+    folders.begin(final)
 
 
 def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:

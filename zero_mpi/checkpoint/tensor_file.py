@@ -117,20 +117,17 @@ class StoredFile:
             if out.size:
                 self.fill(file, offset + 4 * start, out.data.cast("B"))
             return
-        for at in range(0, out.size, CHUNK):
-            self._decoded(file, offset, spec, start + at, out[at : at + CHUNK])
-
-    def _decoded(self, file: FileIO, offset: int, spec: TensorSpec, start: int, out: Floats) -> None:
-        """Decode a range of elements; blocks cut by the range are read in full, no other bytes are read."""
         block, width = GGML_QUANT_SIZES[spec.type]
-        first, last = start // block, -(-(start + out.size) // block)
-        raw = self.take(file, offset + first * width, (last - first) * width)
-        try:
-            values = decode(raw, spec.type)
-        except NotImplementedError:
-            known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
-            raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
-        out[:] = values[start - first * block :][: out.size]
+        for at in range(0, out.size, CHUNK):
+            here = out[at : at + CHUNK]
+            first, last = (start + at) // block, -(-(start + at + here.size) // block)  # blocks, read in full
+            raw = self.take(file, offset + first * width, (last - first) * width)
+            try:
+                values = decode(raw, spec.type)
+            except NotImplementedError:
+                known = f"expected F32, F16, BF16 or a quantized type, found {spec.type.name}"
+                raise FileError(f"{self.path}: tensor {show(spec.name)}: {known}") from None
+            here[:] = values[start + at - first * block :][: here.size]
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.floating]:

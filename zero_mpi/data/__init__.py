@@ -19,7 +19,7 @@ from zero_mpi.data.loader import (
     window_of,
 )
 from zero_mpi.data.packing import PackedWindows, windows_over
-from zero_mpi.data.text_files import collect_files, named, stdlib_files
+from zero_mpi.data.text_files import collect_files, library_files, named
 from zero_mpi.data.tokenizers.bpe import BPETokenizer
 from zero_mpi.data.tokenizers.byte import ByteTokenizer, Tokenizer
 from zero_mpi.data.tokenizers.gguf_tokenizer import GGUFTokenizer
@@ -55,10 +55,10 @@ __all__ = [
     "collect_files",
     "files_of",
     "holds_token_files",
+    "library_files",
     "load_corpus",
     "named",
     "sources_of",
-    "stdlib_files",
     "tokenizer_config",
     "tokenizer_from_json",
     "tokenizer_from_metadata",

@@ -39,13 +39,11 @@ def named(paths: Sequence[str], most: int = 40) -> str:
     return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
 
 
-def stdlib_files() -> list[Path]:
-    """Return Python's own .py sources in the order of their names, without tests and installed packages."""
-    return [path for _, path in library_files()]
-
-
 def library_files() -> list[tuple[str, Path]]:
-    """Return (name, path) of the files of `stdlib_files`, as `collect_files` does."""
+    """Return (name, path) of Python's own .py sources, in the order of their names.
+
+    Tests and installed packages are left out.
+    """
     # _sysconfigdata* is written by the build and differs between machines.
     names = [name for name in _walk(stdlib_root(), _NOT_LIBRARY) if not name.startswith("_sysconfigdata")]
     return [(name, stdlib_root() / name) for name in names if name.endswith(".py")]

@@ -1,40 +1,62 @@
-"""`python -m zero_mpi.train`: from the flags to the end of a run, on all ranks."""
+"""`python -m zero_mpi.train`: from the flags to the end of a run, or with `--dry-run` to a plan.
+
+The checks before the first step are those of a run, by the same function, `resolve`: flags, model, text,
+checkpoints. So a dry run refuses what a run refuses, with the same line and status. The rest is a plan for
+these nodes and their free shared memory: memory and traffic are those of `zero-mpi plan`. Nothing is
+written, and nothing in OUT changes.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from zero_mpi import environment
-from zero_mpi.cli.text import plural
+from zero_mpi import device, environment
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.state import read_progress
+from zero_mpi.cli.text import plural, size, write
+from zero_mpi.comm import kinds
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_config
+from zero_mpi.errors import UsageError
+from zero_mpi.files.foreign import shown
+from zero_mpi.files.open import exists, is_folder
 from zero_mpi.launch import dev_shm
-from zero_mpi.launch.consistency import check_installation, check_not_alone
+from zero_mpi.launch.consistency import check_installation
 from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
+from zero_mpi.models import ModelConfig
+from zero_mpi.plan.case import Case, check_sums, make_case
+from zero_mpi.plan.machine import ASSUMED, assumed
+from zero_mpi.plan.plan import make_plan
+from zero_mpi.plan.rank_memory import plan_memory, resident, text_of
+from zero_mpi.plan.report import ask_lines, base, introduction, memory_lines, traffic_lines
+from zero_mpi.plan.step_time import saved_bytes
 from zero_mpi.telemetry import log
-from zero_mpi.train import dry_run, saving
+from zero_mpi.telemetry.log import Caution
+from zero_mpi.train import saving
 from zero_mpi.train.description import obey_early
-from zero_mpi.train.resolve import resolve
+from zero_mpi.train.resolve import RunSpec, resolve
 from zero_mpi.train.setup import build
-from zero_mpi.train.summary import Outcome
+from zero_mpi.train.summary import Outcome, data_rows
 from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the full run on this rank. Return the exit status, 75 where the run was asked to stop."""
-    check_not_alone(world)
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))
     if config.dry_run:
         signals.enter(PREPARING)
-        return dry_run.show(world, config)
+        return show(world, config)
     log.install(world.rank, world.size, config.log_level)
     phase = log.Phases()
     watchdog, outcome = stand_guard(world, config)
@@ -47,7 +69,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if is_over(session):
         world.on_root(lambda: say_over(session))
         return 0
-    session.notes += world.on_root(lambda: dry_run.check_disk(session.config, session.model)) or ()
+    session.notes += world.on_root(lambda: check_disk(session.config, session.model)) or ()
     world.on_root(lambda: saving.point_best(session))
     world.on_root(lambda: write_config(session.out, session.config))
     sizes = [size for rank in world.comm.allgather_object(dev_shm.removed) for size in rank]
@@ -70,6 +92,154 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     signals.again = outcome.follows_a_stop
     signals.enter(PREPARING)
     return watchdog, outcome
+
+
+# ----------------------------------------------------------------------------------------------- a dry run
+
+
+def show(world: World, config: Config) -> int:
+    """Print what the run would be. Return the exit status. Collective; raises UsageError as a run does."""
+    world.on_root(lambda: check_out(Path(config.out)))
+    spec = resolve(world, config)
+    case, why = find_case(world, spec)
+    alone = world.size == 1 and not environment.under_launcher()
+    write(world.on_root(lambda: [*lines(spec, case, why, alone)]) or ())
+
+    def check_room() -> None:
+        if spec.no_room:
+            raise UsageError(spec.no_room)
+        write(f"note       {note}" for note in check_disk(spec.config, spec.model))
+
+    world.on_root(check_room)
+    return 0
+
+
+def check_out(out: Path) -> None:
+    """Raise UsageError if the run directory could not be written to."""
+    place = existing(out)
+    if not is_folder(place) or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(f"--out {shown(out)}: cannot write there: {shown(place)} is not a writable folder")
+
+
+def check_disk(config: Config, model: ModelConfig) -> list[str]:
+    """Return a warning if the checkpoints that are kept and the one being written do not fit on the disk.
+
+    Existing checkpoints have their space already. Raises UsageError if not even one fits. Ignores quotas.
+    """
+    each = saved_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
+    out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
+    found = f"--out {shown(out)}: {size(free)} free, but a checkpoint takes {size(each)}"
+    if free < each:
+        raise UsageError(f"{found}: free some space, or use another disk")
+    count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
+    few = f"{found}; --keep {config.keep} takes {count} of them at once"
+    return [Caution(few)] if free < count * each else []
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if exists(place))
+
+
+def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
+    """Return the case to plan for these ranks, and why the transport is not the requested one. Collective."""
+    nodes, problem = 1, ""
+    if world.size > 1:
+        from zero_mpi.comm.topology import find_topology, node_communicator
+
+        node = node_communicator(world.mpi.COMM_WORLD)
+        topology = find_topology(world.mpi.COMM_WORLD, node)
+        node.Free()
+        nodes, problem = topology.nodes, topology.problem if topology.nodes > 1 else ""
+    if problem and spec.config.strategy == "hybrid-shard":
+        raise UsageError(f"--strategy hybrid-shard: {problem}; use full-shard")
+    settings = replace(spec.config, device=device.in_use().name)
+    case: Case = world.together(lambda: make_case(settings, spec.model, world.size, nodes))
+    if world.mpi is None:
+        case = replace(case, transport_wanted=kinds.SERIAL)
+    if case.transport.shares_memory:
+        from zero_mpi.comm.shared.memory import MARGIN, room_problem
+
+        needed = plan_memory(case).node_shared + MARGIN
+        here = room_problem(needed) if world.node.rank == 0 else ""
+        found = world.comm.allgather_object(here)
+        problem = problem or next((text for text in found if text), "")
+        case = replace(case, transport_wanted=kinds.MPI) if problem else case
+    world.together(lambda: check_sums(case))
+    return case, problem
+
+
+# ------------------------------------------------------------------------------------------- the text
+
+
+def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
+    """Yield the lines of a dry run, on rank 0; raises UsageError for a checkpoint without its counts.
+
+    why: the reason for another transport than the requested one; alone: no launcher has started this process.
+    """
+    assert spec.corpus is not None and spec.loader is not None, "rank 0 has the text"  # noqa: PT018
+    config = spec.config
+    machine = assumed(case.on_gpu, case.precision_name)
+    plan = make_plan(case, machine)
+    yield "dry run: nothing is written. Without --dry-run, this run would start:"
+    if alone:
+        yield "one rank, without mpirun; try `mpirun -n N ...`, or estimate more ranks with zero-mpi plan"
+    yield ""
+    yield f"model      {next(introduction(case, ASSUMED, ()))}"
+    if case.model.stored:
+        yield f"base       {base(case)}"
+    yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"
+    yield f"transport  {transport(config.transport, case, why)}"
+    yield f"device     {device.in_use().name}, {config.precision}"
+    for title, text in data_rows(config, spec.corpus, spec.loader):
+        if text:
+            yield f"{title:11}{text}"
+    yield f"step       {case.tokens:,} tokens: {config.steps * case.tokens:,} in total"
+    yield from out_lines(spec, case)
+    yield from (f"note       {note}" for note in spec.notes)
+    yield ""
+    yield from memory_lines([plan])
+    yield ""
+    yield from traffic_lines([plan])
+    yield ""
+    yield "host memory per node"
+    yield from ask_lines([resident(case, plan.memory, text_of(spec.corpus), config.sample > 0)])
+    yield ""
+    yield "for the time per step, run zero-mpi plan with these flags and --doctor FILE (from zero-mpi doctor)"
+
+
+def transport(wanted: str, case: Case, why: str) -> str:
+    """Return which transport carries the collectives, and who chose it."""
+    kind = case.transport
+    text = kind.text
+    if kind.on_gpu:
+        text = (
+            "from GPU to GPU by MPI if a test succeeds, else through the host" if wanted == "auto" else wanted
+        )
+    because = f", because {why}" if why else ""
+    return text + because + (" (chosen by --transport auto)" if wanted == "auto" else "")
+
+
+def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
+    """Yield where the run begins, and which files it leaves."""
+    config, checkpoint = spec.config, spec.checkpoint
+    if checkpoint is None:
+        begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"
+    else:
+        step = read_progress(checkpoint.files.state).step
+        left = max(0, config.steps - step)
+        begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) left"
+    yield f"begins     {begins}"
+    when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
+    when = "every 10 minutes and at the end" if config.save_every is None else when
+    stays = "stay"
+    if config.patience is not None:
+        when, stays = f"{when} and at each new best", "and the best are kept"
+    kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
+    yield (
+        f"writes     to {config.out}: a checkpoint {when}, about {size(saved_bytes(case))} each, {kept}; "
+        f"{size(shutil.disk_usage(existing(Path(config.out))).free)} free"
+    )
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
 from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.grown import TOKENS_ADDED, tokens_of
 from zero_mpi.checkpoint.mixes import QAT, known_type
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource, adapter_metadata, weights_digest
@@ -34,8 +35,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE
 from zero_mpi.launch import consistency
-from zero_mpi.launch.consistency import blas, check
-from zero_mpi.launch.world import World
+from zero_mpi.launch.consistency import blas
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
@@ -72,6 +72,8 @@ def describe(
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
         kept = {key: metadata[key] for key in (QAT,) if key in metadata}
+        if tokens_of(init):
+            kept[TOKENS_ADDED] = tokens_of(init)
         name = {"general.name": metadata.get("general.name", model.arch)}
         metadata = adapter_metadata(model.lora) | name | kept
         settings["base"] = weights_digest(init)
@@ -249,11 +251,6 @@ def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iter
 
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # other variables may differ, or show in their effects
-
-
-def check_settings(world: World, config: Config) -> None:
-    """Check the flags, and the variables that stand for flags. Collective; raises UsageError."""
-    check(world.comm, settings(config), "start all ranks with the same flags and variables")
 
 
 def settings(config: Config) -> dict[str, str]:

@@ -10,6 +10,7 @@ import platform
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,15 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
 from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
-from zero_mpi.config.settings import step_range
+from zero_mpi.config.settings import FIELDS, step_range
 from zero_mpi.config.toml import recorded
 from zero_mpi.data import Windows, unigram_entropy
+from zero_mpi.data.packing import PairBatch
+from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events, log, trackers
@@ -203,8 +206,12 @@ class Trainer(Steps):
         """Compare the loss with letter frequencies, and show a sample. On rank 0."""
         self.watchdog.beat("sample")
         if self.world.rank == 0:
-            if self.session.config.preference is None:
-                compare_with_letters(self.session, self.evaluation.loss)
+            held_out, loss = self.session.held_out, self.evaluation.loss
+            if self.session.config.preference is None and loss is not None:
+                targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
+                entropy = unigram_entropy(targets[targets != UNCOUNTED])
+                told = "validation loss %.4f nats per token; unigram entropy of the same text: %.4f"
+                log.info(told, loss, entropy)
             signals.cut_short(partial(show_sample, self.session, self.progress.step, self.outcome.events))
         self.session.comm.barrier()
 
@@ -255,19 +262,6 @@ def say_over(session: Session) -> None:
     )
 
 
-def compare_with_letters(session: Session, val_loss: float | None) -> None:
-    """Print the validation loss beside the entropy of the same text's token frequencies."""
-    held_out = session.held_out
-    if val_loss is None or not held_out:
-        return
-    targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
-    log.info(
-        "validation loss %.4f nats per token; unigram entropy of the same text: %.4f",
-        val_loss,
-        unigram_entropy(targets[targets != UNCOUNTED]),
-    )
-
-
 def show_sample(session: Session, step: int, noted: Events) -> None:
     """Print text generated from the file that was just written."""
     config, tokenizer = session.config, session.tokenizer
@@ -276,10 +270,22 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    base = config.init if session.model.lora is not None else None
+    base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
-    prompt = tokenizer.encode_prompt(config.prompt)
-    ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
+    prompt, ends = question(session) if config.prompt == FIELDS["prompt"].default else None, tokenizer.ends
+    if prompt is None:
+        prompt, ends = tokenizer.encode_prompt(config.prompt), frozenset()
+    answer = takewhile(lambda id: id not in ends, model.generate(prompt, config.sample, seed=config.seed))
+    ids = [*prompt.tolist(), *answer]
     text = tokenizer.decode(ids).decode("utf-8", "replace")
     log.info_text(f"sample of {path}:", text)
     noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)
+
+
+def question(session: Session) -> Array | None:
+    """Return the ids of the first held-out conversation up to its first answer, None without one."""
+    for batch in session.held_out.batches():
+        whole = batch.batch if isinstance(batch, PairBatch) else batch
+        first = int(np.argmax(whole.targets[0] != UNCOUNTED))
+        return whole.inputs[0, : first + 1] if first else None
+    return None

@@ -15,15 +15,16 @@ from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
 from zero_mpi.commands.evaluate.measure import (
     AnswerSet,
+    Importance,
     WindowSet,
     counted,
     divergence,
+    divergence_figures,
     grouped,
     measure,
     opened_module,
     write_top_k,
 )
-from zero_mpi.commands.evaluate.quantization import Importance, divergence_figures
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Candidate, Opened, Task, cautions, look, make_parser, read_task
 from zero_mpi.config.inputs import fingerprint
@@ -39,7 +40,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
-from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
+from zero_mpi.launch.consistency import SAME_FILES, SAME_FLAGS, check, check_installation, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
@@ -144,11 +145,10 @@ __all__ = ["command", "main", "make_parser"]
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Evaluate, and print the figures. Return the exit status."""
-    check_not_alone(world)
     check_installation(world)
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
-    check(world.comm, task.facts(), "start all ranks with the same flags and variables")
+    check(world.comm, task.facts(), SAME_FLAGS)
     files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
     for flag, path in files:
         if path is not None:

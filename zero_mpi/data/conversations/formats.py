@@ -56,7 +56,6 @@ EXPECTED = (
     "expected an object with messages, with prompt and completion, with instruction and output, or with "
     "conversations"
 )
-EXPECTED_PAIR = "expected an object with chosen and rejected"
 ROWS = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*"
     rb'"(?:data|messages|conversations|prompt|instruction|chosen|rejected|completion)")'
