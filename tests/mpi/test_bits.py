@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import architectures
 import numpy as np
 import pytest
 import tiny
@@ -116,3 +117,39 @@ def test_mixtures_with_their_losses(exact, arch, strategy, precision, recompute)
     options = {"steps": 2, "precision": precision, "auxiliary": {"balance_loss": 0.1, "z_loss": 0.01}}
     found = tiny.train(exact, MIXTURES[arch], strategy, recompute=recompute, **options)
     assert found == tiny.train(SerialComm(), MIXTURES[arch], **options)
+
+
+# Experts of 32 x 32, two of them in a unit and one in the last; with others that no unit ends between.
+CUT = {"embedding_length": 32, "feed_forward_length": 32}
+IN_PARTS = {
+    "qwen3moe": architectures.build("qwen3moe", tiny.SIZES | CUT),
+    "granitemoe": architectures.build("granitemoe", tiny.SIZES | CUT),
+}
+PART_MB = 0.03
+BALANCED = {"steps": 2, "auxiliary": {"balance_loss": 0.1, "z_loss": 0.01}}
+
+
+@functools.cache
+def alone_in_parts(arch, precision):
+    return tiny.train(SerialComm(), IN_PARTS[arch], precision=precision, **BALANCED)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD], ids=lambda s: s.name
+)
+def test_experts_in_several_units(exact, strategy, precision, recompute):
+    options = {"precision": precision, "recompute": recompute, "bucket_mb": PART_MB}
+    for prefetch, arch in enumerate(IN_PARTS):
+        found = tiny.train(exact, IN_PARTS[arch], strategy, prefetch=prefetch, **options, **BALANCED)
+        assert found == alone_in_parts(arch, precision)
+
+
+def test_experts_lie_in_several_units(exact):
+    module = tiny.make(exact, IN_PARTS["qwen3moe"], bucket_mb=PART_MB)
+    homes = [unit for unit in module.units if "blk.0.ffn_up_exps.weight" in unit.unit.params]
+    assert [unit.unit.params["blk.0.ffn_up_exps.weight"].shape[0] for unit in homes] == [2, 2, 1]
+    whole = tiny.make(exact, IN_PARTS["qwen3moe"])
+    assert "blk.0.ffn_up_exps.weight[2:4]" in module.shard_info()
+    assert tiny.digest(module.state_dict()) == tiny.digest(whole.state_dict())

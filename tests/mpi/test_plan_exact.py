@@ -17,7 +17,7 @@ from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.comm.topology import PRETEND
 from zero_mpi.config.optimizer import rules_of
-from zero_mpi.models import GPT2, Llama
+from zero_mpi.models import GPT2, Llama, Qwen3MoE
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.traffic import plan_traffic
@@ -229,6 +229,26 @@ def check_memory(comm, case):
 def test_memory_of_every_strategy(exact, name, strategy, rounds):
     options = {"bucket_mb": 0.4, "async_save": True}
     check_memory(exact, case_of(exact, MIDDLE[name], strategy, rounds * exact.size, **options))
+
+
+# Three blocks of 12 experts, of which a unit has three; a block of experts is most of the model.
+MIXTURE = Qwen3MoE.from_flags(
+    {"layers": 3, "dim": 64, "heads": 2, "kv_heads": 1, "context": 11, "vocab_size": 99, "tied": True}
+    | {"experts": 12, "experts_used": 3, "expert_ffn": 64}
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"frozen": ("blk.*_exps*",), "prefetch": 2}], ids=str
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_and_traffic_of_experts_in_several_units(mpi, exact, strategy, options):
+    case = case_of(exact, MIXTURE, strategy, 2 * exact.size, bucket_mb=0.15, async_save=True, **options)
+    check_memory(exact, case)
+    if strategy == "full-shard" and "frozen" not in options:
+        cut, full = plan_memory(case), plan_memory(replace(case, bucket_mb=25.0))
+        assert cut.gathered + cut.node_shared < (full.gathered + full.node_shared) / 2
+    check_traffic(mpi, case_of(mpi, MIXTURE, strategy, mpi.size + 1, bucket_mb=0.15, **options))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -58,6 +58,14 @@ def test_bfloat16_rounds_what_is_unpacked(exact, base, floats):
     assert tiny_blocks.train(exact, *base, precision=BF16) == floats["bf16"]
 
 
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda one: one.name)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda one: one.name)
+def test_experts_in_several_units(exact, floats, base, strategy, precision):
+    """Units of two experts in blocks and one in the last, with their adapters in the unit of the block."""
+    found = tiny_blocks.train(exact, *base, strategy, precision=precision, bucket_mb=0.35)
+    assert found == floats[precision.name]
+
+
 @pytest.mark.parametrize("kind", ON_SEVERAL)
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD, NO_SHARD], ids=lambda one: one.name)
 def test_on_several_nodes(base, floats, strategy, kind):

@@ -565,3 +565,24 @@ def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
         verify(run, "--seed", 1 << 32)
     replace_in(run / "config.toml", 'reduction = "exact"', 'reduction = "fast"')
     (run / "proof.jsonl").unlink()
+
+
+MIXTURE = ["--arch", "qwen3moe", "--layers", "2", "--dim", "32", "--heads", "2", "--kv-heads", "1", "--tied"]
+MIXTURE += ["--experts", "5", "--experts-used", "2", "--expert-ffn", "32"]
+SHORT = ["--sample", "0", "--batch-size", "3", "--micro-batch", "1", "--warmup", "2", "--bucket-mb", "0.03"]
+SHORT += ["--context", "16", "--val-fraction", "0"]
+
+
+def test_mixtures_and_adapters_on_them_with_experts_in_several_units(tmp_path):
+    """Two ranks begin, three go on; one computes it again, in units of other sizes too."""
+    text = tmp_path / "text.txt"
+    text.write_text("a mixture of experts reads a line; " * 40)
+    base, adapted = tmp_path / "base", tmp_path / "adapted"
+    given = ["--init", str(base / "latest"), "--lora", "4", "--lora-targets", "blk.*attn_*", "blk.*_exps*"]
+    for out, more in ((base, MIXTURE), (adapted, given)):
+        job = ["-m", "zero_mpi.train", *more, *SHORT, "--data", str(text), "--out", str(out), "--steps"]
+        for ranks, steps in ((2, "2"), (3, "4")):
+            status, said, errors = run_job(ranks, [*job, steps])
+            assert status == 0, said + errors
+        status, said, errors = run_job(1, ["-m", "zero_mpi", "verify", str(out)])
+        assert status == 0, said + errors

@@ -12,18 +12,19 @@ from zero_mpi.arguments import array, came, instance, number, same_names, some
 from zero_mpi.arguments import whole as whole_number
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import agreed
-from zero_mpi.device.arrays import Scalar
+from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Layer, Param, Stage, stage_params
 from zero_mpi.nn.linear import Linear
 from zero_mpi.nn.loss import loss_with
 from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding import module as engine
-from zero_mpi.sharding.actions import GATHERING, Actions, without
+from zero_mpi.sharding.actions import GATHERING, Actions, Turn, without
 from zero_mpi.sharding.layout import BUCKET_MB, LayoutConfig, check_patterns
 from zero_mpi.sharding.parameters import ReadBytes, State
 from zero_mpi.sharding.passes import MicroBatch
 from zero_mpi.sharding.precision import FP32, FP64, Precision
+from zero_mpi.sharding.schedule import Indices
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, Strategy
 
 NOTHING = "there are no gradients yet"
@@ -208,7 +209,7 @@ class ShardedModule(engine.ShardedModule):
         """Yield (name, this rank's elements of the summed gradient, flat), after `sync_gradients`."""
         for unit in self.units:
             for segment in unit.unit.segments(unit.part) if unit.unit.trainable else ():
-                yield segment.name, unit.gradient.sum[segment.where]
+                yield unit.unit.label(segment.name), unit.gradient.sum[segment.where]
 
     # ------------------------------------------------------------------------------------- parameters
 
@@ -270,26 +271,28 @@ class ShardedModule(engine.ShardedModule):
         for unit in self.units:
             shard = unit.parameters.master_shard
             for segment in unit.unit.segments(unit.part):
-                yield segment.name, shard[segment.where]
+                yield unit.unit.label(segment.name), shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
         """Return name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
-        sizes = {name: int(values.size) for name, values in self.named_parameters()}
-        segments = (segment for unit in self.units for segment in unit.unit.segments(unit.part))
-        offsets, by_rows = {segment.name: segment.offset for segment in segments}, self.config.by_rows
-        infos = {}
-        for name, param in self.params.items():
-            row = prod(param.shape[1:]) if by_rows else 1
-            own = offsets.get(name, 0) // row, sizes.get(name, 0) // row
-            infos[name] = ShardInfo(param.shape, *own, by_rows)
+        sizes = {label: int(values.size) for label, values in self.named_parameters()}
+        by_rows, infos = self.config.by_rows, {}
+        for name in self.params:
+            for unit in self._homes[name]:
+                part, param = unit.unit, unit.unit.params[name]
+                row, label = prod(param.shape[1:]) if by_rows else 1, part.label(name)
+                starts = [each.offset for each in part.segments(unit.part) if each.name == name]
+                start = starts[0] - part.firsts.get(name, 0) if starts else 0
+                infos[label] = ShardInfo(param.shape, start // row, sizes.get(label, 0) // row, by_rows)
         return infos
 
     def all_gather_param(self, name: str) -> Array:
         """Return a copy of one full parameter, on every rank, where its shards are kept. Collective."""
-        if not isinstance(name, str) or name not in self._home:
+        if not isinstance(name, str) or name not in self._homes:
             few = ", ".join(list(self.params)[:3])
             raise ValueError(f"parameter {came(name)} is not known; names are like {few}")
-        return self._home[name].parameters.copy_of(name)
+        parts = [unit.parameters.copy_of(name) for unit in self._homes[name]]
+        return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of full parameters by name, on every rank. Collective; memory of the full model."""
@@ -368,15 +371,26 @@ class GivenGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self.left = dict(gradients or {})
+        self._given_gradients, self._added = gradients or {}, set[str]()
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
+        self._add(self.module.uses[stage])
+
+    def turn(self, turn: Turn) -> None:
+        """Add the gradients of a part of a stage's stacked parameters."""
+        self._add(self.module.parts[turn.stage].units[turn.number] if turn.adds else ())
+
+    def _add(self, numbers: Indices) -> None:
         factor = self.module.loss_scale.factor
-        for name, total in self.module.gradients_of(stage).items() if self.left else ():
-            if name in self.left:
-                given = device.in_use().from_host(self.left.pop(name))
-                total += (given * factor).astype(total.dtype)
+        for unit in (self.module.units[each] for each in numbers if self._given_gradients):
+            for name, total in unit.gradients().items():
+                if (label := unit.unit.label(name)) not in self._added:
+                    self._added.add(label)
+                    first = unit.unit.firsts.get(name, 0)
+                    given = self._given_gradients[name].reshape(-1)[first : first + total.size]
+                    given = device.in_use().from_host(given).reshape(total.shape)
+                    total += (given * factor).astype(total.dtype)
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

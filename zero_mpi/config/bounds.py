@@ -220,7 +220,11 @@ IDLE = (
     Idle("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
     Idle("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
     Idle("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
-    Idle("bucket_mb", lambda c, _: c.strategy != "no-shard", "only --strategy no-shard has buckets"),
+    Idle(
+        "bucket_mb",
+        lambda c, _: c.strategy != "no-shard" and c.init is None and c.experts is None,
+        "only --strategy no-shard and mixtures of experts have buckets",
+    ),
     Idle(
         "prefetch",
         lambda c, _: c.strategy in ("no-shard", "shard-grad-op"),

@@ -8,7 +8,7 @@ document's start at most, and positions are counted from there. Shapes are those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,7 +19,9 @@ from zero_mpi import device, ops
 from zero_mpi.arguments import WHOLE, array
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
-from zero_mpi.nn.layer import Weights
+from zero_mpi.nn.layer import Gradients, Weights
+
+Turns = Iterable[tuple[slice, Weights, Gradients]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +111,31 @@ class BatchContext:
 
 
 class Given(dict[str, Array]):
-    """Weights of a stage by name, with the micro-batch that they are used on."""
+    """Weights of a stage by name, with the micro-batch that they are used on.
 
-    def __init__(self, weights: Weights, batch: BatchContext) -> None:
+    turns   function that brings stacked parameters here, a part at a time; None: they are here
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        batch: BatchContext,
+        turns: Callable[[Given, Gradients], Turns] | None = None,
+    ) -> None:
         super().__init__(weights)
-        self.batch = batch
+        self.batch, self.turns = batch, turns
 
 
 def batch_of(p: Weights) -> BatchContext:
     """Return the micro-batch that weights are used on; an empty one for weights that are no `Given`."""
     return p.batch if isinstance(p, Given) else BatchContext()
+
+
+def turns(p: Weights, g: Gradients | None = None) -> Turns:
+    """Yield parts of a layer's stacked parameters: (which of their first dimension, weights, gradients).
+
+    A backward, which gives `g`, gets the parts that its forward had, in any order. Weights and gradients
+    of a part end with its turn.
+    """
+    whole: Turns = [(slice(None), p, {} if g is None else g)]
+    return p.turns(p, {} if g is None else g) if isinstance(p, Given) and p.turns else whole

@@ -17,7 +17,7 @@ from zero_mpi.nn.fusions import (
     loss_and_backward,
 )
 from zero_mpi.nn.generation import Cache, infer
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Weights, preserving
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Param, Stack, Weights, preserving
 
 
 class Chain(Composite, AddsInForward, AddsInBackward):
@@ -123,6 +123,9 @@ class Recompute(Wrapper):
     def __init__(self, inner: Layer) -> None:
         super().__init__(inner)
         self.backward_reads_params = bool(inner.params())
+
+    def stacks(self) -> list[Stack]:
+        return [Stack(names, again + 1) for names, again in self.inner.stacks()]
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self.inner.forward(p, x)[0], x

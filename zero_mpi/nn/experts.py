@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from zero_mpi import ops
 from zero_mpi.nn.balance import RouterLosses
-from zero_mpi.nn.batch import batch_of
+from zero_mpi.nn.batch import batch_of, turns
 from zero_mpi.nn.fusions import AddsInForward, backward_onto, forward_onto
-from zero_mpi.nn.layer import Composite, Gradients, Layer, Tally, Weights
+from zero_mpi.nn.layer import Composite, Gradients, Layer, Stack, Tally, Weights
 from zero_mpi.nn.linear import ALL, OBSERVERS, Linear
 
 
@@ -75,6 +76,9 @@ class Experts(Composite, AddsInForward):
         own = [self.router, self.gate, self.up, self.down]
         return own if self.shared is None else [*own, self.shared]
 
+    def stacks(self) -> list[Stack]:
+        return [Stack(tuple(name for part in (self.gate, self.up, self.down) for name in part.params()))]
+
     def tallies(self) -> dict[str, Tally]:
         return super().tallies() | self.losses.tallies()
 
@@ -84,37 +88,89 @@ class Experts(Composite, AddsInForward):
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        flat, kept = x.reshape(-1, x.shape[-1]), None
+        flat, kept, of_shared = x.reshape(-1, x.shape[-1]), dict[int | None, tuple[Any, Any]](), None
         routing = self.route(p, flat)
         self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
-        via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
-        gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
         for observe in OBSERVERS:
-            plain = ops.swiglu(gate, up)  # as llama.cpp has it, which weights the rows behind `down`
-            for linear, x_of in (self.router, flat), (self.gate, rows), (self.up, rows), (self.down, plain):
-                observe(linear.weight, x_of, None if linear is self.router else routing.starts)
-        rows = self.down.rows(p, ops.weighted_swiglu(gate, up, routing.weights), ALL, via=via)
+            observe(self.router.weight, flat, None)
+        rows = ops.embedding(routing.tokens, flat)
+        for members, weights, _ in turns(p):
+            part, starts = rows_of(routing.starts, members, len(rows))
+            if part.start == part.stop:
+                continue
+            via = grouped(starts)
+            gate, up = (linear.rows(weights, rows[part], ALL, via=via) for linear in (self.gate, self.up))
+            kept[members.start] = gate, up
+            if OBSERVERS:
+                bounds = routing.starts.clip(part.start, part.stop) - part.start
+                self._observe(rows[part], gate, up, bounds)
+            inner = ops.weighted_swiglu(gate, up, routing.weights[part])
+            rows = placed(rows, part, self.down.rows(weights, inner, ALL, via=via))
         if self.shared is not None:
-            y, kept = forward_onto(self.shared, p, x, residual)
+            y, of_shared = forward_onto(self.shared, p, x, residual)
         else:
             y = ops.scale(x, 0.0) if residual is None else ops.scale(residual, 1.0)
         ops.embedding_backward(routing.tokens, rows, y.reshape(flat.shape))
-        return y, (x, routing, gate, up, kept)
+        return y, (x, routing, kept, of_shared)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        x, routing, gate, up, kept = saved
-        flat, via = x.reshape(-1, x.shape[-1]), grouped(routing.starts)
-        tokens, weights = routing.tokens, routing.weights
-        down = ops.weighted_swiglu(gate, up, weights), ops.embedding(tokens, dy.reshape(flat.shape))
-        dgate, dup, dw = ops.weighted_swiglu_backward(
-            self.down.backward_of_rows(p, *down, g, ALL, via=via), gate, up, weights
-        )
-        rows = ops.embedding(tokens, flat)
-        drows = self.gate.backward_of_rows(p, rows, dgate, g, ALL, via=via)
-        drows = self.up.backward_of_rows(p, rows, dup, g, ALL, drows, via)
-        dlogits = ops.route_backward(dw, weights, routing.p, routing.chosen, routing.rows, self.normalized)
-        self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
-        dx = self.router.backward(p, flat, dlogits, g)
-        ops.embedding_backward(tokens, drows, dx)
+        x, routing, kept, of_shared = saved
+        flat, of_weights = x.reshape(-1, x.shape[-1]), list[tuple[slice, Any]]()
+        rows = ops.embedding(routing.tokens, dy.reshape(flat.shape))
+        for members, weights, gradients in turns(p, g):
+            part, starts = rows_of(routing.starts, members, len(rows))
+            if part.start == part.stop:
+                continue
+            (gate, up), of_rows, via = kept[members.start], routing.weights[part], grouped(starts)
+            down = ops.weighted_swiglu(gate, up, of_rows), rows[part]
+            dgate, dup, dw = ops.weighted_swiglu_backward(
+                self.down.backward_of_rows(weights, *down, gradients, ALL, via=via), gate, up, of_rows
+            )
+            here = ops.embedding(routing.tokens[part], flat)
+            drows = self.gate.backward_of_rows(weights, here, dgate, gradients, ALL, via=via)
+            drows = self.up.backward_of_rows(weights, here, dup, gradients, ALL, drows, via)
+            rows = placed(rows, part, drows)
+            of_weights.append((part, dw))
+        dx = self._backward_of_choice(p, flat, routing, of_weights, g)
+        ops.embedding_backward(routing.tokens, rows, dx)
         dx = dx.reshape(x.shape)
-        return dx if self.shared is None else backward_onto(self.shared, p, kept, dy, g, dx)
+        return dx if self.shared is None else backward_onto(self.shared, p, of_shared, dy, g, dx)
+
+    def _backward_of_choice(
+        self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients
+    ) -> Any:
+        """Return dx (T, C) of the choice from the gradients of rows' weights, by parts of the rows."""
+        (_, dw), *more = of_weights
+        if more:
+            dw = routing.weights.astype(dw.dtype)
+            for part, values in of_weights:
+                dw[part] = values
+        dlogits = ops.route_backward(
+            dw, routing.weights, routing.p, routing.chosen, routing.rows, self.normalized
+        )
+        self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
+        return self.router.backward(p, x, dlogits, g)
+
+    def _observe(self, rows: Any, gate: Any, up: Any, starts: Any) -> None:
+        """Let observers see the inputs of the experts whose rows these are; others have none."""
+        for observe in OBSERVERS:
+            plain = ops.swiglu(gate, up)  # as llama.cpp has it, which weights the rows behind `down`
+            for linear, x_of in (self.gate, rows), (self.up, rows), (self.down, plain):
+                observe(linear.weight, x_of, starts)
+
+
+def placed(rows: Any, part: slice, values: Any) -> Any:
+    """Return rows with other values in a part; for all of them the values."""
+    if len(values) == len(rows):
+        return values
+    rows[part] = values
+    return rows
+
+
+@singledispatch
+def rows_of(starts: Any, members: slice, count: int) -> tuple[slice, Any]:
+    """Return which of the sorted rows, `count` in all, some experts have, and where those of each begin."""
+    if members.stop is None:
+        return slice(0, count), starts
+    begin = int(starts[members.start])
+    return slice(begin, int(starts[members.stop])), starts[members.start : members.stop + 1] - begin

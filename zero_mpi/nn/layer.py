@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_mpi.arguments import came, instance, number, whole
 from zero_mpi.device.types import Array
@@ -58,6 +58,16 @@ class Tally:
     value: Callable[[Mapping[str, Any]], Any] | None = None
 
 
+class Stack(NamedTuple):
+    """Parameters of one first dimension, of which a layer needs a part at a time (`batch.turns`).
+
+    again   how often the layer's forward runs once more before its backward
+    """
+
+    names: tuple[str, ...]
+    again: int = 0
+
+
 class Layer:
     """Base of all layers.
 
@@ -75,6 +85,10 @@ class Layer:
     def params(self) -> dict[str, Param]:
         """Return name -> Param, in the order of the file."""
         return {}
+
+    def stacks(self) -> list[Stack]:
+        """Return the parameters that forward and backward take by `turns`: once in each run."""
+        return []
 
     def tallies(self) -> dict[str, Tally]:
         """Return name -> Tally of what forward reports: auxiliary losses, and what `update` needs."""
@@ -101,6 +115,9 @@ class Composite(Layer):
 
     def params(self) -> dict[str, Param]:
         return {name: param for part in self.parts() for name, param in part.params().items()}
+
+    def stacks(self) -> list[Stack]:
+        return [stack for part in self.parts() for stack in part.stacks()]
 
     def tallies(self) -> dict[str, Tally]:
         return {name: tally for part in self.parts() for name, tally in part.tallies().items()}

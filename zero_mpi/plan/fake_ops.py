@@ -26,6 +26,7 @@ from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
 from zero_mpi.nn.added_rows import parted
+from zero_mpi.nn.experts import rows_of
 from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
@@ -302,6 +303,14 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
     product, out = w.memory.take(w.shape), w.memory.take(w.shape)
     del product
     return out
+
+
+@rows_of.register(FakeArray)
+def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
+    """Deal the rows out evenly."""
+    experts = len(starts) - 1
+    first, last, _ = members.indices(experts)
+    return slice(count * first // experts, count * last // experts), starts[first : last + 1]
 
 
 @parted.register(FakeArray)

@@ -26,11 +26,13 @@ class StageVerbs(Protocol):
     """Methods that actions call on whoever takes a micro-batch through the stages."""
 
     contributors: int  # number of ranks with a micro-batch in this round: the first ones
+    rest: Iterator[Action]  # what `run` has not done yet; a stage that computes may do it up to its next turn
 
     def forward(self, stage: int) -> None: ...
     def loss_and_backward(self, stage: int) -> None: ...
     def evaluate(self, stage: int) -> None: ...
     def backward(self, stage: int) -> None: ...
+    def turn(self, turn: Turn) -> None: ...
     def progress(self) -> None: ...
 
 
@@ -122,6 +124,18 @@ class Backward(StageAction):
 
 
 @dataclass(frozen=True)
+class Turn(StageAction):
+    """Let a stage go on with a part of its stacked parameters; `adds`: and of their gradients."""
+
+    number: int
+    adds: bool = False
+    verb, method = "go on with", "turn"
+
+    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+        work.turn(self)
+
+
+@dataclass(frozen=True)
 class Progress(Action):
     """Push on what is in flight."""
 
@@ -135,7 +149,8 @@ REDUCING = Reduce | WaitReduce
 
 def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs) -> None:
     """Do the actions of a list, in order."""
-    for action in actions:
+    work.rest = iter(actions)
+    for action in work.rest:
         action.do(units, work)
 
 

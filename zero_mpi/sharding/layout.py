@@ -6,7 +6,8 @@ buffers before the model is there, and every rank's steps must find the same one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -18,10 +19,10 @@ from zero_mpi.comm import Partition
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
-from zero_mpi.nn.layer import Param, Stage, stage_params
-from zero_mpi.sharding.actions import Actions, Gather, run
+from zero_mpi.nn.layer import Param, Stack, Stage, stage_params
+from zero_mpi.sharding.actions import Action, Actions, Gather, Turn, run
 from zero_mpi.sharding.precision import FP32, Precision, floats
-from zero_mpi.sharding.schedule import Indices, Schedule, make_schedule
+from zero_mpi.sharding.schedule import Indices, Parts, Schedule, make_schedule
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.sharding.unit import (
     FROZEN,
@@ -32,6 +33,7 @@ from zero_mpi.sharding.unit import (
     Unit,
     block_units,
     dealt_whole,
+    part_units,
     units_by_bytes,
     units_by_row,
     units_by_scope,
@@ -46,7 +48,7 @@ class LayoutConfig:
 
     strategy    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD
     prefetch    how many stages ahead parameters are gathered (FULL_SHARD, HYBRID_SHARD)
-    bucket_mb   size of a unit in MiB where units are cut by bytes (NO_SHARD)
+    bucket_mb   size of a unit in MiB where units are cut by bytes: NO_SHARD's, elsewhere of experts
     frozen      name patterns ("blk.0.*"): no gradient, no moments, no reduction for these
     by_rows     one unit a parameter, cut between rows (dimension 0), where the strategy shards anything
     precision   FP32, BF16 or FP16: the type of gathered parameters, activations and gradients on their way
@@ -96,6 +98,7 @@ def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -
 class Layout:
     """The units of a model, which of them each stage uses, their schedule, and what is lent at once.
 
+    parts     stage -> its stacked parameters, where several units have them
     buffers   of gradients, gathers   of parameters that are gathered: lengths of float32 arrays, which have
               room for twice as many elements in low precision
     """
@@ -103,6 +106,7 @@ class Layout:
     config: LayoutConfig
     units: list[Unit]
     uses: list[Indices]
+    parts: dict[int, Parts]
     schedule: Schedule
     buffers: tuple[int, ...]
     gathers: tuple[int, ...]
@@ -132,26 +136,59 @@ def products_of(shape: tuple[int, ...]) -> int:
 def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     """Return the layout of a model. Units in blocks are always gathered."""
     strategy, params = config.strategy, stage_params(list(stages))
+    in_parts = [*cut_stacks(stages, config, params)]
+    apart = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
+    stored = {name: kind for name, kind in config.stored.items() if name not in apart}
     kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
-    loose = {name: params[name] for name in kinds}
+    loose = {name: params[name] for name in kinds if name not in apart}
     if strategy.buckets:
         units = units_by_bytes(loose, kinds.__getitem__, int(config.bucket_mb * 2**20))
     else:
         units = (units_by_row if config.by_rows else units_by_scope)(stages, loose, kinds.__getitem__)
-    units = [*units, *block_units(stages, params, config.stored)]
+    units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
-    uses = [tuple(dict.fromkeys(home[name] for name in stage.layer.params())) for stage in stages]
+    uses = [tuple(dict.fromkeys(home[p] for p in stage.layer.params() if p in home)) for stage in stages]
+    parts = dict[int, Parts]()
+    for stage, stack, found in in_parts:
+        numbers = []
+        for _, of_part in found:
+            numbers.append(tuple(range(len(units), len(units) + len(of_part))))
+            units += of_part
+        parts[stage] = Parts(stack.names, tuple(each for each, _ in found), tuple(numbers), stack.again)
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],
         [unit.trainable for unit in units],
         config.prefetch,
         gathers=[strategy.shards_parameters or isinstance(unit, BlockUnit) for unit in units],
+        parts=parts,
     )
     names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
     schedule = replace(schedule, unit_names=names[0], stage_names=names[1])
-    gradients, gathers = buffer_lengths(units, uses, schedule, config.precision)
-    return Layout(config, units, uses, schedule, gradients, gathers if strategy.shards_parameters else ())
+    gradients, gathers = buffer_lengths(units, uses, schedule, config.precision, parts)
+    gathers = gathers if strategy.shards_parameters else ()
+    return Layout(config, units, uses, parts, schedule, gradients, gathers)
+
+
+def cut_stacks(
+    stages: Sequence[Stage], config: LayoutConfig, params: Mapping[str, Param]
+) -> Iterator[tuple[int, Stack, list[tuple[slice, list[Unit]]]]]:
+    """Yield stages whose stacked parameters lie in several units, and these units by parts.
+
+    Parameters of several stages stay whole, and those of the last stage, which runs both ways at once.
+    """
+    if config.strategy.buckets or config.by_rows:
+        return
+    users = Counter(name for stage in stages for name in stage.layer.params())
+    for number, stage in enumerate(stages[:-1]):
+        match stage.layer.stacks():
+            case [stack] if all(users[name] == 1 for name in stack.names):
+                stacked = {name: params[name] for name in stack.names}
+                kinds = {name: config.kind_of(name, param) for name, param in stacked.items()}
+                most = int(config.bucket_mb * 2**20)
+                parts = part_units(stage.scope, stacked, kinds.__getitem__, config.stored, most)
+                if parts:
+                    yield number, stack, parts
 
 
 def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[Unit]) -> dict[str, object]:
@@ -164,7 +201,7 @@ def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[
         kind = "trained" if unit.trainable else "frozen"
         for name, param in unit.params.items():
             about = f"{param.shape}, {config.stored.get(name, kind)}, in unit {unit.name}"
-            facts[f"parameter {name}"] = about
+            facts[f"parameter {unit.label(name)}"] = about
     return facts
 
 
@@ -235,12 +272,25 @@ class BufferOnlyStages:
     """Stages that compute nothing; their backward opens the gradients of their units."""
 
     contributors = 0
+    rest: Iterator[Action]
 
-    def __init__(self, units: Sequence[BufferOnlyUnit], uses: Sequence[Indices], idle: bool) -> None:
-        self._units, self._uses, self._idle = units, uses, idle
+    def __init__(
+        self,
+        units: Sequence[BufferOnlyUnit],
+        uses: Sequence[Indices],
+        idle: bool,
+        parts: Mapping[int, Parts],
+    ) -> None:
+        self._units, self._uses, self._idle, self._parts = units, uses, idle, parts
 
     def backward(self, stage: int) -> None:
-        for unit in () if self._idle else self._uses[stage]:
+        self._open(self._uses[stage])
+
+    def turn(self, turn: Turn) -> None:
+        self._open(self._parts[turn.stage].units[turn.number] if turn.adds else ())
+
+    def _open(self, units: Indices) -> None:
+        for unit in () if self._idle else units:
             self._units[unit].open_gradient()
 
     def forward(self, stage: int) -> None: ...
@@ -251,7 +301,11 @@ class BufferOnlyStages:
 
 
 def buffer_lengths(
-    units: Sequence[Unit], uses: Sequence[Indices], schedule: Schedule, precision: Precision = FP32
+    units: Sequence[Unit],
+    uses: Sequence[Indices],
+    schedule: Schedule,
+    precision: Precision,
+    parts: Mapping[int, Parts],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return lengths of all buffers that steps and evaluations in any order hold: (gradients, parameters).
 
@@ -264,7 +318,7 @@ def buffer_lengths(
         known = parameters.nbytes + gradients.nbytes
         for rounds in kinds_of_steps(schedule):
             for actions, idle in rounds:
-                run(actions, borrowers, BufferOnlyStages(borrowers, uses, idle))
+                run(actions, borrowers, BufferOnlyStages(borrowers, uses, idle, parts))
             for borrower in borrowers:
                 borrower.wait_reduce()
     return gradients.lengths, parameters.lengths

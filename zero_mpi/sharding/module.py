@@ -114,7 +114,7 @@ class ShardedModule:
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
         self.loss_scale = LossScale.start(config.precision.scales_loss)
-        self._uses, self.schedule = layout.uses, layout.schedule
+        self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
         # The ranks that shards are dealt out to: of each node if nodes hold replicas.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
         self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
@@ -127,9 +127,17 @@ class ShardedModule:
         self.units = [
             ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
         ]
-        self._home = {name: unit for unit in self.units for name in unit.unit.params}
         self._forward: MicroBatch | None = None  # whose backward is to come
         self._synced, self._graphs = False, graphs_for(self)
+
+    @cached_property
+    def _homes(self) -> dict[str, list[ShardedUnit]]:
+        """The units of each parameter: of a stacked one several, in order."""
+        homes: dict[str, list[ShardedUnit]] = {}
+        for unit in self.units:
+            for name in unit.unit.params:
+                homes.setdefault(name, []).append(unit)
+        return homes
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
@@ -219,11 +227,11 @@ class ShardedModule:
         self._synced = False
 
     def weights_of(self, stage: int) -> Views:
-        return joined([self.units[unit].weights() for unit in self._uses[stage]])
+        return joined([self.units[unit].weights() for unit in self.uses[stage]])
 
     def gradients_of(self, stage: int) -> Views:
         """Return the gradients that a stage's backward adds to, by name; none of what is frozen."""
-        return joined([self.units[unit].gradients() for unit in self._uses[stage]])
+        return joined([self.units[unit].gradients() for unit in self.uses[stage]])
 
     # ------------------------------------------------------------------------------------ around a step
 
@@ -303,7 +311,7 @@ class ShardedModule:
         """Return full parameters on the host, by one sum to which owners add their elements. Collective."""
         together = Unit("values", params, 1, False)
         total = np.zeros(together.length)
-        for unit in dict.fromkeys(self._home[name] for name in params):
+        for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
             for segment in unit.unit.segments(unit.part):
                 if segment.name in params:
                     found = device.in_use().to_host(unit.parameters.master_shard[segment.where])

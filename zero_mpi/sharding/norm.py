@@ -8,6 +8,7 @@ number for 100,000 parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -25,14 +26,20 @@ def runs_of(units: Sequence[Unit], names: Iterable[str], ranks: int) -> Array:
     A run is what one rank has of a unit without a gap in the model. names: the model's parameters in order.
     A rank's values are those of the trained units, one unit after the other.
     """
-    of_param = {name: unit for unit in units for name in unit.params if unit.trainable}
-    trained = [name for name in names if name in of_param]
-    ends = np.cumsum([0, *(of_param[name].chunks(name) for name in trained)])
+    chunks = Counter[str]()  # of a stacked parameter in several units
+    for unit in filter(lambda unit: unit.trainable, units):
+        chunks.update({name: unit.chunks(name) for name in unit.params})
+    trained = [name for name in names if name in chunks]
+    ends = np.cumsum([0, *(chunks[name] for name in trained)])
     first = dict(zip(trained, ends, strict=False))
     runs, here = [np.zeros((4, 0), np.int64)], np.zeros(ranks, np.int64)
     for unit in filter(lambda unit: unit.trainable, units):
         owned = -(-np.array(unit.partition(ranks).bounds) // unit.quantum)
-        params = np.array([(first[name], offset // unit.quantum) for name, offset in unit.offsets.items()]).T
+        places = [
+            (first[name] + unit.firsts.get(name, 0) // unit.quantum, offset // unit.quantum)
+            for name, offset in unit.offsets.items()
+        ]
+        params = np.array(places).T
         shift = params[0] - params[1]
         begins = np.flatnonzero(np.diff(shift, prepend=shift[0] - 1))
         edges = np.unique([*params[1, begins], *owned])

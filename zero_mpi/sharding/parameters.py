@@ -320,9 +320,9 @@ class BlockParameters(Parameters):
         """Fill the bytes that this rank keeps."""
         for target, part in self.stored.filled:
             for segment in self.unit.words.segments(part):
-                start = segment.offset * target.itemsize
-                run = target[segment.where].view(np.uint8)
-                read(segment.name, start, run[: self.unit.nbytes(segment.name) - start])
+                name, start = segment.name, segment.offset * target.itemsize
+                run = target[segment.where].view(np.uint8)[: self.unit.nbytes(segment.name) - start]
+                read(name, self.unit.kinds[name].bytes_of(self.unit.firsts.get(name, 0)) + start, run)
 
     @property
     def nbytes(self) -> int:

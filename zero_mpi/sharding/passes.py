@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -9,8 +11,11 @@ from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.device.arrays import Scalar
 from zero_mpi.nn.batch import BatchContext, Documents, Given, Packed
+from zero_mpi.nn.layer import Gradients, Weights
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
+from zero_mpi.sharding.actions import Action, Turn
+from zero_mpi.sharding.parameters import joined
 from zero_mpi.telemetry import spans
 
 
@@ -43,12 +48,40 @@ class MicroBatch:
         self.dy: Any = None
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
+        self.rest: Iterator[Action] = iter(())
 
     def _given(self, stage: int, reads: bool = True) -> Given:
         """Return what a stage's layer is given beside its input; no weights where none are gathered."""
         self.batch.stage = stage
         weights = self.module.weights_of(stage) if reads else {}
-        return Given(weights if self.adapted else without_adapters(weights), self.batch)
+        turns = partial(self._turns, stage) if stage in self.module.parts else None
+        return Given(weights if self.adapted else without_adapters(weights), self.batch, turns)
+
+    def turn(self, turn: Turn) -> None: ...
+
+    def _next_turn(self) -> Turn:
+        """Do the actions before the next turn of the stage that computes; return it."""
+        while True:
+            action = next(self.rest)
+            action.do(self.module.units, self)
+            if isinstance(action, Turn):
+                return action
+
+    def _turns(self, stage: int, p: Given, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
+        """Yield the parts of a stage's stacked parameters, each after the actions before its turn."""
+        parts, units, label = self.module.parts[stage], self.module.units, self.module.stages[stage].scope
+        for _ in parts.members:
+            spans.lap(spans.COMPUTE, "part", label)
+            turn = self._next_turn()
+            spans.lap(spans.BETWEEN, "before", label)
+            members = parts.members[turn.number]
+            here = [units[unit] for unit in parts.units[turn.number]]
+            weights = p | {name: p[name][members] for name in parts.names if name in p}
+            weights |= joined([unit.weights() for unit in here])
+            gradients = {name: g[name][members] for name in parts.names if name in g}
+            if turn.adds:
+                gradients |= joined([unit.gradients() for unit in here])
+            yield members, weights if self.adapted else without_adapters(weights), gradients
 
     def forward(self, stage: int) -> None:
         """Compute x of the next stage."""

@@ -9,10 +9,11 @@ the last backward that adds to it, while earlier stages compute; two reductions 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 from zero_mpi.sharding.actions import (
     REDUCING,
@@ -27,6 +28,7 @@ from zero_mpi.sharding.actions import (
     Reduce,
     Release,
     StageAction,
+    Turn,
     UnitAction,
     Wait,
     WaitReduce,
@@ -111,6 +113,42 @@ class Moves:
         return (*before, compute, *map(Release, self.drop), *reductions, Progress())
 
 
+class Step(NamedTuple):
+    """A place in a direction: what computes there, the units it reads, and those it adds gradients of."""
+
+    compute: StageAction
+    reads: Indices
+    adds: Indices = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The stacked parameters of a stage, of which it needs a part at a time, by turns.
+
+    names     the parameters, also those of which it has all
+    members   which of their first dimension each part is
+    units     the units of each part
+    again     how often forward runs once more in the stage's backward
+    """
+
+    names: tuple[str, ...]
+    members: tuple[slice, ...]
+    units: tuple[Indices, ...]
+    again: int = 0
+
+    def forward(self, stage: int, reads: Indices) -> Iterator[Step]:
+        """Yield the turns of the stage's forward."""
+        for number, units in enumerate(self.units):
+            yield Step(Turn(stage, number), reads + units)
+
+    def backward(self, stage: int, reads: Indices, adds: Indices) -> Iterator[Step]:
+        """Yield the turns of the stage's backward, the last part first."""
+        for _ in range(self.again):
+            yield from self.forward(stage, reads)
+        for number, units in reversed([*enumerate(self.units)]):
+            yield Step(Turn(stage, number, adds=True), reads + units, adds + units)
+
+
 def make_schedule(
     uses: Sequence[Indices],
     reads_in_backward: Sequence[bool],
@@ -118,35 +156,56 @@ def make_schedule(
     prefetch: int,
     *,
     gathers: Sequence[bool] | None = None,
+    parts: Mapping[int, Parts] | None = None,
 ) -> Schedule:
-    """Return the schedule for stages that use the units `uses[stage]`.
+    """Return the schedule for stages that use the units `uses[stage]`, and those of `parts[stage]` by turns.
 
     `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
     `gathers[unit]`: whether its parameters are gathered and released, as those that are sharded; None: all.
+    The last stage has no parts.
     """
-    stages, top = range(len(uses)), len(uses) - 1
-    users = [[stage for stage in stages if unit in uses[stage]] for unit in range(len(trainable))]
-    trained = [stage for stage in stages if any(trainable[unit] for unit in uses[stage])]
-    descent = range(top, trained[0] - 1, -1) if trained else range(0)  # the stages that backward visits
-    reads = [uses[stage] if reads_in_backward[stage] else () for stage in descent]
+    parts, top = parts or {}, len(uses) - 1
+    ascent, descent = steps_of(uses, reads_in_backward, trainable, parts)
+    users = [[stage for stage in range(top + 1) if unit in uses[stage]] for unit in range(len(trainable))]
     distant = {unit for unit, using in enumerate(users) if using and using[-1] - using[0] >= len(using)}
-    carried = ({*uses[top]} | distant) & {unit for units in reads for unit in units}
+    carried = ({*uses[top]} | distant) & {unit for step in descent for unit in step.reads}
 
-    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable))
-    up = plan(uses, keep=carried)
-    down = dict(zip(descent, plan(reads, held=carried), strict=True))
-    alone = plan(uses)  # without a backward to come
-    reductions = reductions_after(descent, uses, users, trainable)
+    passing = {unit for each in parts.values() for units in each.units for unit in units}
+    plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
+    up, down = plan(ascent, keep=carried), plan(descent, held=carried)
+    alone = plan(ascent)  # without a backward to come
+    reductions = reductions_after(descent, trainable)
 
-    forward = [up[stage].around(Forward(stage)) for stage in stages]
-    backward = [down[stage].around(Backward(stage), reductions[stage]) for stage in descent]
-    inference = [alone[stage].around(Forward(stage)) for stage in stages]
-    both = up[top] + down.get(top, Moves((), (), ()))
-    at_top = both.around(Loss(top), reductions.get(top, ()))
-    training = [*forward[:top], at_top, *backward[1:]]
-    evaluation = [*inference[:top], alone[top].around(Evaluate(top))]
+    forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
+    inference = [moves.around(step.compute) for moves, step in zip(alone, ascent, strict=True)]
+    each = zip(down, descent, reductions, strict=True)
+    backward = [moves.around(step.compute, reduced) for moves, step, reduced in each]
+    both = up[-1] + (down[0] if down else Moves((), (), ()))
+    training = [*forward[:-1], both.around(Loss(top), reductions[0] if down else ()), *backward[1:]]
+    evaluation = [*inference[:-1], alone[-1].around(Evaluate(top))]
     directions = joined(forward), joined(backward)
     return Schedule(*directions, joined(training), joined(inference), joined(evaluation))
+
+
+def steps_of(
+    uses: Sequence[Indices],
+    reads_in_backward: Sequence[bool],
+    trainable: Sequence[bool],
+    parts: Mapping[int, Parts],
+) -> tuple[list[Step], list[Step]]:
+    """Return the steps of forward, and those of backward down to the first stage that is trained."""
+    ascent, descent = list[Step](), list[Step]()
+    for stage, units in enumerate(uses):
+        ascent.append(Step(Forward(stage), units))
+        ascent += parts[stage].forward(stage, units) if stage in parts else ()
+    trained = [step.compute.stage for step in ascent if any(trainable[unit] for unit in step.reads)]
+    for stage in (
+        range(len(uses) - 1, trained[0] - 1, -1) if trained else ()
+    ):  # the stages that backward visits
+        reads = uses[stage] if reads_in_backward[stage] else ()
+        descent.append(Step(Backward(stage), reads, uses[stage]))
+        descent += parts[stage].backward(stage, reads, uses[stage]) if stage in parts else ()
+    return ascent, descent
 
 
 def joined(lists: Iterable[Actions]) -> Actions:
@@ -154,45 +213,51 @@ def joined(lists: Iterable[Actions]) -> Actions:
     return tuple(action for actions in lists for action in actions)
 
 
-def reductions_after(
-    descent: Sequence[int], uses: Sequence[Indices], users: Sequence[Sequence[int]], trainable: Sequence[bool]
-) -> dict[int, Actions]:
-    """Return for each stage that backward visits the reductions that start after it.
+def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list[Actions]:
+    """Return for each step of backward the reductions that start after it.
 
-    A unit's gradient is complete after the first stage that uses it. Its reduction waits until fewer than the
-    limit are in flight, of which the first may be of the round before.
+    A unit's gradient is complete after the last step that adds to it. Its reduction waits until fewer than
+    the limit are in flight, of which the first may be of the round before.
     """
-    complete = {
-        stage: [unit for unit in reversed(uses[stage]) if trainable[unit] and users[unit][0] == stage]
-        for stage in descent
-    }
-    order = [unit for units in complete.values() for unit in units]
+    last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}
+    complete = [
+        [unit for unit in reversed(step.adds) if last.get(unit) == place]
+        for place, step in enumerate(descent)
+    ]
+    order = [unit for units in complete for unit in units]
     earlier = order[-REDUCTIONS_IN_FLIGHT:] + order  # the last ones of the round before come first
     waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
     pairs = dict(zip(order, waits, strict=False))
-    return {
-        stage: joined((pairs[unit], Reduce(unit)) if pairs else (Reduce(unit),) for unit in units)
-        for stage, units in complete.items()
-    }
+    return [
+        joined((pairs[unit], Reduce(unit)) if pairs else (Reduce(unit),) for unit in units)
+        for units in complete
+    ]
 
 
 def plan_moves(
-    needs: Sequence[Indices],
+    steps: Sequence[Step],
     prefetch: int,
     gathers: Sequence[bool],
+    passing: Collection[int] = (),
     *,
     keep: Collection[int] = (),
     held: Collection[int] = (),
 ) -> list[Moves]:
-    """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end."""
+    """Return moves in order of computation; `held` units are there at the start, `keep` stay at the end.
+
+    Units that are `passing` stay for their step alone.
+    """
+    last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)
     found = []
-    for position, need in enumerate(needs):
-        ahead = [unit for units in needs[position : position + prefetch + 1] for unit in units]
+    for place, step in enumerate(steps):
+        ahead = [unit for each in steps[place : place + prefetch + 1] for unit in each.reads]
         start = tuple(dict.fromkeys(unit for unit in ahead if unit not in started and gathers[unit]))
         started.update(start)
-        later = {unit for units in needs[position + 1 :] for unit in units}
-        read = tuple(dict.fromkeys(need))
-        drop = (unit for unit in read if unit not in later and unit not in keep and gathers[unit])
-        found.append(Moves(start, read, tuple(drop)))
+        read = tuple(dict.fromkeys(step.reads))
+        after = steps[place + 1].reads if place + 1 < len(steps) else ()
+        over = [unit for unit in read if last[unit] == place or (unit in passing and unit not in after)]
+        drop = tuple(unit for unit in over if unit not in keep and gathers[unit])
+        started.difference_update(drop)
+        found.append(Moves(start, read, drop))
     return found

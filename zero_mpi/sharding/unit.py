@@ -19,7 +19,8 @@ from zero_mpi.ops.block_kinds import BlockKind
 from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
-TRAINED, WHOLE, FROZEN = "trained", "whole", "frozen"  # the kind that all parameters of a unit have
+# The kind that all parameters of a unit have; stored ones are frozen.
+TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
 BYTES = 4  # bytes of an element
 WORDS = 16  # stored tensors and slices of them are multiples of this many words: 64 bytes, as a cache line
 
@@ -40,6 +41,7 @@ class Unit:
     """Names and shapes of the parameters of a flat buffer, and where each starts.
 
     whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
+    firsts: where in a parameter the part of it begins that the unit has; none: it has all of it.
     """
 
     name: str
@@ -48,6 +50,15 @@ class Unit:
     trainable: bool
     whole: bool = False
     ends: tuple[int, ...] = ()
+    firsts: Mapping[str, int] = field(default_factory=dict)
+
+    def label(self, name: str) -> str:
+        """Return the name of a parameter, with the part of it that the unit has: NAME[8:16]."""
+        if name not in self.firsts:
+            return name
+        param = self.params[name]
+        first = self.firsts[name] * param.shape[0] // param.size
+        return f"{name}[{first}:{first + param.shape[0]}]"
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -112,7 +123,8 @@ class Unit:
             last = min(self.offsets[name] + param.size, part.stop)
             if first < last:
                 where = slice(first - part.start, last - part.start)
-                found.append(Segment(name, where, first - self.offsets[name]))
+                offset = first - self.offsets[name] + self.firsts.get(name, 0)
+                found.append(Segment(name, where, offset))
         return found
 
 
@@ -121,6 +133,7 @@ KINDS: dict[str, Kind] = {
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
+    STORED: (" (stored stacks)", False, False),
 }
 
 
@@ -188,17 +201,18 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
     The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """
-    costs = {name: cost(p.shape) for unit in units if unit.whole for name, p in unit.params.items()}
+    wholes = [(unit.label(name), p) for unit in units if unit.whole for name, p in unit.params.items()]
+    costs = {label: cost(param.shape) for label, param in wholes}
     load, owner = [0] * ranks, dict[str, int]()
     for name in sorted(costs, key=lambda name: -costs[name]):
         owner[name] = load.index(min(load))
         load[owner[name]] += costs[name]
 
     def dealt(unit: Unit) -> Unit:
-        names = sorted(unit.params, key=owner.__getitem__)
+        names = sorted(unit.params, key=lambda name: owner[unit.label(name)])
         sizes = [0] * ranks
         for name in names:
-            sizes[owner[name]] += unit.chunks(name) * unit.quantum
+            sizes[owner[unit.label(name)]] += unit.chunks(name) * unit.quantum
         params = {name: unit.params[name] for name in names}
         return replace(unit, params=params, ends=tuple(accumulate(sizes)))
 
@@ -251,9 +265,38 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
     """
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
-        for end, stacks in ((" (stored)", False), (" (stored stacks)", True)):
+        for end, stacks in ((" (stored)", False), (KINDS[STORED][0], True)):
             chosen = {name: params[name] for name in names if (len(params[name].shape) > 2) is stacks}
             kinds = {name: stored[name] for name in chosen}
             if chosen:
                 units.append(BlockUnit(scope + end, chosen, QUANTUM, False, kinds=kinds, stacks=stacks))
     return units
+
+
+def part_units(
+    scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
+) -> list[tuple[slice, list[Unit]]]:
+    """Return parts of stacked parameters and the units of each, one a kind; none if one part has them all.
+
+    A part has as many of the first dimension as `most` bytes have room for, at least one. Parameters whose
+    parts would begin inside a chunk of the norm are in no unit.
+    """
+    count = next(iter(stacked.values())).shape[0]
+    one = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}
+    sizes = (stored[name].bytes_of(p.size) if name in stored else p.size * BYTES for name, p in one.items())
+    step = max(1, most // sum(sizes))
+    names = [name for name in one if name in stored or one[name].size * step % QUANTUM == 0]
+    if step >= count or not names:
+        return []
+
+    def made(first: int, last: int, kind: str) -> Unit:
+        chosen = [name for name in names if kind == (STORED if name in stored else kind_of(name))]
+        params = {name: replace(one[name], shape=(last - first, *one[name].shape[1:])) for name in chosen}
+        firsts = {name: first * one[name].size for name in chosen}
+        end, trainable, whole = KINDS[kind]
+        unit = Unit(f"{scope} [{first}:{last}]{end}", params, QUANTUM, trainable, whole, firsts=firsts)
+        held = {name: stored[name] for name in chosen if name in stored}
+        return BlockUnit(**vars(unit), kinds=held, stacks=True) if held else unit
+
+    bounds = [(first, min(first + step, count)) for first in range(0, count, step)]
+    return [(slice(*each), [unit for kind in KINDS if (unit := made(*each, kind)).params]) for each in bounds]

@@ -169,7 +169,7 @@ def restart() -> None:
         active.restart()
 
 
-def lap(track: str, name: str) -> None:
+def lap(track: str, name: str, label: str = "") -> None:
     """End a lap now, if a recorder is on."""
     if active is not None:
-        active.lap(track, name)
+        active.lap(track, name, label)
