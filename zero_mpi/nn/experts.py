@@ -80,7 +80,7 @@ class Experts(Composite, AddsInForward):
 
     def route(self, p: Weights, x: Any) -> Routing:
         """Return the choice of experts for x (T, C)."""
-        logits = self.router.rows(p, x, ALL, via=WIDE)
+        logits = self.router.rows(p, self.router.saved(p, x, WIDE), ALL, via=WIDE)
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
@@ -88,12 +88,13 @@ class Experts(Composite, AddsInForward):
         routing = self.route(p, flat)
         self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
         via, rows = grouped(routing.starts), ops.embedding(routing.tokens, flat)
-        gate, up = (linear.rows(p, rows, ALL, via=via) for linear in (self.gate, self.up))
+        gate, up = (each.rows(p, each.saved(p, rows, via), ALL, via=via) for each in (self.gate, self.up))
         for observe in OBSERVERS:
             plain = ops.swiglu(gate, up)  # as llama.cpp has it, which weights the rows behind `down`
             for linear, x_of in (self.router, flat), (self.gate, rows), (self.up, rows), (self.down, plain):
                 observe(linear.weight, x_of, None if linear is self.router else routing.starts)
-        rows = self.down.rows(p, ops.weighted_swiglu(gate, up, routing.weights), ALL, via=via)
+        rows = self.down.saved(p, ops.weighted_swiglu(gate, up, routing.weights), via)
+        rows = self.down.rows(p, rows, ALL, via=via)
         if self.shared is not None:
             y, kept = forward_onto(self.shared, p, x, residual)
         else:
@@ -105,16 +106,16 @@ class Experts(Composite, AddsInForward):
         x, routing, gate, up, kept = saved
         flat, via = x.reshape(-1, x.shape[-1]), grouped(routing.starts)
         tokens, weights = routing.tokens, routing.weights
-        down = ops.weighted_swiglu(gate, up, weights), ops.embedding(tokens, dy.reshape(flat.shape))
+        down = (ops.weighted_swiglu(gate, up, weights), None), ops.embedding(tokens, dy.reshape(flat.shape))
         dgate, dup, dw = ops.weighted_swiglu_backward(
             self.down.backward_of_rows(p, *down, g, ALL, via=via), gate, up, weights
         )
-        rows = ops.embedding(tokens, flat)
+        rows = ops.embedding(tokens, flat), None
         drows = self.gate.backward_of_rows(p, rows, dgate, g, ALL, via=via)
         drows = self.up.backward_of_rows(p, rows, dup, g, ALL, drows, via)
         dlogits = ops.route_backward(dw, weights, routing.p, routing.chosen, routing.rows, self.normalized)
         self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
-        dx = self.router.backward(p, flat, dlogits, g)
+        dx = self.router.backward(p, (flat, None), dlogits, g)
         ops.embedding_backward(tokens, drows, dx)
         dx = dx.reshape(x.shape)
         return dx if self.shared is None else backward_onto(self.shared, p, kept, dy, g, dx)
