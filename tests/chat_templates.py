@@ -321,5 +321,4 @@ def chat_keys(template: str | None = None) -> dict[str, object]:
 
 
 def chat_tokenizer(template: str | None = None) -> BPETokenizer:
-    """That tokenizer."""
     return BPETokenizer(chat_keys(template))

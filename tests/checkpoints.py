@@ -15,5 +15,4 @@ def save_checkpoint(out, optimizer, progress, description, keep=0):
 
 
 def load_checkpoint(folder, optimizer):
-    """Fill parameters and moments from a checkpoint. Returns where the run stood."""
     return load_state(open_checkpoint(folder), optimizer)

@@ -98,7 +98,6 @@ class Harness:
         os.environ.setdefault("ZERO_MPI_CACHE", str(self.base / "encoded"))  # of jobs too
 
     def shout(self, text):
-        """Write to stderr at once, past pytest's capture; any rank may do so."""
         os.write(self.stderr, f"\n[rank {self.world.rank}] {text}\n".encode())
 
     @contextlib.contextmanager

@@ -177,7 +177,6 @@ def rotary_shapes(config):
 
 
 def random_tensors(config, seed=0):
-    """Matrices and biases of deviation 0.2, norms around one, less one in whole parts of 1024."""
     rng = np.random.default_rng(seed)
 
     def draw(name, shape):
@@ -343,7 +342,6 @@ def self_attention(config, w, i, x):
 
 
 def mixture(config, w, i, x):
-    """Each token by itself: the experts of the largest probabilities, of equal ones the first."""
     N, U, P = experts_of(config), config["num_experts_per_tok"], f"layers.{i}."
     granite, mixtral = config["model_type"].startswith("granite"), config["model_type"] == "mixtral"
     module = "mlp" if config["model_type"] in ("qwen3_moe", "olmoe") else "block_sparse_moe"

@@ -99,7 +99,6 @@ def clean_environment() -> dict[str, str]:
 
 
 def launcher() -> list[str]:
-    """The command that starts ranks, without its arguments."""
     if "ZERO_MPI_MPIEXEC" in os.environ:
         return shlex.split(os.environ["ZERO_MPI_MPIEXEC"])
     beside = str(Path(sys.executable).parent)
@@ -252,7 +251,6 @@ def run_command(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs: the launcher is asked to end its ranks, then the group is killed."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:

@@ -40,7 +40,6 @@ def drawn(shape: tuple[int, ...], kind: str, number: int, below: int) -> np.ndar
 
 
 def of_experts() -> dict[str, Given]:
-    """Rows sorted by expert, as a router sorts them."""
     rows, ends = numbers(6, 4), np.array([0, 2, 2, 6])
     stack, weight = {"w": numbers(3, 4, 5), "starts": ends}, np.ones((6, 1), np.float32)
     routed = {"p": numbers(3, 4), "chosen": np.array([[0, 1], [1, 2], [2, 0]]), "rows": np.arange(6)}
@@ -67,7 +66,6 @@ def special() -> dict[str, Given]:
 
 
 def fitting(**sizes: int) -> dict[str, Given]:
-    """The arguments of each operation by name, arrays as new ones; sizes: other lengths of axes."""
     examples = {name: example(one, SIZES | sizes, drawn, True) for name, one in OPERATIONS.items()}
     return {name: given | special().get(name, {}) for name, given in examples.items()}
 

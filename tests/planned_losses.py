@@ -29,7 +29,6 @@ class Taught(Objective):
 
 
 def objective_of(case, module):
-    """The loss of a case, over data that fill its windows."""
     rng, ids, half = np.random.default_rng(0), case.model.vocab_size, case.context // 2 + 1
     sizes = {"batch_size": case.batch_size, "micro_batch": case.micro_batch, "seed": 0}
     if case.teacher:
@@ -44,7 +43,6 @@ def objective_of(case, module):
 
 
 def make_step(objective, accumulator, optimizer):
-    """A step as training makes it, without flags."""
     losses = objective.step(0)
     for mine in accumulator:
         x, loss = (None, None) if mine is None else losses.micro(mine)

@@ -89,7 +89,6 @@ def losses(module):
 
 
 def train(optimizer, steps):
-    """Losses, auxiliary losses and norms of steps, and the digest of parameters and buffers after them."""
     module = optimizer.module
     accum, records = GradAccum(module, COUNT), []
     for step in steps:

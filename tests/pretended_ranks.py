@@ -75,7 +75,6 @@ class Echo(SerialComm):
 
 
 def begin(ranks: int, flags: list[str]) -> Trainer:
-    """A run of so many ranks, ready for its first step: what `zero_mpi.train.command` does."""
     world = World(0, ranks, comm=StopAwareComm(Echo(ranks)))
     world.__dict__["node"] = Echo(min(ranks, PER_NODE))
     setup.choose_transport = lambda *_: TransportChoice(Echo(ranks))

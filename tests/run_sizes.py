@@ -202,7 +202,6 @@ def close(total: Counter[str], failed: list[str]) -> int:
 
 
 def compile_once() -> None:
-    """Have the operations compiled before parts begin, each of which would do it by itself, all at a time."""
     programs = (
         ({}, "import ml_dtypes; from zero_mpi import ops; ops.prepare(kind=ml_dtypes.bfloat16)"),
         ({"ZERO_MPI_BITS": "portable"}, "from zero_mpi import ops; ops.prepare()"),

@@ -21,7 +21,6 @@ def texts() -> list[str]:
 
 
 def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any) -> dict[str, Any]:
-    """GGUF keys of (token, type) pairs."""
     return {
         "tokenizer.ggml.model": model,
         "tokenizer.ggml.pre": "default",
@@ -34,7 +33,6 @@ def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any)
 
 @cache
 def learnt_merges(size: int) -> list[str]:
-    """Tokens in the order in which they were learnt, of words cut at spaces."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -47,7 +45,6 @@ def learnt_merges(size: int) -> list[str]:
 
 @cache
 def learnt_unigram(size: int) -> list[tuple[str, float]]:
-    """Tokens with their scores, of words cut at spaces."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
@@ -58,7 +55,6 @@ def learnt_unigram(size: int) -> list[tuple[str, float]]:
 
 
 def merged(size: int = 1500, levels: int = 0, **more: Any) -> dict[str, Any]:
-    """Keys of merges by score; only `levels` different scores, if given."""
     kept = [*SPECIAL, *BYTES]
     named = {token for token, _ in kept}
     tokens = [(token, 1) for token in learnt_merges(size) if token not in named]
@@ -68,7 +64,6 @@ def merged(size: int = 1500, levels: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def likely(size: int = 1500, **more: Any) -> dict[str, Any]:
-    """Keys of a unigram model."""
     special = [("<pad>", 3), ("</s>", 3), ("<unk>", 2), ("<s>", 3), ("<|user|>", 3), ("<|tool|>", 4)]
     special.append(("de", 5))
     named = {token for token, _ in special}
@@ -79,7 +74,6 @@ def likely(size: int = 1500, **more: Any) -> dict[str, Any]:
 
 
 def fuzzed(count: int, seed: int = 7) -> list[str]:
-    """Strings of many scripts: pieces of texts, runs, spaces, marks, tokens and their beginnings."""
     draw = random.Random(seed)
     sources = [text for text in bpe_files.TEXTS if text] + texts()[-1:]
     spelt = [token for token, _ in SPECIAL]

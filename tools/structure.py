@@ -6,11 +6,12 @@
 The tree is one ordered list of rooms, packages and single files (`ORDER`): a room imports only those that
 stand before it, and no file of a room leads back to itself. Imports inside functions count, and so does a
 module that is named whole in a string, for it is started or loaded by that; what stands under
-`if TYPE_CHECKING:` is for readers and does not. Prints each violation as `path:line: text` and exits with
-status 1 if there is one.
+`if TYPE_CHECKING:` is for readers and does not. Tests, tools and examples import only names that exist.
+Prints each violation as `path:line: text` and exits with status 1 if there is one.
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -233,6 +234,36 @@ def check_docstrings(tree: ast.Module, public_names: bool) -> Iterator[Violation
             yield node.lineno, f"{node.name} is public and has no docstring"
 
 
+@functools.cache
+def names_of(file: Path) -> frozenset[str]:
+    """Every name that a module defines, imports or assigns."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return frozenset(found)
+
+
+def check_names(tree: ast.AST, package: Path) -> Iterator[Violation]:
+    """Each name that `from zero_mpi... import` asks for and no module has."""
+    for node in ast.walk(tree):
+        origin = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
+        if not origin or origin.split(".")[0] != PACKAGE:
+            continue
+        place = package.parent.joinpath(*origin.split("."))
+        file = place.with_suffix(".py")
+        file = file if file.exists() else place / "__init__.py"
+        names = names_of(file) if file.exists() else frozenset()
+        for alias in node.names:
+            name = f"{origin}.{alias.name}"
+            if not {alias.name, "__getattr__"} & names and not is_module(name, package):
+                yield node.lineno, f"{name} does not exist"
+
+
 def check_file(path: Path, root: Path) -> Iterator[Violation]:
     """All violations of one file."""
     text = path.read_text()
@@ -240,6 +271,8 @@ def check_file(path: Path, root: Path) -> Iterator[Violation]:
     folder = path.relative_to(root).parts[0]
     if folder == PACKAGE:
         yield from check_imports(tree, path, root / PACKAGE)
+    else:
+        yield from check_names(tree, root / PACKAGE)
     limit = float("inf") if folder in FREE_LENGTH else MAX_FILE
     yield from check_sizes(tree, text, path.relative_to(root).as_posix(), limit)
     yield from check_docstrings(tree, public_names=folder in (PACKAGE, "tools"))

@@ -57,7 +57,6 @@ class Hosts:
 
     @property
     def folder(self) -> Path:
-        """A folder that all hosts see; it goes with them."""
         return self.state / "runs"
 
     def run(

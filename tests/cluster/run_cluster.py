@@ -29,7 +29,6 @@ PARTS = {
 
 
 def main() -> int:
-    """Run them; returns the exit status."""
     paths, options = sys.argv[1:], []
     if "--" in paths:
         cut = paths.index("--")

@@ -30,14 +30,11 @@ PACKAGES = "apt-get install -y --no-install-recommends slurm-wlm munge"
 
 @dataclass(frozen=True)
 class Slurm:
-    """A Slurm that is up; `state`: the folder of slurm_up.sh, `enter`: what goes where its commands run."""
-
     state: Path
     enter: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
-        """A folder for runs and logs; it goes with the Slurm."""
         return self.state / "runs"
 
     def run(
@@ -94,7 +91,6 @@ class Slurm:
         self.command("scancel", f"--signal={name}", f"{self.facts(job)['JobId']}.0")
 
     def ranks(self, job: str) -> list[int]:
-        """The processes that a job's srun started, in order of their ranks."""
         _, *lines = self.command("scontrol", "listpids", f"{self.facts(job)['JobId']}.0").splitlines()
         columns = [line.split() for line in lines]  # PID JOBID STEPID LOCALID GLOBALID
         ranks = {int(line[4]): int(line[0]) for line in columns if line[4].isdigit()}

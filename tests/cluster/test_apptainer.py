@@ -34,7 +34,6 @@ def default(name: str) -> str:
 
 
 def why_no_image() -> str:
-    """Why an image cannot be built and run here, or an empty string."""
     if missing := [name for name in ("apptainer", "debootstrap") if which(name) is None]:
         return f"an image needs {', '.join(missing)}: Debian's packages of these names"
     if os.geteuid() != 0 or platform.machine() != "x86_64":
@@ -58,7 +57,6 @@ def succeed(command: Sequence[str | Path], folder: Path, timeout: float = 300) -
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> Path:
-    """The image, in a folder of its own."""
     if reason := why_no_image():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("image")

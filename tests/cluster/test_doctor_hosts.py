@@ -11,7 +11,6 @@ WIRE = 125e6  # bytes a second of 1 Gbit/s
 
 
 def examine(here: Hosts, ranks: int, per_host: int, *flags: str):
-    """(exit status, rows by name, figures)."""
     try:
         installed("mpich")
     except LookupError as error:

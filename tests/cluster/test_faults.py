@@ -53,7 +53,6 @@ def write_tokens(path: Path) -> None:
 
 
 def flags(folder: Path, timeout: float = PATIENT) -> list[str]:
-    """The run; its data are in its folder."""
     return [*FLAGS, "--data", str(folder / "tokens.npy"), "--timeout", str(timeout)]
 
 
@@ -233,7 +232,6 @@ def check_end(fault: Fault, trial: Trial) -> None:
 
 
 def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
-    """The plain command on two ranks does the rest, to the bytes of a run to which nothing happened."""
     again = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
     status, printed, errors = run_command([*again, *flags(trial.out.parent)], timeout=60)
     assert status == 0, printed + errors
@@ -264,7 +262,6 @@ def rows(events: Sequence[str]) -> pytest.MarkDecorator:
 
 
 def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
-    """The run, the event, the end, and the rest of the run."""
     write_tokens(trial.out.parent / "tokens.npy")
     start = stage.command or command(fault.launcher, RANKS)
     more = ["--transport", fault.transport]

@@ -48,7 +48,6 @@ OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # Open MP
 
 
 def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
-    """Train into `out` over hosts, on success only. Returns what was printed."""
     job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
     status, printed, errors = here.run(ranks, each, job, mpi=mpi, timeout=200, env=COMPILED)
     assert (status, OF_LAUNCHER.sub("", errors)) == (0, ""), f"status {status}\n{printed}\n{errors}"

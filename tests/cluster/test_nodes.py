@@ -1,8 +1,4 @@
-"""What a step moves over the links between hosts, by the links' own counters, is what the formulas say.
-
-Two runs of different length over the same hosts: what more the longer one moved, per step, beside the plan's
-sum over a host's ranks. TCP and IP add some per cent, the sums of losses and norms a little.
-"""
+"""What a step moves over the links between hosts, by the links' own counters, is what the formulas say."""
 
 import pytest
 from hosts import why_no_hosts
@@ -23,7 +19,6 @@ FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "cont
 
 
 def carried(here, hosts, out, steps, flags):
-    """Bytes that each host sent in a run of so many steps."""
     before = here.traffic()
     job = ["-m", "zero_mpi.train", "--out", str(out), "--steps", str(steps), *FLAGS, *flags]
     status, printed, errors = here.run(hosts * EACH, EACH, job, timeout=200, env=COMPILED)

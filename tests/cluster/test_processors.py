@@ -33,7 +33,6 @@ pytestmark = [
 
 
 def lines(*before, names=()):
-    """What portable_steps.py prints of architectures, started by a command."""
     env = clean_environment() | COMPILED | {portable.VARIABLE: portable.PORTABLE}
     command = [*before, sys.executable, str(STEPS), *names]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -43,7 +42,6 @@ def lines(*before, names=()):
 
 @pytest.fixture(scope="module")
 def here():
-    """The bits of this processor; the first process fills the folder of compiled code."""
     found = lines()
     assert [line.split()[0] for line in found] == ["functions", *architectures.ROWS, "trial"]
     return found

@@ -150,7 +150,6 @@ def test_a_job_that_is_preempted_saves_and_goes_on(here, flags, unbroken, tmp_pa
 
 
 def test_a_supervised_job_goes_on_in_its_allocation(here, flags, tmp_path):
-    """A rank is killed, with which the job would end: it is done all the same, and was not requeued."""
     _, environ = prepared(here, "srun --mpi=pmi2", "mpich")
     out, steps = tmp_path / "out", ["--steps", "200", "--save-every", "30"]
     launch = f"zero-mpi supervise --backoff 0.2 -- {environ['LAUNCH']} -w {{hosts}} -N {{nodes}} -n {{ranks}}"

@@ -28,7 +28,6 @@ pytestmark = [
 
 
 def submit(up: Slurm, here: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
-    """A supervised job of a rank on each node, and the folder of its run."""
     python, environ = prepared(up, launch, mpi)
     texts, out = write_text(here.folder), here.folder / "out"
     where = (

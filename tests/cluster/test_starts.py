@@ -1,8 +1,4 @@
-"""srun starts the ranks of each MPI by the interface that it knows, and what it cannot start is refused.
-
-All on a real Slurm of one node, whose plugins are Debian's: PMI2, and PMIx where libpmix-dev is installed.
-The MPIs are those of `hosts.installed`: the one of this environment, and those that variables name.
-"""
+"""srun starts the ranks of each MPI by the interface that it knows, and what it cannot start is refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +38,6 @@ def alone(flags, tmp_path_factory) -> Path:
 
 
 def start(here: Slurm, mpi: str, interface: str, *arguments: str) -> tuple[int, str, str]:
-    """Run `python arguments` on ranks of this MPI; skips where it or the interface cannot be had."""
     try:
         python, _ = installed("mpich" if mpi == "site" else mpi)
         environ = COMPILED | (site_variables() if mpi == "site" else {})

@@ -61,7 +61,6 @@ def parts(path: Path) -> tuple[Keys, list[tuple[str, np.ndarray]], bytes]:
 
 
 def odd_value(random: Random) -> Any:
-    """A value that our writer takes."""
     kind = random.randrange(8)
     if kind <= 1:
         return random.choice([t for t in wild.TEXTS if t.isascii() or "\ud800" not in t])
@@ -83,7 +82,6 @@ def odd_value(random: Random) -> Any:
 
 
 def changed(random: Random) -> dict[str, bytes]:
-    """The files with some keys changed, and signed again more often than not."""
     files = {name: (dict(keys), tensors) for name, (keys, tensors, _) in trained().items()}
     for _ in range(random.choice([1, 1, 2, 4])):
         keys, _ = files[random.choice(NAMES)]
@@ -100,7 +98,6 @@ def changed(random: Random) -> dict[str, bytes]:
 
 
 def packed(keys: Keys, tensors: list[tuple[str, np.ndarray]]) -> bytes:
-    """A file of these; with an architecture that is none, the bytes of the sound one with a longer header."""
     arch = keys.get("general.architecture")
     if not isinstance(arch, str) or not arch or keys.get("general.alignment") is not None:
         keys = {key: value for key, value in keys.items() if key != "general.alignment"}
@@ -140,7 +137,6 @@ def keys(random: Random, folder: Path) -> list[str]:
 
 
 def noise(random: Random, folder: Path) -> list[str]:
-    """Bytes changed in either file."""
     files = {name: raw for name, (_, _, raw) in trained().items()}
     name = random.choice(NAMES)
     files[name] = wild.edited(random, files[name])
@@ -149,7 +145,6 @@ def noise(random: Random, folder: Path) -> list[str]:
 
 
 def special(random: Random, folder: Path) -> list[str]:
-    """Something else in the place of a file, a folder or the link."""
     place = write(folder, {name: raw for name, (_, _, raw) in trained().items()})
     target = random.choice([*(place / name for name in NAMES), folder / "out" / "latest"])
     target.unlink()

@@ -85,7 +85,6 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 def values(random: Random, folder: Path) -> list[str]:
-    """Another value in one place of a line, or of a turn."""
     form = json.loads(json.dumps(random.choice(FORMS)))
     places = [form, *(turn for turns in form.values() if isinstance(turns, list) for turn in turns)]
     place = random.choice(places)
@@ -111,7 +110,6 @@ def others(random: Random, folder: Path) -> list[str]:
 
 
 def damaged(random: Random, folder: Path) -> list[str]:
-    """Bytes changed, cut or put in."""
     raw = bytearray(lines(*FORMS))
     for _ in range(random.randint(1, 4)):
         raw[random.randrange(len(raw))] = random.randrange(256)
@@ -141,7 +139,6 @@ def table(random: Random, rows: list[dict[str, Any]], kind: str) -> bytes:
 
 
 def packed(random: Random, folder: Path) -> list[str]:
-    """Packed lines, an array and a table, rows in error among them, damaged at times; rows are left out."""
     form = random.choice(FORMS)
     bad = [json.loads(json.dumps(form)) | {random.choice([*form]): random.choice(["", 1, [], {}])}]
     rows = [form] * 3 + bad * random.randint(0, 2)
@@ -165,12 +162,10 @@ def packed(random: Random, folder: Path) -> list[str]:
 
 
 def programs(random: Random, folder: Path) -> list[str]:
-    """A template that goes on for ever, takes all memory, or looks for a way out."""
     return samples(folder, lines(FORMS[0]), random.choice(PROGRAMS))
 
 
 def templates(random: Random, folder: Path) -> list[str]:
-    """A template with letters changed, cut or put in."""
     text = list(random.choice([*TEMPLATES.values()]))
     for _ in range(random.randint(1, 2)):
         text[random.randrange(len(text))] = random.choice("{}%-'|()[].=x \n\\\udc80é")
@@ -193,7 +188,6 @@ def calls(random: Random, folder: Path) -> list[str]:
 
 
 def variables(random: Random, folder: Path) -> list[str]:
-    """Flags that give values to a template which shows them."""
     flags = {
         "--template-var": random.choice(SAYING),
         "--template-date": random.choice(
@@ -210,7 +204,6 @@ QUESTION = {"question": "Two and two are", "answers": [" four", " five"], "right
 
 
 def evaluate(folder: Path, raw: bytes) -> list[str]:
-    """The command on a file of these bytes, with a small model."""
     config = GPT2.from_flags(SIZES | {"tied": True})
     params = config.params()
     table = [(name, param.shape) for name, param in params.items()]
@@ -227,7 +220,6 @@ def sound_questions(random: Random, folder: Path) -> list[str]:
 
 
 def questions(random: Random, folder: Path) -> list[str]:
-    """Another value in the place of a line or in one; bytes changed; what is no JSON at all."""
     kind, odd = random.randrange(4), random.choice(ODD)
     if kind == 0:
         return evaluate(folder, lines(QUESTION, odd))
@@ -251,7 +243,6 @@ def number_of(random: Random) -> str:
 
 
 def text_of(random: Random, depth: int) -> str:
-    """An expression that is a text."""
     if not depth:
         return random.choice(["'xy'", "messages[0].content", "s", "n.s"])
     one = text_of(random, depth - 1)
@@ -270,7 +261,6 @@ def text_of(random: Random, depth: int) -> str:
 
 
 def sequence(random: Random, depth: int) -> str:
-    """An expression that can be gone through."""
     if not depth:
         return random.choice(["messages", "range(9999)", "range(99999)", "'xy'", "['x', 'y']", "n.l", "s"])
     one, many = sequence(random, depth - 1), number_of(random)
@@ -288,7 +278,6 @@ def condition(random: Random, depth: int) -> str:
 
 
 def statement(random: Random, depth: int) -> str:
-    """A statement, most of them in others."""
     kind, inner = random.randrange(6), statement(random, depth - 1) if depth else "{{ s }}"
     deep = random.choice([0, 0, 1, 1, 2, 3])
     if kind <= 1:
@@ -305,7 +294,6 @@ def statement(random: Random, depth: int) -> str:
 
 
 def program(random: Random) -> str:
-    """A template."""
     begin = "{% set s = 'xy' %}{% set n = namespace(s='xy', l=['x']) %}"
     return begin + "".join(
         statement(random, random.choice([0, 1, 2, 4])) for _ in range(random.choice([1, 2]))
@@ -317,7 +305,6 @@ def grown_programs(random: Random, folder: Path) -> list[str]:
 
 
 def chats(random: Random, folder: Path) -> list[str]:
-    """In a model that is to answer."""
     file = fuzz_gguf.model(random, odd_frequencies=0)
     file.keys = [pair for pair in file.keys if pair[0] != "tokenizer.chat_template"]
     file.keys.append(("tokenizer.chat_template", fuzz_gguf.typed(fuzz_gguf.STRING, program(random))))

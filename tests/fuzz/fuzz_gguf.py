@@ -30,7 +30,6 @@ def encoded(text: str) -> bytes:
 
 
 def scalar(kind: int, value: Any) -> bytes:
-    """The bytes of a number, forced into the type."""
     if kind in (6, 12):
         try:
             return struct.pack(f"<{FORMATS[kind]}", value)
@@ -66,8 +65,6 @@ def plain(value: Any) -> bytes:
 
 @dataclass
 class File:
-    """The pieces of a file; counts and places follow from them unless they are given."""
-
     keys: list[tuple[str, bytes]]
     tensors: list[tuple[str, tuple[int, ...], int]]  # name, shape in NumPy's order, type
     counts: dict[str, int] = field(default_factory=dict)
@@ -99,7 +96,6 @@ def values(size: int) -> bytes:
 
 
 def characters() -> list[str]:
-    """GPT-2's letters of the 256 bytes."""
     own = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in own]
     moved = {byte: 256 + place for place, byte in enumerate(others)}
@@ -165,7 +161,6 @@ def odd_value(random: Random) -> bytes:
 
 
 def changed_keys(random: Random, file: File) -> None:
-    """Some keys get another value, another name, come twice or go."""
     for _ in range(random.choice([1, 1, 1, 2, 5])):
         place = random.randrange(len(file.keys))
         key, value = file.keys[place]
@@ -181,7 +176,6 @@ def changed_keys(random: Random, file: File) -> None:
 
 
 def changed_tensors(random: Random, file: File) -> None:
-    """Some tensors get another name, shape or type, come twice, go, or are more."""
     for _ in range(random.choice([1, 1, 2])):
         place = random.randrange(len(file.tensors))
         name, shape, kind = file.tensors[place]
@@ -206,7 +200,6 @@ DATA = "some text that is long enough for a window or two of training, a b a b\n
 
 
 def command(random: Random, folder: Path, name: str = "x.gguf") -> list[str]:
-    """A command that reads the model of this name."""
     kind = random.randrange(10)
     if kind <= 2:
         flags = random.sample(["--keys", "--tensors", "--json"], random.randint(0, 3))
@@ -225,7 +218,6 @@ def command(random: Random, folder: Path, name: str = "x.gguf") -> list[str]:
 
 
 def train(folder: Path, *flags: str) -> list[str]:
-    """One step of training on a short text."""
     (folder / "data.txt").write_text(DATA)
     sizes = ["--context", "16", "--sample", "0", "--steps", "1"]
     sizes += ["--batch-size", "1", "--micro-batch", "1", "--val-fraction", "0"]
@@ -252,7 +244,6 @@ def tensors(random: Random, folder: Path) -> list[str]:
 
 
 def counts(random: Random, folder: Path) -> list[str]:
-    """Counts and lengths that lie."""
     file = model(random)
     odd = [n for n in wild.INTEGERS if 0 <= n < 2**64]
     what = random.randrange(5)
@@ -273,7 +264,6 @@ def counts(random: Random, folder: Path) -> list[str]:
 
 
 def noise(random: Random, folder: Path) -> list[str]:
-    """Bytes changed, cut out or written over, most in the index."""
     raw = model(random).bytes()
     at = random.choice([len(raw), 12_000, 1000, 100])
     (folder / "x.gguf").write_bytes(
@@ -283,7 +273,6 @@ def noise(random: Random, folder: Path) -> list[str]:
 
 
 def many(random: Random, folder: Path) -> list[str]:
-    """Very many keys, tensors, tokens or letters."""
     file, count = model(random), random.choice([10_000, 70_000, 300_000])
     what = random.randrange(7)
     if what == 0:
@@ -307,7 +296,6 @@ def many(random: Random, folder: Path) -> list[str]:
 
 
 def special(random: Random, folder: Path) -> list[str]:
-    """Something else in the place of the file, or of a part of it."""
     if random.random() < 0.5:
         wild.special(random, folder / "x.gguf")
         return command(random, folder)

@@ -83,7 +83,6 @@ NAMES = names_opened()
 
 
 def write(folder: Path) -> Path:
-    """The run, and a folder outside of it with a file and the same run once more."""
     run = fuzz_run_folder.write_run(folder)
     shutil.copytree(run, folder / "outside", symlinks=True)
     (folder / "outside" / "file").write_text("to be left alone\n")
@@ -91,7 +90,6 @@ def write(folder: Path) -> Path:
 
 
 def put(random: Random, path: Path, kind: str) -> None:
-    """Something else in the place of a file or folder that is there or will be."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent.resolve() != path.parent or not path.parent.is_dir():

@@ -75,7 +75,6 @@ def lines_of(raw: bytes) -> list[dict]:
 
 
 def types(random: Random, folder: Path) -> list[str]:
-    """Values that were swapped, dropped, renamed or repeated."""
     run, name = write_run(folder), random.choice(FILES)
     path = run / name
     if name in RECORDS:
@@ -127,7 +126,6 @@ def signed(random: Random, folder: Path) -> list[str]:
 
 
 def broken(random: Random, folder: Path) -> list[str]:
-    """Files that are no JSON, no TOML, no lines, or too much of them."""
     run, name = write_run(folder), random.choice(FILES)
     path = run / name
     raw = path.read_bytes()
@@ -154,7 +152,6 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 
 def places(random: Random, folder: Path) -> list[str]:
-    """Something else than a file in the place of one, or than a folder in the place of the run."""
     run = write_run(folder)
     if random.random() < 0.15:
         shutil.rmtree(run)

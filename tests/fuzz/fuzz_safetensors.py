@@ -68,7 +68,6 @@ def tokenizer_text() -> str:
 
 
 def packed(arrays: dict[str, np.ndarray]) -> tuple[Header, bytes]:
-    """(header, data) of a safetensors file."""
     header: Header = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, array in arrays.items():
@@ -104,7 +103,6 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 def config(random: Random, folder: Path) -> list[str]:
-    """A configuration of other values, types, sizes."""
     place, content, _, _ = write(random, folder)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         kind, key = random.randrange(6), random.choice([*content, *SETTINGS])
@@ -125,7 +123,6 @@ def config(random: Random, folder: Path) -> list[str]:
 
 
 def header(random: Random, folder: Path) -> list[str]:
-    """A header of other values, types, names, and lengths that lie."""
     place, _, content, data = write(random, folder)
     kind, raw = random.randrange(8), b""
     if kind <= 1:
@@ -154,7 +151,6 @@ def header(random: Random, folder: Path) -> list[str]:
 
 
 def index(random: Random, folder: Path) -> list[str]:
-    """An index over two files, which may name others, or too many."""
     place, _, content, data = write(random, folder)
     (place / "model.safetensors").unlink()
     names = [name for name in content if name[0] != "_"]
@@ -185,7 +181,6 @@ def index(random: Random, folder: Path) -> list[str]:
 
 
 def tokenizer(random: Random, folder: Path) -> list[str]:
-    """The tokenizer's files and those beside it with other values."""
     place, _, _, _ = write(random, folder)
     name = random.choice(["tokenizer", "tokenizer", "tokenizer_config", "generation_config"])
     path = place / f"{name}.json"

@@ -26,7 +26,6 @@ GOOD = lines(*({"text": text} for text in TEXTS))
 
 
 def zstd(data: bytes) -> bytes:
-    """The bytes packed, if the package that does it is there."""
     try:
         import pyarrow
     except ImportError:
@@ -38,7 +37,6 @@ def zstd(data: bytes) -> bytes:
 
 
 def parquet(texts: list[Any]) -> bytes:
-    """The texts as a column of Parquet."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -53,7 +51,6 @@ PACKED: dict[str, Written] = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jso
 
 
 def tokenize(random: Random, folder: Path, name: str, raw: bytes) -> list[str]:
-    """The command on a file of these bytes."""
     (folder / name).write_bytes(raw)
     command = ["-m", "zero_mpi", "tokenize", name, "--tokenizer", "byte", "--out", "tokens"]
     command += ["--part-mb", "0.001"]
@@ -66,7 +63,6 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 def values(random: Random, folder: Path) -> list[str]:
-    """Other values in the place of a line, or of its text."""
     odd = [random.choice(ODD) for _ in range(3)]
     raw = GOOD + lines(*odd, *({"text": value} for value in odd)) + GOOD
     suffix = random.choice([*PACKED])
@@ -74,7 +70,6 @@ def values(random: Random, folder: Path) -> list[str]:
 
 
 def damaged(random: Random, folder: Path) -> list[str]:
-    """Bytes changed, cut or put in, of any format."""
     suffix = random.choice([*PACKED, ".parquet", ".txt.gz"])
     raw = bytearray(parquet(TEXTS) if suffix == ".parquet" else PACKED.get(suffix, gzip.compress)(GOOD))
     for _ in range(random.randint(1, 4)):

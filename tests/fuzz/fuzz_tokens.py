@@ -56,7 +56,6 @@ ODD_HEADERS = (
 
 
 def file(random: Random) -> bytes:
-    """The bytes of a token file of some kind."""
     kind = random.randrange(9)
     version = random.choice([(1, 0), (1, 0), (2, 0), (3, 0), (0, 0), (255, 255)])
     if kind == 0:
@@ -109,7 +108,6 @@ def arrow() -> dict[str, bytes]:
 
 
 def others(random: Random, folder: Path) -> list[str]:
-    """What other programs write, changed or cut."""
     files = random.choice([llm_c, megatron, arrow])()
     spoilt = random.choice(list(files))
     changes = [
@@ -126,7 +124,6 @@ def others(random: Random, folder: Path) -> list[str]:
 
 
 def command(folder: Path, random: Random, name: str = "ids.npy") -> list[str]:
-    """A step of training on the ids, from scratch."""
     sizes = ["--dim", "8", "--layers", "1", "--heads", "2", "--context", "16", "--vocab-size", "61"]
     steps = ["--sample", "0", "--steps", "1", "--batch-size", "1", "--micro-batch", "1", "--out", "out"]
     data = random.choice([[name], [name, name.replace("ids", "./ids")]])
@@ -144,7 +141,6 @@ def bytes_of(random: Random, folder: Path) -> list[str]:
 
 
 def special(random: Random, folder: Path) -> list[str]:
-    """Something else in its place, or a header before 8 GiB of nothing."""
     path = folder / "ids.npy"
     if random.random() < 0.4:
         path.write_bytes(header(usual(shape=(random.choice([500, 2**40, 2**32 - 64 + 2**20]),))))
@@ -167,10 +163,4 @@ def teachers(random: Random, folder: Path) -> list[str]:
     return [*command(folder, random), "--teacher", "top"]
 
 
-CASES = {
-    "sound": sound,
-    "bytes": bytes_of,
-    "special": special,
-    "others": others,
-    "teachers": teachers,
-}
+CASES = {"sound": sound, "bytes": bytes_of, "special": special, "others": others, "teachers": teachers}

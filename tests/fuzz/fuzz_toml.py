@@ -24,7 +24,6 @@ BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
 def settings(random: Random) -> dict[str, Any]:
-    """Settings of which some are odd."""
     found: dict[str, Any] = dict(ALWAYS)
     for _ in range(random.choice([1, 1, 2, 5])):
         name = random.choice(list(FIELDS))
@@ -145,7 +144,6 @@ def machine_command(random: Random, folder: Path, machine: dict[str, Any] | byte
 
 
 def machine_types(random: Random, folder: Path) -> list[str]:
-    """Values of other types and sizes, and keys that are none, anywhere."""
     machine = described(random)
     for _ in range(random.choice([1, 1, 3])):
         places = [machine, *machine.values(), *machine["network"]]
@@ -159,7 +157,6 @@ def machine_types(random: Random, folder: Path) -> list[str]:
 
 
 def machine_missing(random: Random, folder: Path) -> list[str]:
-    """A key or a table that is not there, or levels in another order."""
     machine = described(random)
     table = random.choice([machine, machine["node"], machine["rates"], random.choice(machine["network"])])
     if random.random() < 0.7:

@@ -28,7 +28,6 @@ COMMAND = ["-m", "zero_mpi", "trace"]
 
 
 def time_line(random: Random) -> dict[str, Any]:
-    """A time line as a run writes it, of some ranks and steps."""
     events = []
     for rank in range(random.choice([1, 2, 3])):
         events.append({"name": "process_name", "ph": "M", "pid": rank + 1, "args": {"name": f"rank {rank}"}})
@@ -47,7 +46,6 @@ def time_line(random: Random) -> dict[str, Any]:
 
 
 def named(random: Random, folder: Path, raw: bytes) -> list[str]:
-    """The command on a file of these bytes, packed or not; as it is."""
     packed = random.random() < 0.3
     path = folder / ("trace.json.gz" if packed else "trace.json")
     path.write_bytes(gzip.compress(raw, 1) if packed else raw)
@@ -68,7 +66,6 @@ def types(random: Random, folder: Path) -> list[str]:
 
 
 def broken(random: Random, folder: Path) -> list[str]:
-    """What is no JSON any more, or JSON that hurts; pieces of a large file end anywhere."""
     if random.random() < 0.6:
         return named(random, folder, wild.broken_json(random, time_line(random)))
     raw = json.dumps(time_line(random), indent=random.choice([None, 1])).encode()
@@ -78,7 +75,6 @@ def broken(random: Random, folder: Path) -> list[str]:
 
 
 def bombs(random: Random, folder: Path) -> list[str]:
-    """Little on disk, much to read."""
     raw = as_lines(random, time_line(random))
     head, tail = raw[:-4], b"\n]}\n"
     event = b",\n" + json.dumps(timelines.event(0, "compute", "forward", 100, 101)).encode()
@@ -101,7 +97,6 @@ def bombs(random: Random, folder: Path) -> list[str]:
 
 
 def places(random: Random, folder: Path) -> list[str]:
-    """Something else than a file, holes of many gigabytes, odd names."""
     path = folder / "trace.json"
     kind = random.randrange(4)
     if kind == 0:

@@ -23,7 +23,6 @@ KINDS = ("llama", "t5")
 
 
 def run(folder: Path, keys: dict[str, Any], text: str) -> list[str]:
-    """The command that encodes a text with these keys."""
     with GGUFStream(folder / "m.gguf", "llama", keys, []):
         pass
     (folder / "t.txt").write_text(text)
@@ -31,7 +30,6 @@ def run(folder: Path, keys: dict[str, Any], text: str) -> list[str]:
 
 
 def lengths(random: Random) -> list[int]:
-    """Lengths of tokens: one that is long, all up to one, doubled ones, random ones."""
     kind, most = random.randrange(4), random.choice([100, 3000, 70_000, 1 << 20])
     found = {
         0: lambda: [most],
@@ -51,13 +49,11 @@ def text(random: Random, letter: str) -> str:
 
 
 def words(random: Random, letter: str) -> list[str]:
-    """Tokens that begin alike: a letter again and again, at times with another one behind it."""
     end = random.choice(["", "", "c"])
     return list(dict.fromkeys(letter * size + end for size in lengths(random)))
 
 
 def merges(random: Random, folder: Path) -> list[str]:
-    """Byte-level BPE whose merges join ever longer halves."""
     letters, letter = byte_characters(), "a"
     sizes, halves = {1}, list[str]()
     for size in sorted(set(lengths(random))):
@@ -75,7 +71,6 @@ def merges(random: Random, folder: Path) -> list[str]:
 
 
 def spelt(random: Random, folder: Path) -> list[str]:
-    """A control token or one of a person's that is long, of which the text has beginnings."""
     tokens = list(dict.fromkeys([*byte_characters(), "aa", *words(random, "a")]))
     types = [1] * 257 + [random.choice([1, 3, 4]) for _ in tokens[257:]]
     keys = bpe_files.keys_of(tokens, ["a a"], types=types, eos_token_id=np.uint32(0))
@@ -83,7 +78,6 @@ def spelt(random: Random, folder: Path) -> list[str]:
 
 
 def keys_of(random: Random, more: list[str], types: tuple[int, ...] = (1,), **keys: Any) -> dict[str, Any]:
-    """Keys of SentencePiece of either kind: the bytes, some letters, and more tokens."""
     tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *sentencepiece_files.BYTES]
     words = dict.fromkeys([*"abestx", sentencepiece_files.SPACE, "te", "text", *more])
     tokens += [(word, random.choice(types)) for word in words]
@@ -100,7 +94,6 @@ def pieces(random: Random, folder: Path) -> list[str]:
 
 
 def spellings(random: Random, folder: Path) -> list[str]:
-    """A charsmap that makes much of little, or whose array or texts lie."""
     long = "b" * random.choice([10, 3000, 60_000])
     prefix = "a" * random.choice([1, 50, 150])
     raw = sentencepiece_files.charsmap({"a": long, prefix: "", "é": "e", "x" * 9: long}).tobytes()
@@ -123,7 +116,6 @@ NAMES += ["Replace", "Sequence", "Nmt", "Precompiled"]
 
 
 def normalizer(random: Random, depth: int = 0) -> Any:
-    """A normalizer: sound, or without an end, growing, unknown, or no object."""
     if random.random() < 0.05:
         return random.choice([None, [], "NFC", 3, {}, {"type": None}])
     long = random.choice(LETTERS) * random.choice([0, 1, 1, 1, 2, 15, 900, 100_000])

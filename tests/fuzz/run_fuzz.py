@@ -74,8 +74,6 @@ WARNING = re.compile(r"^\S+:\d+: \w*Warning: ", re.MULTILINE)
 
 @dataclass
 class Ending:
-    """How a run ended: its exit status (or "signal N"), what it said, what it took."""
-
     status: int | str
     printed: str
     said: str
@@ -235,8 +233,6 @@ def find_cases(only: str, folder: Path) -> dict[str, Case]:
 
 @dataclass
 class Fuzz:
-    """A series of runs: what there was, and what is kept of it."""
-
     keep: Path
     seed: int
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -246,7 +242,6 @@ class Fuzz:
     largest: tuple[int, str] = (0, "")
 
     def run(self, name: str, case: Case, number: int) -> list[str]:
-        """Make and run one case. Returns what was wrong."""
         place = Path(tempfile.mkdtemp(prefix="fuzz-"))
         folder, label = place / "files", f"{name} --number {number}"
         folder.mkdir()
@@ -282,7 +277,6 @@ class Fuzz:
         return json.loads((place / "args.json").read_text()) if end.status == 0 else end
 
     def failed(self, label: str, place: Path, wrong: list[str], end: Ending) -> list[str]:
-        """Keep a failure, unless there are enough of its kind, and say so."""
         self.wrong.update(KIND.sub("N", one).partition(":")[0] for one in wrong)
         kind = f"{label.split()[0]}: {KIND.sub('N', '; '.join(wrong))}"
         self.failures[kind] += 1
@@ -314,7 +308,6 @@ def prepare() -> None:
 
 
 def main() -> int:
-    """Run cases in turn until the time is up. Returns 0 if nothing was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="stop after so long")
     parser.add_argument("--rounds", type=int, help="stop after each case was run so often")
@@ -345,7 +338,6 @@ def main() -> int:
 
 
 def report(fuzz: Fuzz, seconds: float) -> None:
-    """What was run, how it ended, and what was wrong."""
     for outcome, count in sorted(fuzz.outcomes.items()):
         print(f"{count:7} {outcome}")
     print(f"slowest: {fuzz.slowest[0]:.2f} s, {fuzz.slowest[1]}")

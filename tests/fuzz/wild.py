@@ -40,7 +40,6 @@ def number(random: Random) -> int | float:
 
 
 def value(random: Random, depth: int = 3) -> Any:
-    """An odd value of JSON or TOML, nested a little."""
     kind = random.randrange(9 if depth else 5)
     if kind == 0:
         return random.choice([None, True, False])
@@ -77,7 +76,6 @@ def places(content: Any) -> list[tuple[Any, Any]]:
 
 
 def changed_json(random: Random, content: Any) -> Any:
-    """A JSON value of which some values were swapped, dropped, renamed, repeated or nested."""
     for _ in range(random.choice([1, 1, 1, 2, 4])):
         options = places(content)
         if not options:
@@ -104,7 +102,6 @@ def range_of(container: Any) -> Any:
 
 
 def broken_json(random: Random, content: Any) -> bytes:
-    """Bytes that are nearly JSON, or JSON of a kind that hurts."""
     raw = as_text(content)
     kinds: list[Callable[[], bytes]] = [
         lambda: raw[: random.randrange(len(raw) + 1)],
@@ -126,7 +123,6 @@ def broken_json(random: Random, content: Any) -> bytes:
 
 
 def edited(random: Random, raw: bytes, most: int = 4) -> bytes:
-    """Bytes of which some were flipped, cut out, moved, or written over."""
     for _ in range(random.randint(1, most)):
         at, size = random.randrange(len(raw) + 1), random.choice([1, 1, 4, 8, 100])
         other = random.randrange(len(raw) + 1)
@@ -140,7 +136,6 @@ SPECIAL = ("folder", "pipe", "zero", "null", "tty", "loop", "dangling", "sparse"
 
 
 def special(random: Random, path: Path, kind: str | None = None) -> None:
-    """Something else than a file in the place of one."""
     kind = kind or random.choice(SPECIAL)
     if path.is_dir() and not path.is_symlink():
         return

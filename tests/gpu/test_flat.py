@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import ops
-from zero_mpi.device.ordered_sum import ordered_sum_on_gpu
+from zero_mpi.device.ordered_sum import ordered_sum_on_gpu, pairwise_sums
 from zero_mpi.ops import reference
 
 pytestmark = pytest.mark.world(1)  # a process alone
@@ -83,6 +83,15 @@ def test_squares_of_chunks(gpu, count, chunk):
     assert gpu.to_host(moved).tobytes() == found.tobytes(), "alignment changes bits"
     apart = [ops.chunk_squares(gpu.from_host(run), chunk) for run in g.reshape(count, chunk)]
     assert [float(one[0]) for one in apart] == found.tolist(), "other chunks change bits"
+
+
+def test_sums_of_pairs_are_those_of_numpy(gpu):
+    x = numbers(5000).astype(np.float64) ** 2
+    lengths = np.arange(1, 129)
+    starts = np.arange(lengths.size) * 37
+    found = gpu.to_host(pairwise_sums(gpu.from_host(x), gpu.from_host(np.stack([starts, lengths]))))
+    wanted = [x[start : start + length].sum() for start, length in zip(starts, lengths, strict=True)]
+    assert found.tolist() == wanted
 
 
 def ordered(out: np.ndarray, parts: list[np.ndarray], accumulate: bool) -> np.ndarray:

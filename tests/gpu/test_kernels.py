@@ -321,20 +321,6 @@ def test_rows_wider_than_a_block_are_cut_into_tiles(gpu, kind):
         check(name, case, plain, kind)
 
 
-@pytest.mark.parametrize(("gradients", "launches"), [("wb", 2), ("w", 2), ("", 1)])
-def test_gradients_of_a_norm_are_one_launch(gpu, monkeypatch, gradients, launches):
-    from zero_mpi.ops.gpu.launch import Kernel
-
-    started, plainly = [], Kernel.__call__
-    monkeypatch.setattr(
-        Kernel, "__call__", lambda self, *given: (started.append(self), plainly(self, *given))
-    )
-    x, w, mean, sums = (gpu.zeros(n).reshape(-1, wide) for n, wide in ((96, 32), (32, 32), (3, 1), (64, 32)))
-    dw, db = (sums[i] if letter in gradients else None for i, letter in enumerate("wb"))
-    ops.layer_norm_backward(x, x, w[0], mean, mean, dw, db)
-    assert len(started) == launches
-
-
 @every_kind
 def test_a_block_takes_many_rows_and_sums_them_in_their_order(gpu, monkeypatch, kind):
     from zero_mpi.ops import sizes
@@ -366,36 +352,6 @@ def test_gradients_keep_their_own_type(gpu, kind, other):
 
 
 @every_kind
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 64), (300, 17), (2, 600)], ids=str)
-def test_columns_are_summed_into_any_type(gpu, shape, kind):
-    from zero_mpi.ops.gpu.sums import add_columns
-
-    for layout in LAYOUTS:
-        x, total = numbers(*shape, kind=kind), numbers(shape[1], seed=1)
-        there, found = layout(x)[0], gpu.from_host(total)
-        add_columns(there, found)
-        close(found, (total + x.astype(np.float64).sum(axis=0)).astype(np.float32), F32)
-
-
-@every_kind
-def test_rows_are_added_to_where_they_lie(gpu, kind):
-    from zero_mpi.ops.gpu.elementwise import add_row
-
-    for shape in [(1, 1), (3, 37), (2, 2100)]:
-        x, b = numbers(*shape, kind=kind), numbers(shape[1], seed=1, kind=kind)
-        plus = numbers(*shape, seed=2, kind=kind)
-        for layout in LAYOUTS:
-            for more in (None, plus):
-                y, room = layout(x)
-                wide = x.astype(np.float32) + b.astype(np.float32)
-                wide = wide if more is None else wide + more.astype(np.float32)
-                add_row(gpu.from_host(b), y, None if more is None else columns(more)[0])
-                assert bits(y) == wide.astype(kind).tobytes()
-                if layout is columns:
-                    assert np.isnan(gpu.to_host(room)[:, [0, 1, 2, -2, -1]].astype(np.float32)).all()
-
-
-@every_kind
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 97, 500])
 def test_tokens_may_fill_many_runs(gpu, count, kind):
     """Some begin and end inside a run, some go through several."""
@@ -404,28 +360,6 @@ def test_tokens_may_fill_many_runs(gpu, count, kind):
         tokens[count // 3 :: 2] = vocabulary - 1
         case = [tokens, numbers(count, 9, kind=kind), numbers(vocabulary + 1, 9, seed=1)]
         check("embedding_backward", (case, {}), plain, kind)
-
-
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
-def test_a_sort_by_bits_is_stable(gpu, size):
-    from zero_mpi.ops.gpu.embedding import sort_by_bits
-
-    keys = np.random.default_rng(size).integers(1 << 56, size=size)
-    for first, last in [(0, 56), (32, 41), (8, 16), (40, 40)]:
-        digits = keys >> first & ((1 << -(-(last - first) // 8) * 8) - 1)
-        found = gpu.to_host(sort_by_bits(gpu.from_host(keys), first, last))
-        assert np.array_equal(found, keys[np.argsort(digits, kind="stable")])
-
-
-@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 65535, 65536])
-def test_places_are_sorted_by_token_and_what_is_none_comes_last(gpu, vocabulary):
-    embedding = import_module("zero_mpi.ops.gpu.embedding")
-    tokens = ids(vocabulary, 700, kind=np.int32)
-    tokens[3], tokens[4], tokens[5] = vocabulary - 1, -1, vocabulary
-    keys = gpu.to_host(embedding.sorted_places(gpu.from_host(tokens), vocabulary))
-    known = np.where((tokens >= 0) & (tokens < vocabulary), tokens, vocabulary)
-    assert np.array_equal(keys & 0xFFFFFFFF, np.argsort(known, kind="stable"))
-    assert np.array_equal(keys >> 32, np.sort(known))
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32, np.int64], ids=lambda kind: kind.__name__)
@@ -476,26 +410,6 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
         assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "columns beside it were written"
 
 
-@every_kind
-@pytest.mark.parametrize("width", [1, 5, 64, 777, 5000])
-def test_logits_become_their_gradient_where_they_lie(gpu, width, kind):
-    from zero_mpi.ops.gpu.loss import consume_logits
-
-    n, padded = 6, -(-width // 8) * 8 + 8
-    logits, targets = numbers(n, width, kind=kind, scale=3), ids(width, n)
-    (loss, dz), _ = expected("cross_entropy", [logits, targets, 0.3], {})
-    room = np.full((n, padded), np.nan).astype(kind)
-    room[:, :width] = logits
-    there, total = gpu.from_host(room), gpu.from_host(np.array([2.5]))
-    z = there[:, :width]
-    consume_logits(z, gpu.from_host(targets), 0.3, total, False)
-    assert bits(there) == room.tobytes(), "the logits stay where only the loss is asked for"
-    consume_logits(z, gpu.from_host(targets), 0.3, total, True)
-    close(z, dz, kind)
-    assert float(total[0]) == pytest.approx(2.5 + 2 * loss, rel=1e-6)
-    assert np.isnan(gpu.to_host(there)[:, width:].astype(np.float32)).all()
-
-
 def test_losses_are_summed_in_float64(gpu):
     loss, _ = ops.cross_entropy(
         gpu.from_host(np.zeros((999, 2), np.float32)), gpu.from_host(np.zeros(999, int)), 1.0
@@ -527,20 +441,6 @@ def test_nothing_to_do_is_done(gpu, kind):
     ops.embedding_backward(gpu.from_host(np.zeros(0, int)), x, gpu.from_host(numbers(4, 8, kind=kind)))
     assert ops.gelu(x).shape == ops.add(x, x).shape == ops.swiglu(x, x).shape == (0, 8)
     assert bits(dw) == numbers(8, seed=1, kind=kind).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("operation", "text"),
-    [
-        (lambda x, w: ops.gelu(x.astype(np.float64)), "gelu: "),
-        (lambda x, w: ops.positions_backward(x[None], x.T.copy().T), "must be contiguous"),
-        (lambda x, w: ops.chunk_squares(x.reshape(-1)[::2], 2), "contiguous arrays of float32"),
-    ],
-)
-def test_what_kernels_cannot_compute_with_is_refused(gpu, operation, text):
-    x, w = gpu.from_host(numbers(3, 8)), gpu.from_host(numbers(8))
-    with pytest.raises(ValueError, match=text):
-        operation(x, w)
 
 
 @pytest.mark.parametrize("name", sorted({*misfits.fitting()} - {"dequantize"}))

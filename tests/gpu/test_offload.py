@@ -9,17 +9,20 @@ import pytest
 import tiny
 from checkpoints import load_checkpoint, save_checkpoint
 
-from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device, ops
+from zero_mpi.checkpoint.shards import Contribution, Snapshot
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.compat.module import ALL
 from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage
+from zero_mpi.nn.layer import Param
 from zero_mpi.optim import offload
 from zero_mpi.optim.offload import Offload
 from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding.precision import BF16, FP16, FP32
+from zero_mpi.sharding.unit import Unit
 
 CONFIG = tiny.MODELS["gpt2 tied"]
 ROWS = {"layers": 1, "dim": 48, "heads": 2, "context": 8, "vocab_size": 300}
@@ -186,7 +189,7 @@ def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
 
     monkeypatch.setattr(cuda, "PinnedMemory", refuse)
     module = ShardedModule([Stage("head", Linear("head", 512, 512))], SerialComm())
-    with pytest.raises(UsageError, match=r"^--offload: .* GiB of pinned memory \(.*$"):
+    with pytest.raises(UsageError, match=r"^the host .* GiB of pinned memory \(.*--offload"):
         ShardedAdamW(module, offload="moments")
 
 
@@ -252,3 +255,24 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
     assert not gpu.stream.done
     assert not way._down.done
     way._down.synchronize()
+
+
+def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, monkeypatch):
+    """The host waits for nothing, what computes next waits for the copies, and the buffers are used again."""
+    unit, snapshot, copies = Unit("u", {"p": Param((1 << 16,), "zeros")}, 1024, True), Snapshot(), []
+    arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
+    rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.01")
+    wanted = np.ones(1 << 16)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(gpu.stream), "synchronize", lambda stream: pytest.fail("the host waits"))
+            copies += snapshot.take("model", [Contribution("", unit, unit.partition(1), arrays[0])])
+            gpu.before_update()
+            ops.adamw(*arrays, **rates, decay=np.zeros(1))
+        snapshot.complete.wait()
+        held = copies[-1].values.copy()
+        gpu.synchronize()
+        assert (held == wanted).all()
+        wanted = gpu.to_host(arrays[0])
+    assert copies[0].values is copies[1].values

@@ -194,16 +194,6 @@ def test_low_sums_are_float32(gpu):
         assert (gpu.to_host(into) == 4097.0).all()
 
 
-def test_what_cannot_be_multiplied_is_named(gpu):
-    from zero_mpi.ops.gpu.gemm import matrix, multiply
-
-    w, wider = (gpu.from_host(draw("f32", 3, width)) for width in (8, 9))
-    with pytest.raises(ValueError, match="not int32"):
-        matrix(gpu.from_host(np.ones((2, 8), np.int32)))
-    with pytest.raises(ValueError, match="do not multiply"):
-        multiply(matrix(w), matrix(wider), matrix(gpu.from_host(draw("f32", 3, 3))), tb=True)
-
-
 def test_float64_is_left_to_the_definition(gpu):
     rng = np.random.default_rng(0)
     x, w, b, dy = (rng.normal(size=shape) for shape in ((5, 8), (3, 8), (3,), (5, 3)))
@@ -241,18 +231,6 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
         close(gpu.to_host(mine), want, kind if own == "own" else "f32", slack=rough)
 
 
-def test_products_of_a_head_have_whole_lines(gpu, monkeypatch):
-    """Of 50,257 columns they take seven times as long as of 50,264; a row that is left of dw has its own."""
-    linear = importlib.import_module("zero_mpi.ops.gpu.linear")
-    asked, multiply = [], linear.multiply
-    monkeypatch.setattr(
-        linear, "multiply", lambda *m, **k: asked.append(m[0][1:3] + m[2][1:3]) or multiply(*m, **k)
-    )
-    x, w, b, targets, dw, db = map(gpu.from_host, head_case("bf16", 16, 24, 37))
-    ops.linear_cross_entropy(x, w, b, targets, 0.1, dw, db)
-    assert asked == [(16, 24, 16, 40), (16, 32, 32, 24), (16, 5, 5, 24), (16, 40, 16, 24)]
-
-
 @kinds
 def test_head_without_gradients_only_tells_the_loss(gpu, kind):
     x, w, b, targets, *_ = head_case(kind, 12, 8, 30)
@@ -260,18 +238,6 @@ def test_head_without_gradients_only_tells_the_loss(gpu, kind):
     got, dx = ops.linear_cross_entropy(*map(gpu.from_host, (x, w, b)), targets, 0.5, need_dx=False)
     assert dx is None
     assert abs(float(got) - want) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
-
-
-@pytest.mark.parametrize(("memory", "most"), [(80e9, 2 << 30), (24e9, 256 << 20)])
-def test_chunks_take_no_more_than_they_may(gpu, monkeypatch, memory, most):
-    linear, runtime = sys.modules["zero_mpi.ops.gpu.linear"], gpu.cupy.cuda.runtime
-    monkeypatch.setattr(runtime, "getDeviceProperties", lambda number: {"totalGlobalMem": memory})
-    assert linear.memory_of.__wrapped__(gpu) == memory
-    for n, row in ((1, 1 << 30), (32768, 50264 * 2), (100, 64), (7, most // 3)):
-        rows = sizes.logit_rows(n, row, memory)
-        assert rows * row <= most or rows == 1
-        assert 1 <= rows <= n
-        assert -(-n // rows) == max(1, -(-n * row // most)) or rows * row * 2 > most
 
 
 def a_step(gpu, arrays):
@@ -314,13 +280,6 @@ def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm
         a_step(gpu, arrays)
     assert state() == before
     assert before[0] >= 5
-
-
-def test_alignment_is_part_of_a_plan(gpu, gemm):
-    x, w = gpu.from_host(draw("bf16", 4, 40)), gpu.from_host(draw("bf16", 8, 16))
-    for start in (0, 8, 1, 3, 2, 4):
-        ops.linear(x[:, start : start + 16], w)
-    assert len(gemm.products().plans) == 4  # to 16 bytes, 2, 4 and 8
 
 
 def test_plans_are_not_kept_for_ever(gpu, gemm, monkeypatch):

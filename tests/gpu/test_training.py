@@ -16,6 +16,7 @@ from zero_mpi import (
     ShardedAdamW,
     device,
 )
+from zero_mpi.nn import CrossEntropy
 from zero_mpi.sharding.precision import BF16, FP16, FP32, precision_named
 
 PRECISIONS = {
@@ -78,6 +79,37 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
         accumulator.total_loss()
         assert optimizer.step(max_norm=1.0).grad_norm > 0
         assert len(copies) == 2 * (step + 1)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypatch):
+    if not hasattr(gpu.cupy.cuda, "Graph"):
+        pytest.skip("counts calls of the pretend GPU")
+    do, asked = type(gpu.stream).do, []
+    monkeypatch.setattr(type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work))
+
+    def run():
+        module = tiny.make(SerialComm(), MODELS["gpt2"], strategy, precision=PRECISIONS[precision])
+        optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 2)
+        found, calls = [], []
+        for step in range(6):
+            for mine in accumulator:
+                x, targets = tiny.micro_batch(step, mine, MODELS["gpt2"], 2)
+                asked.clear()
+                accumulator.accumulate(x, CrossEntropy(targets, 0.1))
+                calls.append(len(asked))
+            found.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+        return (found, tiny.digest(module.state_dict())), calls
+
+    expected, plain = run()
+    monkeypatch.setenv("ZERO_MPI_GPU_GRAPH", "1")
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+    found, calls = run()
+    assert found == expected
+    assert min(plain) > 100
+    assert max(calls[-4:]) < 10  # two uploads, the graph, the loss
 
 
 @pytest.fixture(scope="module", params=["staged", "mpi"])

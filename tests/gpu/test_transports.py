@@ -336,14 +336,14 @@ def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
 @pytest.mark.parametrize("name", ["mpi pieces", "staged pieces", "staged thread", "nccl"])
 def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
     comm, made = communicator(name), Counter()
-    for what in ("empty", "pinned"):
-        real = getattr(GpuStreams, what)
+    for kind, changed, what in ((GpuStreams, Streams, "empty"), (type(gpu), type(gpu), "pinned")):
+        real = getattr(kind, what)
 
         def counted(self, *arguments, real=real, what=what):
             made[what] += 1
             return real(self, *arguments)
 
-        monkeypatch.setattr(Streams, what, counted, raising=False)
+        monkeypatch.setattr(changed, what, counted, raising=False)
     partition = Partition(101, comm.size)
     full, out = on_device(wild(comm.rank, 101, BF16)), gpu.zeros(partition.counts[comm.rank])
     shard, whole = gpu.zeros(out.size), gpu.zeros(101)

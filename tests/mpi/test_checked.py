@@ -1,7 +1,4 @@
-"""`--check-collectives`: the same results, and an error on all ranks that names the first difference.
-
-Each way in which ranks can start different things is tried at every number of ranks that makes a difference.
-"""
+"""`--check-collectives`: the same results, and an error on all ranks that names the first difference."""
 
 import inspect
 
@@ -42,7 +39,6 @@ def test_the_bits_are_the_same(checked, strategy):
 
 
 def start(comm, number):
-    """One of several collectives on the same numbers; returns what it is called."""
     whole, part = np.zeros(40, np.float32), Partition(40, comm.size)
     mine = np.zeros(part.counts[comm.rank], np.float32)
     other = Partition(40, comm.size, 3)

@@ -1,10 +1,4 @@
-"""Every collective of every transport gives what `Comm` promises, on any number of ranks.
-
-Shown for messages in one piece and cut into many, pushed by a thread and without one, for ragged slices,
-ranks that own nothing and empty buffers. Exact reductions are the float32 sum from the lowest rank to the
-highest, bit for bit, with values for which another order gives other bits; fast ones are close to it.
-Neither inputs nor the elements beside the buffers change.
-"""
+"""Every collective of every transport gives what `Comm` promises, on any number of ranks."""
 
 import functools
 import time

@@ -44,7 +44,6 @@ def test_losses_have_the_bits_of_one_rank(exact):
 
 
 def test_nothing_needs_to_be_trained(exact):
-    """All of it frozen: there are no gradients and no room for them, and the losses are the same."""
     config = tiny.MODELS["llama"]
     module = tiny.make(exact, config, frozen=["*"])
     assert module.gradient_pool.peak_lent == 0

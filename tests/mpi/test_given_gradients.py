@@ -82,7 +82,6 @@ def test_add_gradients_says_what_is_wrong(exact):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
-    """By name, twice, without clipping: moments and decay are those of the parameters."""
     module, mine = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
     optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(mine, lr=1e-2)
     accum = GradAccum(module, COUNT)

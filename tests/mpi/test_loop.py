@@ -94,7 +94,6 @@ def test_after_an_error_between_rounds_reset_begins_the_step_anew(exact, strateg
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroken):
-    """The criterion fails on every rank; what was gathered and borrowed comes back."""
     run = Run(exact, strategy)
 
     def failing(logits):
@@ -123,7 +122,6 @@ def test_reset_inside_the_loop_gives_the_first_round_again(exact, unbroken):
 
 
 def test_a_backward_that_was_cut_short_leaves_nothing_behind(exact, unbroken):
-    """The gradients that it has added are forgotten with the step."""
     run = Run(exact)
     run.module.forward(read(9, 0)[0])
     for unit in run.module.units:
@@ -140,15 +138,6 @@ def test_a_round_without_accumulate_is_an_error(exact):
         for _ in run.accum:
             pass
     assert exact.allgather_object("on") == ["on"] * exact.size
-
-
-def test_a_complete_step_must_be_used_before_the_next(exact):
-    run = Run(exact)
-    run.rounds(0)
-    with pytest.raises(ValueError, match="rounds of this step are done; call ShardedAdamW"):
-        run.rounds(1)
-    run.end()
-    run.rounds(1)
 
 
 def test_ranks_without_anything_to_compute_are_told_once(exact, caplog):

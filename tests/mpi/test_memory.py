@@ -77,11 +77,3 @@ def test_a_second_step_allocates_no_buffer(exact):
         optimizer.step()
         sizes.append((module.parameter_pool.nbytes, module.gradient_pool.nbytes))
     assert sizes[0] == sizes[1] == sizes[2]
-
-
-def test_frozen_parameters_have_no_gradient_and_no_moments(exact):
-    module, optimizer = one_step(exact, DEEP, FULL_SHARD, frozen=["blk.*"])
-    frozen = [unit for unit in module.units if not unit.unit.trainable]
-    assert len(frozen) == 6
-    assert all(unit.gradient.sum.size == 0 for unit in frozen)
-    assert not optimizer.states.keys() & {unit.name for unit in frozen}

@@ -193,10 +193,7 @@ USES = {
     "targets above": (lambda k: cross_entropy(np.ones((2, 4, 7)), TOKENS), "targets from 0 to 6.*got 0 to 7"),
     "no targets": (lambda k: cross_entropy(np.ones((0, 16)), np.ones(0, int)), "at least one target"),
     "scale nan": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, np.nan), "scale: .*got nan"),
-    "strategy": (
-        lambda k: Strategy("mine", True, False, False),
-        "mine: shards_parameters needs",
-    ),
+    "strategy": (lambda k: Strategy("mine", True, False, False), "mine: shards_parameters needs"),
     "strategy nodes": (lambda k: Strategy("mine", False, True, False, True), "within_nodes"),
     "strategy type": (lambda k: Strategy("mine", 1, True, False), "shards_parameters"),
     "partition": (lambda k: Partition(-1, 2), "Partition: length: .*at least 0, got -1"),
@@ -292,7 +289,6 @@ def test_numbers_of_numpy_are_numbers(comm):
 
 
 def test_a_step_that_was_forgotten_begins_anew(comm):
-    """zero_gradients between two rounds: the step that follows has its losses and gradients, no others."""
     plain, anew = Kit(comm), Kit(comm)
     anew.round()
     anew.module.zero_gradients()
@@ -329,10 +325,7 @@ DIFFERENT = {
         "parameter output.weight .*frozen",
     ),
     "class": (lambda c: mine(ShardedModule, DDP)(MODEL.stages(), c), "the strategy"),
-    "micro-batches": (
-        lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, 5)),
-        "micro-batches 5",
-    ),
+    "micro-batches": (lambda c: GradAccum(ShardedModule(MODEL.stages(), c), mine(4, 5)), "micro-batches 5"),
     "lr": (lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), lr=mine(0.1, 0.2)), "lr 0.2"),
     "betas": (
         lambda c: ShardedAdamW(ShardedModule(MODEL.stages(), c), betas=mine((0.9, 0.95), (0.9, 0.99))),

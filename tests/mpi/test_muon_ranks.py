@@ -39,7 +39,6 @@ strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy
 
 
 def made(comm, strategy=FULL_SHARD, precision="fp32", ema=None):
-    """A module and its optimizer at their start."""
     module = ShardedModule(
         MODEL.stages(), comm, strategy, whole=MATRICES, precision=PRECISIONS[precision], bucket_mb=0.01
     )

@@ -231,15 +231,6 @@ def test_gathered_parameters_are_the_same_memory_and_read_only(shared, strategy)
     assert module.units[0].parameters.full[0] == 12.5
 
 
-def test_the_summed_gradient_of_replicated_parameters_is_there_once(shared):
-    module = tiny.make(shared, CONFIG, NO_SHARD, frozen=["output.*"])
-    for unit in module.units:
-        assert unit.parameters.full.flags.writeable, "parameters are every rank's own"
-        if unit.unit.trainable:
-            assert not unit.gradient.whole.flags.writeable
-            assert np.shares_memory(unit.gradient.whole, unit.gradient.sum) == (unit.gradient.sum.size > 0)
-
-
 def shared_pss():
     """Bytes of shared pages that fall to this process: a page of two counts half for each."""
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -309,20 +300,6 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
     comm.close()
     assert tiny.digest({"": np.concatenate(module.parameters())}), "arrays outlive the communicator"
     assert isinstance(digest, str)
-
-
-def test_a_pool_of_slots_does_not_grow(shared):
-    """Another buffer would lie where no other rank can read it."""
-    pool = shared.memory([], [100, 10]).buffers
-    small, large = pool.take(7), pool.take(7)
-    assert (small.size, large.size, pool.lent) == (10, 100, 2)
-    assert small.ctypes.data % 64 == large.ctypes.data % 64 == 0
-    with pytest.raises(AssertionError, match="no gradient slot of 1 elements left"):
-        pool.take(1)
-    pool.give(small)
-    with pytest.raises(AssertionError, match="no gradient slot of 11 elements left"):
-        pool.take(11)
-    assert pool.take(10) is small
 
 
 def test_a_buffer_of_nobodys_is_reduced_by_messages(shared):

@@ -95,7 +95,6 @@ def test_memory_and_traffic_over_nodes(apart, base, strategy):
 
 @pytest.mark.world(2, 3)
 def test_the_base_travels_as_bytes(mpi, base):
-    """A gather of the base is one of its blocks, each tensor's rounded up to 64 bytes."""
     model, raw = base
     recording = RecordingComm(mpi)
     module = tiny_blocks.make(recording, model, raw, prefetch=0)

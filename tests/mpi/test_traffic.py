@@ -1,7 +1,4 @@
-"""The collectives of a step, one by one, and the bytes they move, for each strategy.
-
-The formulas are those of `zero_mpi.plan.traffic`. Over shared memory the same happens without messages.
-"""
+"""The collectives of a step, one by one, and the bytes they move, for each strategy."""
 
 import pytest
 import tiny

@@ -33,7 +33,6 @@ FILES = ("model.gguf", "optimizer.gguf")
 
 @contextmanager
 def saver(folder, optimizer, ranks_per_node, **options):
-    """What saves into `folder` of several nodes."""
     with nodes_of(ranks_per_node):
         made = Saver(folder, optimizer, DESCRIPTION, parallel=True, **options)
     yield made

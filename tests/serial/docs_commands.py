@@ -20,8 +20,6 @@ TUNED = "--steps 3 --batch-size 2 --micro-batch 1 --eval-windows 2 --sample 10"
 
 @dataclass(frozen=True)
 class Run:
-    """Run here."""
-
     add: str = ""
     says: str = ""
     statuses: tuple[int, ...] = (0,)
@@ -46,15 +44,11 @@ class ByTest:
 
 @dataclass(frozen=True)
 class Suite:
-    """Run by the script that every change must pass."""
-
     in_ci: str
 
 
 @dataclass(frozen=True)
 class Nobody:
-    """Nothing runs it."""
-
     why: str
 
 
@@ -263,5 +257,4 @@ def row_of(line: str) -> str:
 
 
 def how_of(line: str) -> How:
-    """How a line is run."""
     return ROWS.get(row_of(line), Run(TINY if f" {TRAIN}" in line else ""))

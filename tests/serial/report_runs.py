@@ -9,7 +9,6 @@ LATEST_JOB = 20  # the step after which it began, of EVENTS
 
 
 def record(step, **more):
-    """A step as training writes it."""
     seconds = 0.25
     return {
         "step": step,
@@ -57,7 +56,6 @@ EVENTS = (
 
 
 def write_run(folder, rows=None, *, events=EVENTS, status=None, config="steps = 60\nlr = 0.001\n"):
-    """A run folder; what is None is not written. `rows` may hold objects and raw lines."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(records(60)) if rows is None else rows

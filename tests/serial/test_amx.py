@@ -28,7 +28,6 @@ def matrices(rows, columns, by_columns, seed):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("a_turned", "b_turned"), [*itertools.product([False, True], repeat=2)])
 def test_a_product_is_that_of_float32(size, a_turned, b_turned):
-    """Sums of float32, in another order; rounded once where the result is bfloat16."""
     rows, depth, columns = size
     a, b = matrices(rows, depth, a_turned, 1), matrices(depth, columns, b_turned, 2)
     exact = a.astype(np.float64) @ b.astype(np.float64)

@@ -138,7 +138,6 @@ def alone(text, tmp_path_factory):
 
 
 def files(out, weights="model.gguf"):
-    """The files of the newest checkpoint, and nothing else is there."""
     folder = out / "latest"
     names = sorted([weights, "ema.gguf", "optimizer.gguf"])
     assert sorted(path.name for path in folder.iterdir()) == names

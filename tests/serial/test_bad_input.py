@@ -1,7 +1,4 @@
-"""Bad usage and bad input: one line from rank 0 that names the thing and the way out, status 2, nothing done.
-
-Each case is refused in this process, one of each kind by a job of three ranks too.
-"""
+"""Bad usage and bad input: one line from rank 0 that names the thing and the way out, status 2."""
 
 import gzip
 import re
@@ -24,7 +21,6 @@ SMALL += ["--batch-size", "2", "--micro-batch", "1", "--sample", "0"]
 
 
 def model_file(path: Path, architecture: str) -> None:
-    """A sound GGUF of any architecture, without what makes a model."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
@@ -34,7 +30,6 @@ def model_file(path: Path, architecture: str) -> None:
 
 
 def write_what_is_no_text(folder: Path) -> None:
-    """Files that a user may take for text."""
     (folder / "wide.txt").write_text("A text with two bytes for each letter. " * 9, "utf-16")
     (folder / "binary-folder").mkdir()
     (folder / "binary-folder" / "text.gz").write_bytes(gzip.compress(b"text"))
@@ -42,7 +37,6 @@ def write_what_is_no_text(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory) -> Path:
-    """A folder of sound and of broken things, in which the commands run; only read by the tests."""
     folder = tmp_path_factory.mktemp("things")
     Path(write_text(folder, documents=1)[0]).rename(folder / "text")
     train(1, folder / "run", "--data", "text", *SMALL)
@@ -116,9 +110,7 @@ PLACES = {
     "no checkpoint": ([*TEXT, "--resume", "nosuchfolder"], "--resume nosuchfolder"),
     "another model": ([*TEXT, "--resume", "run/latest", "--dim", "48"], r"24, now 48 \(--dim\)"),
 }
-FILES = {
-    "unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*steps"),
-}
+FILES = {"unknown key": (["--config", "unknown.toml"], "--config unknown.toml: 'stepz' .*steps")}
 TOKENS = {
     "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*--vocab-size"),
     "no vocab-size": (["--data", "ids.npy"], "--vocab-size"),

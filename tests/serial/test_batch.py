@@ -1,7 +1,4 @@
-"""A run knows how long its batch job has left, and the batch scripts do what they say.
-
-squeue, qstat and qsub are small scripts here, for want of a PBS; tests/cluster has a real Slurm.
-"""
+"""A run knows how long its batch job has left, and the batch scripts do what they say."""
 
 import math
 import os
@@ -18,8 +15,8 @@ from jobs import clean_environment, end, hands_sigterm_on, launcher, launcher_ki
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
 
-from zero_mpi.launch import limits as time_limit
-from zero_mpi.launch.limits import (
+from zero_mpi.launch import time_limit
+from zero_mpi.launch.time_limit import (
     NOTICE,
     BatchJob,
     TimeLimit,
@@ -120,7 +117,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(programs, monkeypatch):
 
 def test_the_age_of_a_process_counts_from_its_start():
     text = "import time; time.sleep(0.5)\n"
-    text += "from zero_mpi.launch.limits import process_age\nprint(process_age())"
+    text += "from zero_mpi.environment.limits import process_age\nprint(process_age())"
     begun = time.monotonic()
     printed = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
     assert 0.5 <= float(printed) <= time.monotonic() - begun + 0.02  # starts are noted in ticks of 10 ms
@@ -181,7 +178,6 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
-    """The job ends three or four seconds after NOTICE."""
     environ, asked, answer = JOBS[name]
     program(programs, asked, answer)
     out = tmp_path / "out"
@@ -207,7 +203,6 @@ def test_srun_hears_of_the_cores_of_a_task(path, cores):
 
 @pytest.fixture
 def pbs_job(programs, tmp_path) -> dict[str, str]:
-    """The variables of a job of two ranks on this machine; its qsub notes what is submitted."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
     program(programs, "qsub", f'echo "$@" >> {tmp_path}/submitted')
     path = [str(programs), str(Path(sys.executable).parent), str(Path(launcher()[0]).parent)]

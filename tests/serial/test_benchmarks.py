@@ -11,30 +11,33 @@ from test_command_bits import needs_mpiexec
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-SCRIPT = BENCHMARKS / "checkpoint.py"
-ROW = re.compile(
-    r"(?P<name>\S.*?)  +(?P<speed>\d+\.\d+) +(?P<ratio>\d+\.\d+) +\d+\.\d+\.\.\d+\.\d+ +(?P<seconds>\d+\.\d+)"
-)
 ROWS = ["plain write and fsync", "save, gather", "save, parallel", "save, async: held up"]
 ROWS += ["save, async: complete", "plain read, page cache", "load, page cache", "plain read, cache dropped"]
 ROWS += ["load, cache dropped"]
 
 
-@needs_mpiexec
-@pytest.mark.parametrize(("ranks", "more"), [(2, ["--warm-memory"])])
-def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_path):
-    flags = ["--mb", "0.5", "--repeats", "2", "--folder", tmp_path, *more]
-    status, printed, errors = run_job(ranks, [SCRIPT, *flags], timeout=60)
+def printed_by(ranks, name, *flags, timeout=60):
+    status, printed, errors = run_job(ranks, [BENCHMARKS / name, *flags], timeout=timeout)
     assert (status, errors) == (0, ""), printed
-    first, _, *rows, disk, index = printed.splitlines()
-    assert re.match(rf"\d+ MB of state .*, {ranks} ranks?, 2 repeats, on \S+$", first)
-    found = [ROW.fullmatch(row) for row in rows]
-    assert [match and match["name"] for match in found] == ROWS
-    assert all(float(match["speed"]) + float(match["seconds"]) > 0 for match in found)  # one may round to 0
-    assert [match["ratio"] for match in found if match["name"].startswith("plain")] == ["1.00"] * 3
-    assert re.match(r"of the last load, \d+% came from the disk$", disk)
-    assert re.match(r"index of SmolLM2-135M: (\d\.\d+ s|not measured)", index)
+    return printed.splitlines()
+
+
+def by_itself(name, *flags, says=False):
+    """The lines of a program that starts its ranks; another's library may say something on stderr."""
+    status, printed, errors = run_command([sys.executable, BENCHMARKS / name, *flags], timeout=120)
+    assert status == 0, errors
+    assert says or errors == ""
+    return printed.splitlines()
+
+
+@needs_mpiexec
+def test_checkpoint_prints_its_table_and_leaves_nothing_behind(tmp_path):
+    flags = ["--mb", "0.5", "--repeats", "2", "--folder", tmp_path, "--warm-memory"]
+    _, _, *rows, _, _ = printed_by(2, "checkpoint.py", *flags)
+    found = [re.fullmatch(r"(\S.*?)  +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+)", row) for row in rows]
+    assert [match and match[1] for match in found] == ROWS
+    assert all(float(match[2]) + float(match[4]) > 0 for match in found)  # one may round to 0
+    assert [match[3] for match in found if match[1].startswith("plain")] == ["1.00"] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,10 +45,7 @@ def test_checkpoint_prints_its_table_and_leaves_nothing_behind(ranks, more, tmp_
 def test_calls_of_a_checkpoint_are_counted(tmp_path):
     """As on Lustre with two nodes of two ranks: the first of each writes, and the kernel counts the same."""
     flags = ["--mb", "0.5", "--ranks-per-node", "2", "--system", "lustre", "--folder", tmp_path]
-    status, printed, errors = run_job(4, [BENCHMARKS / "checkpoint_calls.py", *flags], timeout=60)
-    assert (status, errors) == (0, ""), printed
-    first, head, *rows, total, each = printed.splitlines()
-    assert re.fullmatch(r"2 files of \d+ tensors, 2 nodes: 2 of 4 ranks write, on lustre", first)
+    _, head, *rows, _, _ = printed_by(4, "checkpoint_calls.py", *flags)
     columns = head.split()
     by_rank = [dict(zip(columns, map(float, row.split()), strict=True)) for row in rows]
     assert [(row["rank"], row["node"], row["pwritev"] > 0) for row in by_rank] == [
@@ -53,8 +53,6 @@ def test_calls_of_a_checkpoint_are_counted(tmp_path):
     ]  # fmt: skip
     assert [row["fsync"] for row in by_rank] == [5, 0, 2, 0]  # rank 0: two files, and folders thrice
     assert [row["open"] for row in by_rank if not row["pwritev"]] == [0, 0]
-    assert re.fullmatch(r" +all( +\d+){10} +\d+\.\d\d +\d+", total)
-    assert re.fullmatch(r"\d+\.\d\d MB a write", each)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,11 +61,7 @@ def test_steps_are_timed_for_each_variant():
     flags = ["--workload", "W3", "--layers", "1", "--steps", "2", "--warmup", "1"]
     variants = ["--strategy", "full-shard", "no-shard", "--transport", "mpi", "shared"]
     variants += ["--precision", "fp32", "bf16"]
-    status, printed, errors = run_job(2, [BENCHMARKS / "step.py", *flags, *variants], timeout=60)
-    assert (status, errors) == (0, "")
-    head, columns, *rows = printed.splitlines()
-    assert re.match(r"W3, 2 rank\(s\), sgemm \d+ GFLOP/s per rank$", head)
-    assert columns.split()[-3:] == ["of", "all", "activations"]
+    _, _, *rows = printed_by(2, "step.py", *flags, *variants)
     cells = [row.split() for row in rows]
     assert [(row[1], row[0], row[3]) for row in cells] == [
         (transport, strategy, precision)
@@ -81,22 +75,15 @@ def test_steps_are_timed_for_each_variant():
 
 @needs_mpiexec
 def test_sizes_are_swept():
-    command = [sys.executable, BENCHMARKS / "scaling.py", "--sweep", "layers", "--most", "1", "--steps", "1"]
-    status, printed, errors = run_command(command, timeout=60)
-    assert (status, errors) == (0, "")
-    head, row = printed.splitlines()
-    assert head.startswith("layers, full-shard")
+    _, row = by_itself("scaling.py", "--sweep", "layers", "--most", "1", "--steps", "1")
     assert row.startswith("--workload W3 --layers 4 ")
     assert len(row.split()) == 4 + 8
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("ranks", [2])
-def test_collectives_are_timed_by_size(ranks):
+def test_collectives_are_timed_by_size():
     flags = ["--least-kb", "1", "--most-mb", "1", "--budget", "0.02"]
-    status, printed, errors = run_job(ranks, [BENCHMARKS / "collectives.py", *flags], timeout=60)
-    assert (status, errors) == (0, "")
-    rows = [line.split() for line in printed.splitlines()[3:]]
+    rows = [line.split() for line in printed_by(2, "collectives.py", *flags)[3:]]
     assert [row[0] for row in rows] == ["1", "4", "16", "64", "256", "1024"]
     assert all(len(row) == 10 and float(cell) >= 0 for row in rows for cell in row)
 
@@ -105,53 +92,24 @@ def test_collectives_are_timed_by_size(ranks):
 def test_losses_of_two_precisions_are_compared(tmp_path):
     (tmp_path / "text").write_text("what is read here is of no matter " * 200)
     flags = ["--workload", "W3", "--steps", "3", "--ranks", "1", "--", "--data", str(tmp_path / "text")]
-    command = [sys.executable, BENCHMARKS / "losses.py", *flags, "--layers", "1", "--eval-windows", "2"]
-    status, printed, errors = run_command(command, timeout=50)
-    assert (status, errors) == (0, "")
-    found = re.fullmatch(
-        r"W3: 3 steps, losses 5\.\d+ to \d\.\d+, at most (0\.\d+) apart \(step \d\); "
-        r"validation (\d\.\d+) fp32, (\d\.\d+) bf16, [+-]\d\.\d+ %\n",
-        printed,
-    )
-    assert found, printed
-    apart, *held_out = map(float, found.groups())
+    (line,) = by_itself("losses.py", *flags, "--layers", "1", "--eval-windows", "2")
+    apart = float(re.search(r"at most ([\d.]+) apart", line)[1])
+    held_out = [float(re.search(rf"([\d.]+) {kind}", line)[1]) for kind in ("fp32", "bf16")]
     assert apart < 0.01
     assert held_out[0] == pytest.approx(held_out[1], rel=0.005)
-
-
-def test_peers_are_in_both_precisions_and_the_units_of_the_processor_are_named():
-    ask = "import peers; o = peers.make_parser().parse_args([]); print(*peers.variants('W3', o), sep='|'); "
-    ask += "print(peers.processor())"
-    status, printed, errors = run_command([sys.executable, "-c", ask], timeout=50, cwd=BENCHMARKS)
-    assert (status, errors) == (0, "")
-    names, processor = printed.splitlines()
-    own = ["ours full-shard", "ours no-shard", "ours full-shard bf16", "ours no-shard bf16"]
-    assert names.split("|")[:4] == own
-    theirs = {"fsdp2", "ddp", "one-all-cores", "compile-all-cores"}
-    assert {f"{name}{end}" for name in theirs for end in ("", " bf16")} < set(names.split("|"))
-    flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text())
-    assert flags is None or ("avx2" in processor) == ("avx2" in flags[1].split())
 
 
 @pytest.mark.parametrize("more", [[], ["--lines"]])
 def test_tokenizers_are_timed(more):
     pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
     flags = ["--megabytes", "0", "--vocabulary", "500", "--rounds", "1", *more]
-    status, printed, errors = run_command([sys.executable, BENCHMARKS / "encode.py", *flags], timeout=120)
-    assert (status, errors) == (0, "")
-    row = r".{24}  +\d+\.\d MB/s, tokenizers +\d+\.\d MB/s, ratio +\d+\.\d\d; (\d+) and (\d+) ids"
-    first, *rows = printed.splitlines()
-    assert re.match(r"\d+\.\d million letters in \d+ documents", first)
-    found = [re.fullmatch(row, line) for line in rows]
-    assert len(found) == 3
-    assert all(match and match[1] == match[2] != "0" for match in found), printed
+    _, *rows = by_itself("encode.py", *flags)
+    counts = [re.search(r", ratio +\d+\.\d\d; (\d+) and (\d+) ids$", row) for row in rows]
+    assert [match and match[1] == match[2] != "0" for match in counts] == [True] * 3
 
 
 def test_conversations_are_timed():
     pytest.importorskip("transformers", reason="no transformers to compare with")
-    command = [sys.executable, BENCHMARKS / "conversations.py", smollm2(), "--rows", "5", "--rounds", "1"]
-    status, printed, errors = run_command(command, timeout=50)
-    assert status == 0, errors
-    ours, theirs = re.findall(r" ([\d,]+) ids ", printed)
+    *rows, _ = by_itself("conversations.py", smollm2(), "--rows", "5", "--rounds", "1", says=True)
+    ours, theirs = re.findall(r" ([\d,]+) ids ", "\n".join(rows))
     assert ours == theirs != "0"
-    assert re.fullmatch(r"ratio \d+\.\d\d", printed.splitlines()[-1])

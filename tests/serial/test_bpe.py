@@ -1,7 +1,4 @@
-"""Byte-level BPE from GGUF keys: pieces change nothing, bytes come back, and what does not fit is refused.
-
-That the ids are right is shown beside llama.cpp, in test_bpe_llamacpp.py.
-"""
+"""Byte-level BPE from GGUF keys: pieces change nothing, bytes come back, and what does not fit is refused."""
 
 import json
 import sys
@@ -131,43 +128,6 @@ def test_pieces_of_each_splitting_have_the_ids_of_the_whole(pre, original, monke
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == whole
 
 
-def test_long_texts_are_cut():
-    pieces = list(bpe.pieces("word and " * 40_000))
-    assert len(pieces) == 6
-    assert "".join(pieces) == "word and " * 40_000
-
-
-PARTS = [
-    *"aabbs'",
-    "'s",
-    "  ",
-    " ",
-    "\n",
-    "\r\n",
-    "1",
-    "12",
-    "!",
-    "!!",
-    "é",
-    "日",
-    "\u3000",
-    "e\u0301",
-    "ing",
-]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(parts=st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 400)), min_size=1, max_size=30))
-def test_windows_have_the_ids_of_the_whole(trained, parts):
-    longest = max(map(len, trained.tokens))
-    text = "".join(part * count for part, count in parts)
-    (whole,) = trained._encoded([text])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bpe, "_WINDOW", 3 * longest)
-        patch.setattr(bpe, "_OVERLAP", 2 * longest)
-        assert np.concatenate(list(trained._by_windows(text))).tolist() == whole.tolist()
-
-
 @pytest.mark.parametrize(
     "text",
     ["a" * 50_000, "日本" * 20_000, "Zm9vYmFy+/4" * 5_000, "0123456789" * 5_000],
@@ -251,18 +211,8 @@ def test_the_keys_are_kept_unchanged():
 # choosing and refusing
 
 
-def test_the_keys_choose_the_tokenizer():
-    assert isinstance(tokenizer_from_metadata(ByteTokenizer().metadata()), ByteTokenizer)
-    assert isinstance(tokenizer_from_metadata(KEYS), BPETokenizer)
-
-
 @pytest.mark.parametrize(
-    ("model", "found"),
-    [
-        ("bert", "the tokenizer 'bert'"),
-        ("none", "no tokenizer"),
-        (None, "no tokenizer"),
-    ],
+    ("model", "found"), [("bert", "the tokenizer 'bert'"), ("none", "no tokenizer"), (None, "no tokenizer")]
 )
 def test_another_kind_is_refused_with_the_way_out(model, found):
     with pytest.raises(UsageError, match=f"the model file has {found}, .*token files for --data"):

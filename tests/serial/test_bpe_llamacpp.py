@@ -6,9 +6,7 @@ trained vocabularies. Skipped where the `xllamacpp` wheel is not installed, or f
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.request
 from pathlib import Path
 from typing import Any
 from unicodedata import category, ucd_3_2_0
@@ -22,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import llama_cpp, open_server, tokenize
 
-from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_from_json
+from zero_mpi.data import BPETokenizer, ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.pretokenizers import PRE_TOKENIZERS
 
@@ -70,13 +68,6 @@ def test_the_ids_of_smollm2_are_llama_cpps(smollm2, text):
     assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
 
 
-def test_code_of_the_library_has_llama_cpps_ids(smollm2):
-    server, tokenizer = smollm2
-    for module in (json, urllib.request, np):
-        text = Path(module.__file__).read_text()
-        assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False)
-
-
 FRAGMENTS = st.sampled_from(
     ["'s", "'LL", " ", "  ", "\n", "\r\n", "\t", "12", "a", "B", "é", "日", "!", "<tool>"]
 )
@@ -99,37 +90,7 @@ def test_any_text_has_llama_cpps_ids(smollm2, text):
     assert tokenizer.decode(tokenizer.encode(text)) == held(tokenizer, text)
 
 
-# ------------------------------------------------------------------------------------- every splitting
-
-
-@pytest.fixture(scope="module", params=bpe_files.KINDS)
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, BPETokenizer]:
-    """llama.cpp and our tokenizer on a vocabulary trained with a kind of splitting."""
-    folder = tmp_path_factory.mktemp(request.param)
-    config = {
-        "bos_token": "<|begin|>",
-        "eos_token": "<|endoftext|>",
-        "add_bos_token": request.param == "qwen2",
-    }
-    content = bpe_files.trained_json(request.param)
-    tokenizer = tokenizer_from_json(bpe_files.write_json(folder, content, tokenizer_config=config))
-    assert tokenizer.metadata()["tokenizer.ggml.pre"] == request.param
-    return open_server(write_model(folder / "model.gguf", tokenizer.metadata())), tokenizer
-
-
-def test_the_ids_of_each_splitting_are_llama_cpps(trained):
-    server, tokenizer = trained
-    for text in TEXTS:
-        assert_same(server, tokenizer, text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(text=MIXED)
-def test_any_text_of_each_splitting_has_llama_cpps_ids(trained, text):
-    assert_same(*trained, text)
+# names of splittings
 
 
 DISTINCT = {splitting: name for name, splitting in reversed(PRE_TOKENIZERS.items())}.values()
@@ -156,7 +117,6 @@ def test_bos_is_added_as_llama_cpp_does_it_where_no_key_says(pre, tmp_path):
 
 
 def both(folder: Path, keys: dict[str, Any], text: str, **more: bool) -> tuple[list[int], list[int]]:
-    """Our ids and llama.cpp's, control tokens read; of a prompt with `add_special`."""
     server, tokenizer = open_server(write_model(folder / "model.gguf", keys)), BPETokenizer(keys)
     ids = tokenizer.encode_prompt(text) if more else tokenizer.encode(text, special=True)
     return ids.tolist(), tokenize(server, text, parse_special=True, **more)

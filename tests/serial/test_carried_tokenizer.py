@@ -23,7 +23,6 @@ RUN = ["--batch-size", "2", "--micro-batch", "1", "--context", "16", "--steps", 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model of bytes as a folder, without a tokenizer; and ids beside it."""
     np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 256)
     return hf_models.write_folder(tmp_path / "model", CONFIG, hf_models.random_tensors(CONFIG))
 

@@ -22,7 +22,6 @@ END = ByteTokenizer.eos
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model that answers "hi" and ends."""
     keys = ByteTokenizer().metadata() | {"tokenizer.chat_template": TEMPLATE}
     return write_story(tmp_path_factory.mktemp("chat") / "model.gguf", keys, [*SAID.encode(), END])
 

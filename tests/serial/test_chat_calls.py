@@ -21,12 +21,10 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 @lru_cache
 def reader(template, loss_on=ANSWERS):
-    """What reads conversations by a template."""
     return ConversationReader(chat_tokenizer(template), loss_on)
 
 
 def talk(arguments, content=None, **more):
-    """A conversation with a call of a tool."""
     function = {"name": "look", "arguments": arguments}
     call = {
         "role": "assistant",
@@ -57,7 +55,6 @@ ROWS = {
 
 
 def as_taken(messages, taken, content):
-    """Messages in the form in which a user of Transformers gives them to a template."""
     found = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -107,7 +104,6 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
 
 
 def rows_of_calls():
-    """Rows in all forms that say the same: a question, a call, its result, an answer."""
     function = {"name": "look", "arguments": TEXT}
     asked, _, told, answer = talk(TEXT)
     turns = [

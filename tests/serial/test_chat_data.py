@@ -27,13 +27,11 @@ ASKED = {"messages": TALK[:1]}
 
 
 def write_lines(path, *values):
-    """A file of JSON lines."""
     path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
     return str(path)
 
 
 def corpus(path, template=CHATML, **options):
-    """The corpus of a file by a template."""
     given = {"val_fraction": 0.0, "context": 8, "seed": 0, "vocab_size": 400} | options
     return load_corpus([path], tokenizer=chat_tokenizer(template), **given)
 
@@ -73,19 +71,10 @@ def test_a_folder_is_of_one_kind(tmp_path):
 
 
 REFUSED = {
-    "a template for text": (
-        {"data": ["text"], "chat_template": "t"},
-        "--chat-template t: --data ",
-    ),
-    "a template for the library": (
-        {"chat_template": "t"},
-        "--chat-template t: --data ",
-    ),
+    "a template for text": ({"data": ["text"], "chat_template": "t"}, "--chat-template t: --data "),
+    "a template for the library": ({"chat_template": "t"}, "--chat-template t: --data "),
     "a loss for text": ({"data": ["text"], "loss_on": "all"}, "--loss-on all: --data "),
-    "tokens": (
-        {"data": ["chat.jsonl"], "control_tokens": "plain"},
-        "--control-tokens plain: --data ",
-    ),
+    "tokens": ({"data": ["chat.jsonl"], "control_tokens": "plain"}, "--control-tokens plain: --data "),
     "both": ({"data": ["chat.jsonl", "text"]}, "--data takes conversations or other data, not both"),
 }
 
@@ -112,14 +101,12 @@ FLAGS += ["--sample", "0", "--eval-windows", "2", "--val-fraction", "0.3"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with conversations and a template."""
     write_lines(tmp_path / "chat.jsonl", *[{"messages": TALK}, SAME, ASKED] * 6)
     (tmp_path / "t.jinja").write_text(CHATML)
     return tmp_path
 
 
 def refusal(folder, *command):
-    """The line with which a command is refused."""
     status, _, errors = run_job(1, ["-m", *command], cwd=folder, timeout=50)
     assert (status, errors.count("\n")) == (2, 1), errors
     return errors

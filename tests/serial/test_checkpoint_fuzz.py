@@ -1,9 +1,4 @@
-"""Any bytes in the place of a checkpoint load as what was written, or are refused: there is no third outcome.
-
-The pair of files of a tiny model is damaged at random and on purpose. What loads must give the very tensors
-and the very progress that were saved; all else must be a UsageError, in little time and in memory that the
-size of the files explains. A model file alone, as for generation, computes finite numbers or is refused.
-"""
+"""Any bytes in the place of a checkpoint load as what was written, or are refused."""
 
 import re
 import struct
@@ -48,15 +43,12 @@ def state_of(optimizer: ShardedAdamW) -> str:
 
 
 def is_bad(line: str) -> bool:
-    """False, for what was refused: by one line that is fit to be shown."""
     assert line.isprintable()
     assert len(line) < 1000
     return False
 
 
 class Bench:
-    """A folder for damaged pairs, and a model that they are loaded into."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, trained = folder, tiny.trained(CONFIG, 2)
         saved = save_checkpoint(folder / "whole", trained, PROGRESS, DESCRIPTION)
@@ -78,7 +70,6 @@ class Bench:
             (self.folder / name).write_bytes(content)
 
     def load(self, pair: Pair) -> bool:
-        """One of the two allowed outcomes; True where the pair loaded."""
         self.write(pair)
         try:
             check_digests(open_checkpoint(self.folder))

@@ -47,26 +47,6 @@ def test_every_command_has_help_that_fits_a_version_and_names_unknown_flags(name
         made.parse_args(["--versoin"])
 
 
-def test_help_begins_every_text_in_one_column_and_keeps_examples(monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
-    text = completion.parser_of("train").format_help()
-    flags = [line for line in text.splitlines() if line.startswith("  --")]
-    assert len(flags) > 40
-    assert {line[parser.COLUMN - 2 : parser.COLUMN] for line in flags} == {"  "}
-    assert all(line[parser.COLUMN] != " " for line in flags)
-    assert "\n  mpirun -n 8 python -m zero_mpi.train\n" in text
-
-
-def test_help_of_a_flag_shows_default_and_choices_once(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    text = completion.parser_of("export").format_help()
-    flags = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
-    assert "[f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, " in " ".join(text.split())
-    assert flags["--format"].count("gguf") == 1
-    assert flags["--format"].count("(default") == 1
-    assert "default" not in flags["--force"]
-
-
 def test_help_of_train_shows_the_first_flags_on_two_screens(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     lines = make_parser(every=False).format_help().splitlines()
@@ -205,12 +185,6 @@ def test_the_old_form_of_a_command_goes_on_working_and_names_the_new_one(name):
     assert (status, printed) == (0, python("-m", "zero_mpi", name, "--version")[1])
     assert errors.count("\n") == 1
     assert f"zero-mpi {name}" in errors
-
-
-def test_an_error_of_an_old_form_is_the_one_line_that_it_was():
-    status, printed, errors = python("-m", "zero_mpi.inspect", "nowhere.gguf")
-    assert (status, printed, errors.count("\n")) == (2, "", 1)
-    assert "nowhere.gguf" in errors
 
 
 TRY = r"""

@@ -79,7 +79,6 @@ def train(
     timeout: float = 50,
     operations: Mapping[str, str] = REFERENCE,
 ) -> str:
-    """Train into `out`, on success only. Returns what was printed; `script` instead of the plain command."""
     start = [str(script)] if script else ["-m", "zero_mpi.train"]
     command = [*start, "--out", str(out), *flags]
     status, printed, errors = run_job(ranks, command, timeout=timeout, env=operations, cwd=out.parent)
@@ -177,22 +176,12 @@ def test_other_architectures_on_three_ranks(arch, text, tmp_path):
     "how", [["--async-save"], ["--checkpoint-io", "parallel", "--writers-per-node", "2"]]
 )
 def test_however_a_checkpoint_is_written_it_is_the_same(how, strategy, reference, tmp_path):
-    """A save after every step; in the background it overlaps with the next one."""
     expected, flags = reference("llama-tied", "7/2")
     train_compiled(3, tmp_path / "out", *flags, *how, "--strategy", strategy, "--save-every", "1")
     assert_same_run(tmp_path / "out", expected)
 
 
-def test_table_covers_every_pair_of_values():
-    for first, a in enumerate(HEADER):
-        for second, b in list(enumerate(HEADER))[first + 1 :]:
-            pairs = {(row[first], row[second]) for row in ROWS}
-            possible = len({row[first] for row in ROWS}) * len({row[second] for row in ROWS})
-            assert len(pairs) == possible, f"{a} and {b} do not meet in all ways"
-
-
 def test_equality_is_of_something_that_moves(reference, text, tmp_path):
-    """Three steps of falling loss; and another seed gives other bytes."""
     expected, flags = reference("llama", "7/2")
     losses = [float(loss) for _, loss, _ in fields(expected)]
     assert len(losses) == 3
@@ -221,7 +210,6 @@ FROZEN = ("token_embd.weight", "blk.0.")  # what the two patterns below match, a
 
 @pytest.fixture(scope="module")
 def frozen_run(text, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A run on one rank with the embedding and the first block frozen, and its flags."""
     out = tmp_path_factory.mktemp("frozen") / "out"
     flags = ["--data", *text, *SIZES, *SETTINGS, "--batch-size", "7", "--micro-batch", "2"]
     flags += ["--freeze", "token_embd.*", "blk.0.*"]

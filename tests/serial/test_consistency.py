@@ -15,7 +15,6 @@ from jobs import launcher, run_command
 from test_command_bits import SIZES, needs_mpiexec, write_text
 
 import zero_mpi
-from zero_mpi.comm import SerialComm
 from zero_mpi.comm.agree import odd_one
 from zero_mpi.errors import UsageError
 from zero_mpi.launch import consistency
@@ -48,7 +47,6 @@ def flags(tmp_path):
 
 
 def refused(usual, odd, cwd):
-    """The line with which a job of three ranks is refused whose rank 1 runs `odd`."""
     command = [*launcher(), "-n", "1", *usual, ":", "-n", "1", *odd, ":", "-n", "1", *usual]
     status, printed, errors = run_command(command, timeout=40, cwd=cwd)
     assert status == 2, f"{status}\n{printed}\n{errors}"
@@ -71,11 +69,6 @@ def refused(usual, odd, cwd):
 )
 def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
     assert odd_one(values) == expected
-
-
-def test_all_alike_is_no_fault():
-    consistency.check(SerialComm(), {"Python": "3.11"}, "")
-    consistency.check(Ranks({"Python": "3.11"}, {"Python": "3.11"}), {"Python": "3.11"}, "")
 
 
 def test_the_first_difference_is_named_with_hosts_and_values():

@@ -1,17 +1,12 @@
-"""Control tokens that a text spells: letters or tokens as the flag says, a warning where nobody said.
-
-Texts are given to the corpus, and to the command at 1 and 3 ranks. llama.cpp's ids: test_bpe_llamacpp.py.
-"""
+"""Control tokens that a text spells: letters or tokens as the flag says, a warning where nobody said."""
 
 import dataclasses
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import bpe_files
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
@@ -19,11 +14,9 @@ from test_resume import refused
 
 from zero_mpi.checkpoint.sound import CheckpointFiles
 from zero_mpi.commands.plan import command as plan_flags
-from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer, load_corpus, tokenizer_from_json
-from zero_mpi.data.tokenizers.byte import PARSE, PLAIN, READINGS, TextReader
-from zero_mpi.data.tokenizers.spellings import Spellings
+from zero_mpi.data.tokenizers.byte import PARSE, PLAIN, READINGS
 from zero_mpi.errors import UsageError
 from zero_mpi.train import resume
 from zero_mpi.train.description import describe
@@ -113,23 +106,6 @@ def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case
     assert not any(corpus(tmp_path, tokenizer, text, control_tokens=asked).notes for asked in READINGS)
 
 
-def test_a_note_of_many_documents_is_one_and_names_three():
-    reader = TextReader(FakeTokenizer())
-    for _ in range(2):
-        reader.encode([b"a", b"b"])
-    (note,) = reader.notes()
-    assert "tokens in the text: 22 (\\x1b[31m 8, b 6, c 4, ...)" in note, (
-        "what controls a terminal is escaped"
-    )
-
-
-class FakeTokenizer(ByteTokenizer):
-    """One whose texts spell four tokens, the name of one hostile."""
-
-    def spelt(self, documents):
-        return Counter({"\x1b[31m": 4, "b": 3, "c": 2, "d": 2})
-
-
 # which tokens are found
 
 
@@ -149,18 +125,6 @@ def split(part, token, place):
 
 
 LETTERS = st.text("ab<|\n", max_size=40)
-
-
-@given(st.lists(st.text("ab<|\n", min_size=1, max_size=4), unique=True), LETTERS)
-def test_tokens_that_overlap_are_cut_out_by_length(spelt, text):
-    tokens = {token: place for place, token in enumerate(spelt)}
-    assert [part for part in Spellings(tokens).cut(text) if part != ""] == one_by_one(tokens, text)
-
-
-def test_the_longer_of_two_that_overlap_is_read_wherever_it_begins():
-    tokens = {"<a>": 0, "a>b<c": 1, "<": 2, "<ab": 3}
-    assert Spellings(tokens).cut("<a>b<c <a> <ab") == [2, 1, " ", 0, " ", 3]
-    assert Spellings({"ab": 0, "abc": 1, "cdef": 2}).cut("abcdef abc") == [0, 2, " ", 1]
 
 
 # what is recorded
@@ -195,20 +159,6 @@ def test_a_checkpoint_that_says_nothing_of_it_read_letters(monkeypatch, tmp_path
     parsed = dataclasses.replace(description, settings=description.settings | {"control_tokens": PARSE})
     with pytest.raises(UsageError, match="--control-tokens was plain, now parse"):
         resume.check_resume(point, parsed)
-
-
-def test_another_word_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"^--control-tokens maybe: expected one of parse, plain"):
-        TextReader(ByteTokenizer(), "maybe")
-    (tmp_path / "run.toml").write_text('control-tokens = "maybe"')
-    with pytest.raises(UsageError, match=r"^--control-tokens maybe: expected one of parse, plain"):
-        parse(["--config", str(tmp_path / "run.toml")])
-
-
-def test_the_plan_takes_the_flag(tmp_path):
-    (tmp_path / "text").write_text(CHAT * 9)
-    given = ["--data", str(tmp_path / "text"), "--control-tokens", PARSE]
-    assert plan_flags.read(given).text == plan_flags.read(given[:2]).text > 0
 
 
 # the command

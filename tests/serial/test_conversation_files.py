@@ -26,13 +26,11 @@ AB = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def written(folder, *rows, name="chat.jsonl"):
-    """A file of these lines."""
     (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / name
 
 
 def parquet(rows):
-    """Rows as a Parquet file, in groups of two; keys that a row lacks are null there."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet as library
 
@@ -42,14 +40,12 @@ def parquet(rows):
 
 
 def table(rows):
-    """Rows as a table of Arrow, with a column that is no conversation's."""
     pa = pytest.importorskip("pyarrow")
     keys = dict.fromkeys(key for row in rows for key in row)
     return pa.table({key: [row.get(key) for row in rows] for key in keys} | {"extra": [b"\xff"] * len(rows)})
 
 
 def arrow(rows, make="new_stream", **more):
-    """Rows as an Arrow stream, as the package datasets writes it, or as a file, in batches of two."""
     pa = pytest.importorskip("pyarrow")
     given, sink = table(rows), pa.BufferOutputStream()
     for name, column in more.items():
@@ -60,7 +56,6 @@ def arrow(rows, make="new_stream", **more):
 
 
 def zstd(data):
-    """Data packed by zstd."""
     pa = pytest.importorskip("pyarrow")
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
@@ -99,7 +94,6 @@ MADE = {
     ids=["messages", "prompt", "conversations", "instruction"],
 )
 def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
-    """They hold what the same rows as JSON Lines hold."""
     path = tmp_path / name
     path.write_bytes(MADE[name](rows))
     assert are_conversations([(name, path)])
@@ -173,7 +167,6 @@ def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
 
 
 def facts_of(tmp_path, template, *rows, loss_on="answers"):
-    """Sums of the facts on rows, by a template."""
     totals = Totals()
     for found in ConversationReader(chat_tokenizer(template), loss_on).read(
         [("x", written(tmp_path, *rows))]

@@ -25,12 +25,10 @@ from zero_mpi.data.conversations.formats import (
 )
 from zero_mpi.data.conversations.tokenized import ALL, ANSWERS, ConversationReader
 from zero_mpi.errors import UsageError
-from zero_mpi.files import text_streams
 from zero_mpi.files.gguf_keys import TEMPLATE
 
 
 def said(*contents, system=None):
-    """Messages of user and assistant by turns."""
     roles = ("user", "assistant")
     first = [] if system is None else [{"role": "system", "content": system}]
     return first + [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
@@ -83,19 +81,16 @@ def oracle(monkeypatch):
 
 @lru_cache
 def reader(name, loss_on=ANSWERS):
-    """What reads conversations by one of the templates."""
     return ConversationReader(chat_tokenizer(TEMPLATES[name]), loss_on)
 
 
 def written(folder, *values):
-    """A file of these lines."""
     path = folder / "chat.jsonl"
     path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), "utf-8")
     return path
 
 
 def read(folder, name, *values, loss_on=ANSWERS):
-    """The conversations of a file of these lines."""
     return list(reader(name, loss_on).read([("chat.jsonl", written(folder, *values))]))
 
 
@@ -154,7 +149,6 @@ ANSWER_TEXTS = {  # of TALK without its system, by template; those of a template
 
 
 def answers_in(found):
-    """The texts of the runs of tokens that count."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], found.counted.view(np.int8), [0]))))
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
     return [raw[ends[a] : ends[b]].decode() for a, b in edges.reshape(-1, 2)]
@@ -351,15 +345,6 @@ def test_blank_lines_are_passed_over_and_numbers_stay(tmp_path):
     assert [each.name for each in found] == ["chat.jsonl:3", "chat.jsonl:5"]
 
 
-def test_a_line_has_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_streams, "MOST", 99)
-    path = written(tmp_path, {"messages": AB}, {"prompt": "a" * 99, "completion": "b"})
-    found = read_conversations("x", path, lambda each: each)
-    assert next(found).messages == tuple(AB)
-    with pytest.raises(UsageError, match=r"line 2: expected at most 99 bytes, found more"):
-        next(found)
-
-
 def test_which_files_are_conversations(tmp_path):
     chat, text, lines = (tmp_path / name for name in ("chat.jsonl", "text.txt", "rows.jsonl"))
     chat.write_text('{broken\n{"messages" : []}\n')
@@ -413,7 +398,6 @@ def test_a_template_is_bounded(source, monkeypatch):
 
 
 def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
-    """And takes nothing of this process: neither its signals nor its memory."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     endless = "{% if messages | length > 1 %}{{ messages[2:] | slice(10**12) | max }}{% endif %}"
     template = ChatTemplate(endless + "{{ messages[0].content }}", {})
@@ -451,11 +435,6 @@ def test_renderings_of_a_conversation_share_their_time(monkeypatch):
         else:
             assert [reader.render(conversation).text for _ in range(2)][1].endswith("b<|im_end|>\n")
             assert given == [9, 8, 7, 9]
-
-
-def test_a_text_may_be_long_where_its_conversation_is():
-    template = ChatTemplate("{{ messages[0].content * 2 }}", {})
-    assert len(template.render(said("a" * (3 << 20))).text) == 6 << 20
 
 
 def test_json_in_a_template_is_that_of_transformers(oracle):

@@ -9,14 +9,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from zero_mpi.data import (
-    ByteTokenizer,
-    collect_files,
-    load_corpus,
-    stdlib_files,
-    text_files,
-    unigram_entropy,
-)
+from zero_mpi.data import ByteTokenizer, collect_files, load_corpus, stdlib_files, text_files, unigram_entropy
 from zero_mpi.data import corpus as corpus_module
 from zero_mpi.errors import UsageError
 
@@ -31,7 +24,6 @@ def load(*paths, val_paths=(), **options):
 
 
 def write(root, **files):
-    """Files under `root`; `__` in a name stands for a slash."""
     for name, content in files.items():
         put(root / name.replace("__", "/"), content)
     return root
@@ -152,17 +144,6 @@ def test_the_default_corpus_is_all_of_pythons_library(monkeypatch):
 def test_text_that_the_model_has_no_tokens_for_is_refused(tmp_path, options, found):
     with pytest.raises(UsageError, match=found):
         load(put(tmp_path / "a", "text"), **options)
-
-
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
-    path = put(tmp_path / "locked", "text")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(UsageError, match=r"cannot read .*locked: Permission denied"):
-        load(path)
 
 
 @pytest.mark.parametrize(
@@ -317,17 +298,6 @@ def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in stdlib_files()] == kept
-
-
-def test_no_path_means_the_library(tmp_path, monkeypatch):
-    write(tmp_path / "lib", **{"a.py": "x = 1\n", "b__c.py": "y = 2\n"})
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "lib")
-    corpus = load()
-    assert corpus.train.ids.tolist() == [*b"x = 1\n", EOS, *b"y = 2\n", EOS]
-    assert corpus.sha256 == load(tmp_path / "lib").sha256
-    monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path / "none")
-    with pytest.raises(UsageError, match=str(tmp_path)):  # a Python without sources
-        load()
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

@@ -1,5 +1,6 @@
 """Defaults that the data or an earlier start decide: what no flag says of conversations beside --init."""
 
+import json
 import math
 import re
 import tomllib
@@ -12,6 +13,7 @@ from test_chat_data import SAME, TALK, write_lines
 from test_command_bits import needs_mpiexec, train
 from test_generate import LLAMA, write_model
 
+from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import batch_size
 from zero_mpi.data import ByteTokenizer
 
@@ -45,7 +47,6 @@ def test_few_windows_make_a_small_batch(windows, size):
 @needs_mpiexec
 @pytest.mark.parametrize("room", [200, 150])
 def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
-    """The longest of them fits, if the model has room for it; three epochs, a ninth of them warm-up."""
     model(folder, room)
     printed = train(2, folder / "out", *FLAGS)
     found, longest = settings(folder), 171
@@ -107,3 +108,20 @@ def test_a_model_of_a_short_context_needs_no_flag(folder):
     assert "--context 65" in errors
     command = ["-m", "zero_mpi", "plan", "--init", "m.gguf", "--ranks", "2"]
     assert run_job(1, command, cwd=folder, timeout=50)[0] == 0
+
+
+@pytest.mark.parametrize(("lora", "rate"), [((), 5e-6), (("--lora", "8"), 1e-4)])
+def test_preferences_take_a_tenth_of_the_rate(lora, rate):
+    pairs = ["--init", "m.gguf", "--data", "pairs.jsonl", "--loss", "dpo"]
+    assert parse([*pairs, *lora]).lr == pytest.approx(rate)
+    assert parse([*pairs, *lora, "--lr", "1e-3"]).lr == 1e-3
+
+
+@needs_mpiexec
+def test_a_sample_answers_the_first_question_that_is_held_out(folder):
+    model(folder, 128)
+    train(1, folder / "out", *FLAGS[:6], "--val-data", "chat.jsonl", "--steps", "1", "--sample", "5")
+    records = map(json.loads, (folder / "out" / "events.jsonl").read_text().splitlines())
+    (text,) = (record["text"] for record in records if record["event"] == "sample")
+    assert TALK[0]["content"] in text[: text.rindex("assistant")]
+    assert TALK[1]["content"] not in text

@@ -24,7 +24,6 @@ def expected(raw, kind):
 
 
 def same(found, wanted):
-    """Whether the bits are the same; NaN may be another one."""
     width = f"u{found.dtype.itemsize}"
     with np.errstate(all="ignore"):
         unknown = np.isnan(found) & np.isnan(wanted)

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from zero_mpi.checkpoint.sound import (
-    as_lines,
-    digest,
-    digest_of_pieces,
-    digest_of_state,
-    from_lines,
-    piece_digests,
-)
+from zero_mpi.checkpoint.sound import digest, digest_of_pieces, digest_of_state, piece_digests
 from zero_mpi.comm import Partition
 
 
@@ -46,9 +39,3 @@ def test_the_digest_of_a_state_knows_names_and_not_their_order():
     state = {"a": digest(b"1"), "b": digest(b"2")}
     assert digest_of_state(state) == digest_of_state(dict(reversed(state.items())))
     assert digest_of_state(state) != digest_of_state({"a": state["b"], "b": state["a"]})
-
-
-def test_lines_and_back():
-    digests = {"a name": digest(b"1"), "b": digest(b"")}
-    assert from_lines(as_lines(digests)) == digests
-    assert from_lines(None) == from_lines(np.arange(3)) == {}

@@ -20,7 +20,6 @@ LOST = (math.nan, True, True)
 
 
 def steps(*made: tuple[float, bool, bool]) -> Divergence:
-    """The state after steps: (loss, whether the update was skipped, whether float16 tries a lower scale)."""
     found = Divergence(scale := SimpleNamespace(dynamic=False, exponent=1))
     for number, (loss, skipped, scale.dynamic) in enumerate(made, 1):
         found.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0))
@@ -79,7 +78,6 @@ def outcome(out: Path) -> tuple[str, str]:
     ("total", "reason"), [(8, "the loss of the last step (8)"), (999, f"in {MOST} steps in a row")]
 )
 def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
-    """Weights as large as float32 has them; the same once more when the same command is given again."""
     flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--lr", "1e38"]
     for _ in range(2):
         command = ["-m", "zero_mpi.train", *flags, "--steps", str(total)]

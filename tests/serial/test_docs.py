@@ -1,16 +1,10 @@
-"""What the documentation says runs, and what it shows is what the code does.
-
-Each page is walked through as a reader would: its commands in their order, in a folder of its own, with the
-files that Python blocks ask to be saved. How a command is run is in docs_commands.py. Pictures are drawn
-again and compared, and links are followed. The site: test_site.py.
-"""
+"""What the documentation says runs, and what it shows is what the code does."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib import import_module
@@ -46,15 +40,6 @@ def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
             path, _, test = how.test.partition("::")
             assert test in functions(ROOT / path), how.test
         assert not isinstance(how, Suite) or re.search(rf"^ *{how.in_ci}", script, re.M), how
-
-
-def test_extras_that_are_installed_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for line in all_lines():
-        if line.startswith("pip install"):
-            named = re.fullmatch(r"pip install (?:-e )?'\.\[([\w,]+)\]'", line)
-            assert named, line
-            assert set(named[1].split(",")) <= extras.keys(), line
 
 
 @pytest.mark.parametrize("target", [line for line in all_lines() if line.startswith("make ")])
@@ -130,7 +115,6 @@ def test_commands_of_hostfiles_work(tmp_path, model):
 
 
 def test_programs_of_pages_have_names():
-    """Those of README are run by test_examples.py; elsewhere a program is saved, and a command runs it."""
     for page in PAGES:
         steps = steps_of(page)
         lines = " ".join(step.text for step in steps if isinstance(step, Line))
@@ -184,10 +168,3 @@ def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
         told = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
         assert all(len(text) > 20 for text in told), name
         assert f"images/{name})" in pages, f"no page shows {name}"
-
-
-def test_hybrid_sharding_has_the_schedule_of_full_sharding(tools):
-    """strategies.md shows one picture for both."""
-    time = import_module("figures_time")
-    (full, _), (hybrid, _) = time.stage_case("full-shard"), time.stage_case("hybrid-shard", nodes=2)
-    assert full.schedule == hybrid.schedule

@@ -1,8 +1,4 @@
-"""The doctor: each bad condition gives its row, verdict, remedy and exit status.
-
-Conditions that a machine cannot be brought into in a second are pretended where the doctor looks. The others
-are real: jobs with another version on a rank, too many threads, a run folder that cannot be made.
-"""
+"""The doctor: each bad condition gives its row, verdict, remedy and exit status."""
 
 import json
 import mmap
@@ -24,8 +20,8 @@ from zero_mpi.commands.doctor import command as doctor
 from zero_mpi.commands.doctor import hosts, measures, ranks
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, OK, Ranks, Row
 from zero_mpi.device.types import Array  # noqa: F401  (numpy is there before the doctor's modules are)
+from zero_mpi.environment.limits import Limits
 from zero_mpi.files.file_systems import KINDS, file_system
-from zero_mpi.launch.limits import Limits
 from zero_mpi.launch.world import World
 
 CORES = len(os.sched_getaffinity(0))
@@ -251,12 +247,12 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
-    found = hosts.look_at_devices([sys.executable, "-c", code], present=True)
+    found = hosts.look_at_devices([sys.executable, "-c", code], ["/"])
     devices, cupy, aware = hosts.device_rows([found], ("a",))
     assert "2 devices (X1)" in devices.value
     assert cupy.remedy.startswith("pip install")
     assert (text in aware.value, aware.verdict) == (True, verdict)
-    assert hosts.device_rows([hosts.look_at_devices(present=False)] * 2, ("a", "b")) == [
+    assert hosts.device_rows([hosts.look_at_devices(driver=[])] * 2, ("a", "b")) == [
         Row("CUDA", "no CUDA device")
     ]
 
@@ -266,10 +262,10 @@ def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_th
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
-    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], present=True).error
-    if hosts.has_driver():
+    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], ["/"]).error
+    if any(map(os.path.exists, hosts.DRIVER)):
         pytest.skip("this machine has a driver")
-    found = hosts.look_at_devices(present=True)
+    found = hosts.look_at_devices(driver=["/"])
     assert "libcuda.so.1" in found.error
     assert only(hosts.device_rows([found], ("a",))).verdict == NOTE
 

@@ -38,7 +38,6 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """How many texts were encoded."""
     count = []
     encode = ByteTokenizer.encode_batch
 
@@ -269,7 +268,6 @@ CASES += [("bpe", "no seams"), ("bpe", "conversations")]
 
 
 def data(folder, form):
-    """Text that is encoded in more than ten batches."""
     if form == "conversations":
         asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant"}
         lines = ({"messages": [asked, answer | {"content": f"hell {n} " * 90}]} for n in range(20))

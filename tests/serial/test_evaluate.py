@@ -1,8 +1,4 @@
-"""`zero-mpi evaluate`: figures by their formulas, the tokens that count, the same text on any ranks.
-
-What a model says of each token is worked out here from the logits that generation gives for one window after
-the other, in one process; the command must come to the same losses.
-"""
+"""`zero-mpi evaluate`: figures by their formulas, the tokens that count, the same text on any ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ from test_llamacpp import next_token
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.commands.evaluate import scores
 from zero_mpi.commands.evaluate.choices import EncodedChoices, read_choices
-from zero_mpi.commands.evaluate.measure import WindowSet, counted
 from zero_mpi.commands.evaluate.task import read_task
-from zero_mpi.data import ByteTokenizer, Windows
+from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.nn.linear import observing
 from zero_mpi.train.text_model import TextModel
@@ -43,7 +38,6 @@ QUESTIONS = [
 
 
 def write_files(folder: Path) -> None:
-    """Two models, a text and questions."""
     write_model(folder / "new.gguf", MODEL)
     write_model(folder / "old.gguf", replace(MODEL, feed_forward_length=11))
     write_model(folder / "ids.gguf", replace(MODEL, vocab_size=61), {"tokenizer.ggml.model": "none"})
@@ -63,14 +57,12 @@ def write_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all files."""
     made = tmp_path_factory.mktemp("evaluate")
     write_files(made)
     return made
 
 
 def evaluate(folder: Path, *flags: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
-    """What the command prints, and its figures; nothing is said beside."""
     status, printed, errors = run_job(
         ranks, ["-m", "zero_mpi", "evaluate", *flags, "--json", "figures.json"], cwd=folder
     )
@@ -87,7 +79,6 @@ def surprises(model: TextModel, ids: list[int]) -> np.ndarray:
 
 
 def text_ids() -> list[int]:
-    """The tokens of the text: its bytes, and what ends it."""
     return [*TEXT.encode(), ByteTokenizer.eos]
 
 
@@ -275,35 +266,6 @@ def test_a_bad_line_is_named_with_what_was_expected(tmp_path, line):
 # ---------------------------------------------------------------------------------------- figures
 
 
-def test_figures_of_a_text_by_their_formulas():
-    nats, tokens = np.array([6.0, 10.0, 8.0]), np.array([4, 4, 4])
-    found = scores.text_figures(nats, tokens, 6)
-    assert found["loss"] == 2.0
-    assert found["perplexity"] == math.exp(2.0)
-    assert found["bits_per_byte"] == 24 / math.log(2) / 6
-    assert found["window_losses"] == [1.5, 2.5, 2.0]
-    assert found["standard_error"] == pytest.approx(np.std([1.5, 2.5, 2.0], ddof=1) / math.sqrt(3))
-    alone = scores.text_figures(nats[:1], tokens[:1], None)
-    assert (alone["standard_error"], alone["bits_per_byte"]) == (None, None)
-    assert scores.text_figures(np.array([8000.0]), np.array([8]), None)["perplexity"] is None
-
-
-def test_every_token_but_the_first_counts_once():
-    ids = np.arange(60)
-    for context, stride in [(7, 7), (7, 3), (7, 1), (59, 59)]:
-        windows = WindowSet(Windows(ids, context, stride), 2)
-        seen = np.concatenate(
-            [
-                batch.targets[part]
-                for batch in map(windows.micro, range(windows.micro_batches))
-                for part in batch.parts
-            ]
-        )
-        assert seen.tolist() == list(range(1, len(seen) + 1))
-        assert len(seen) > 59 - stride
-        assert counted(windows, np.ones(60, np.int64)).sum() == len(seen)
-
-
 # ----------------------------------------------------------------------------------------- errors
 
 TEXT_OF = ("new.gguf", "--data", "text")
@@ -343,7 +305,6 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def faulty(folder: Path) -> Path:
-    """The folder with what cannot be evaluated."""
     question = {"question": "q", "answers": ["a", "b"], "right": 0}
     (folder / "long.jsonl").write_text(json.dumps(question | {"answers": ["a" * 40, "b"]}))
     for name, tensor, value in [("damaged", "ffn_up", np.nan), ("large", "attn_v", 3e38)]:
@@ -365,13 +326,6 @@ def test_a_fault_is_one_line_and_status_2(faulty, case):
     assert line.startswith("zero_mpi evaluate: error: ")
     with pytest.raises(UsageError, match=expected):
         raise UsageError(line)
-
-
-def test_flags_of_training_keep_their_bounds():
-    with pytest.raises(UsageError, match="--micro-batch 0: expected at least 1"):
-        read_task(["new.gguf", "--data", "text", "--micro-batch", "0"])
-    task = read_task(["new.gguf", "--data", "text", "more", "--threads", "1"])
-    assert (task.config.init, task.config.data, task.config.micro_batch) == ("new.gguf", ["text", "more"], 2)
 
 
 def log_probabilities(path: Path, window: list[int]) -> np.ndarray:

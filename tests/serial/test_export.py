@@ -1,7 +1,4 @@
-"""Exports hold the bits that they should, llama.cpp opens them, and nothing half done gets a name.
-
-Most cases call the command in this process; exit statuses are checked on the command line.
-"""
+"""Exports hold the bits that they should, llama.cpp opens them, and nothing half done gets a name."""
 
 from __future__ import annotations
 
@@ -134,7 +131,6 @@ def test_what_has_the_type_already_is_copied(tmp_path: Path) -> None:
 
 
 def write_split(source: Path, each: int) -> Path:
-    """The model of `source` in parts of `each` tensors beside it; the first of them."""
     file, count = GGUFFile.open(source), -(-len(GGUFFile.open(source).tensors) // each)
     names, paths = list(file.tensors), []
     for number in range(count):
@@ -333,7 +329,6 @@ def test_all_ends_of_a_folder_come_back(tmp_path: Path, ends: Any) -> None:
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
 def test_llama_cpp_opens_every_type_and_generates(tmp_path: Path, wanted: str) -> None:
-    """Where a type keeps the weights nearly as they are, the likeliest text is that of our float32 model."""
     source = write_model(tmp_path / "m.gguf", LLAMA)
     export(source, tmp_path / "x.gguf", "--type", wanted)
     ours = bytes(TextModel(source).generate(list(b"def "), 12, temperature=0)).decode()
@@ -357,26 +352,6 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_summary_is_one_line_with_what_has_other_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, tied = write_model(tmp_path / "m.gguf", LLAMA), write_model(tmp_path / "tied.gguf", GPT)
-    for model, wanted, more, counts, finer in (
-        (source, "q8_0", [], "14 q8_0, 5 f32, 2 f16", ()),
-        (source, "q4_0", [], "12 q4_0, 5 f32, 2 q8_0, 2 f16", ("token_embd.weight", "output.weight")),
-        (tied, "q5_1", [], "", ("token_embd.weight",)),
-        (tied, "q5_1", ["--pure"], "", ()),
-    ):
-        export(model, tmp_path / "x.gguf", "--type", wanted, "--force", *more)
-        line = capsys.readouterr().out
-        size = (tmp_path / "x.gguf").stat().st_size / 1e6
-        assert line.startswith(f"{tmp_path / 'x.gguf'}: {wanted}, {size:.1f} MB, ")
-        assert (line.count("\n"), f"({counts}" in line, "--pure" in line) == (1, True, bool(finer))
-        assert not finer or f"q8_0: {', '.join(finer)} " in line
-    export(source, tmp_path / "hf")
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'hf'}: f32, 0.4 MB, 21 tensors (21 f32)")
-
-
 def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m.gguf", LLAMA)
     (tmp_path / "x.gguf").write_bytes(b"mine")
@@ -393,13 +368,6 @@ def test_what_is_there_stays_unless_forced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export(source, tmp_path / "empty")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "m.gguf", "x.gguf"]
-
-
-def test_a_model_may_replace_itself(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "m.gguf", LLAMA)
-    export(source, tmp_path / "x.gguf", "--type", "f16")
-    export(source, source, "--type", "f16", "--force")
-    assert digest(source) == digest(tmp_path / "x.gguf")
 
 
 def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:

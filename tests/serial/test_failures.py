@@ -105,7 +105,6 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
 
 
 def test_an_exception_after_a_long_wait_of_the_others_leaves_no_roll_call(flags, tmp_path):
-    """They have signed by then."""
     fault = 'time.sleep(2); raise RuntimeError("the fault")'
     sooner = "from zero_mpi.launch import watchdog\nwatchdog.CALL = 0.5\n"
     script = sooner + FAULTY.format(step=2, where="rank == 1", fault=fault)
@@ -212,7 +211,6 @@ def forget_who_was_woken(out: Path, rank: int) -> None:
 
 @pytest.mark.parametrize(("transport", "ranks", "rank"), [("mpi", 3, 0), ("shared", 4, 3)])
 def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, flags, tmp_path):
-    """By SIGSTOP in the middle of a run; what was saved before is sound, and the run goes on from it."""
     errors = hang(ranks, tmp_path, rank, "stop", *flags, "--transport", transport)
     forget_who_was_woken(tmp_path / "out", rank)
     assert_told(errors, tmp_path / "out", f"no sign of life from rank {rank}")

@@ -1,8 +1,4 @@
-"""Folders of checkpoints: how a new one appears, what is removed, what is gone on from.
-
-A folder here holds two small files that say who wrote it; `checkpoint.folders` never looks into them.
-Kills and errors at any moment: test_crash.py.
-"""
+"""Folders of checkpoints: how a new one appears, what is removed, what is gone on from."""
 
 import os
 import threading

@@ -33,7 +33,6 @@ Mount = Callable[..., None]
 
 @pytest.fixture
 def mount() -> Iterator[Mount]:
-    """Mounts at a folder, for the time of the test; skips where that is not allowed."""
     mounted: list[Path] = []
 
     def mount(place: Path, *options: str) -> None:

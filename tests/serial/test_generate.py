@@ -1,8 +1,4 @@
-"""Generation: the cached forward equals the training forward, the draw is what it says, the command behaves.
-
-The cache is right if it does not show: a text fed whole, one token at a time or in odd pieces gives the
-logits that training computes for it.
-"""
+"""Generation: the cached forward equals the training forward, the draw is what it says."""
 
 from __future__ import annotations
 
@@ -149,33 +145,6 @@ class Elsewhere:
         return self.read(name).reshape(self.tensors[name].shape)
 
 
-def test_an_open_source_gives_what_its_file_gives(tmp_path):
-    path = write_model(tmp_path / "model.gguf", SCALED)
-    source = Elsewhere(GGUFFile.open(path))
-    model, expected = TextModel(source), TextModel(path)
-    assert model.logits(PROMPT).tobytes() == expected.logits(PROMPT).tobytes()
-    assert sorted(source.asked) == sorted(source.tensors), "each tensor is read once"
-    assert model.file is source
-    assert model.config == SCALED
-    assert list(model.weights) == list(SCALED.params()), "a constant is no weight"
-    assert {weight.dtype for weight in model.weights.values()} == {np.dtype(np.float32)}
-
-
-def test_what_a_source_lacks_is_refused_with_its_name(tmp_path):
-    source = Elsewhere(GGUFFile.open(write_model(tmp_path / "model.gguf", LLAMA)))
-    source.metadata["llama.rope.scaling.type"] = "longrope"
-    with pytest.raises(UsageError, match=r"a/folder: the GGUF key llama\.rope\.scaling\.type = 'longrope'"):
-        TextModel(source)
-
-
-def test_factors_of_frequencies_change_what_follows(tmp_path):
-    """All but the first position, which is turned by nothing."""
-    plain = TextModel(write_model(tmp_path / "plain.gguf", LLAMA)).logits(PROMPT)
-    scaled = TextModel(write_model(tmp_path / "scaled.gguf", SCALED)).logits(PROMPT)
-    assert plain[0].tobytes() == scaled[0].tobytes()
-    assert np.abs(plain[1:] - scaled[1:]).max(axis=-1).min() > 1e-2
-
-
 def greedy(model: TextModel, prompt: list[int], tokens: int) -> list[int]:
     """What temperature 0 must give, with a full forward for every token.
 
@@ -300,7 +269,6 @@ def test_a_temperature_near_zero_takes_the_likeliest_without_a_warning(temperatu
 
 
 def command(*arguments: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """`zero-mpi generate ARGUMENTS`, as a user's shell would start it."""
     environ = jobs.clean_environment()
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     line = [sys.executable, "-m", "zero_mpi", "generate", *arguments]
@@ -346,7 +314,6 @@ def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
 
 
 def with_bpe() -> dict[str, Any]:
-    """The byte tokenizer's keys with merges: "na", "ïv" and the first byte of "ï" are tokens."""
     tokens = [*byte_characters(), "na", "¯v", "<|im_end|>"]
     types = np.array([1] * 258 + [3], np.int32)
     special = {"tokenizer.ggml.eos_token_id": np.uint32(258), "tokenizer.ggml.bos_token_id": np.uint32(258)}

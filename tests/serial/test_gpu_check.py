@@ -81,23 +81,6 @@ def test_a_program_past_its_time_is_ended_with_what_it_started(tmp_path):
     assert "sleep 77" not in left
 
 
-@pytest.mark.parametrize(
-    ("code", "objects", "problem"),
-    [
-        ('print(\'{"a": 1}\'); print("{broken"); raise SystemExit("why not")', [{"a": 1}], "why not"),
-        ("raise SystemExit('gone')", [], "gone"),
-    ],
-)
-def test_a_program_that_fails_says_what(code, objects, problem, tmp_path):
-    outcome = python(code, 20, tmp_path)
-    assert (outcome.objects, outcome.problem) == (objects, f"status 1: {problem}")
-    program = gpu_jobs.Answerer([sys.executable, "-c", code], {}, tmp_path)
-    assert program.answer(20) == (objects or [None])[0]
-    assert program.ask(1, 20) is None
-    last, outcome = program.close(20)
-    assert (last, outcome.problem) == (None, f"status 1: {problem}")
-
-
 @needs_compiler
 def test_steps_are_timed_when_they_are_asked_for(tmp_path):
     ready = gpu_setup.make_pretend(tmp_path)
@@ -137,13 +120,6 @@ def test_figures_of_a_race():
     assert found["tokens/s"] == pytest.approx(500_000)
     assert found["share of peak"] == pytest.approx(0.435, abs=0.001)
     assert (found["steps"], found["pool_mb"]) == (20, 5.0)
-
-
-def test_distances_of_losses():
-    middle, most = gpu_parts.distances([1.0, 3.0, 2.0], [1.0, 3.0, 2.02])
-    assert (middle, most) == (0.0, pytest.approx(0.02 / 2.02))
-    assert gpu_parts.distances([1.0], [1.0, 2.0]) == (float("inf"),) * 2
-    assert gpu_parts.distances([float("nan")], [1.0]) == (float("inf"),) * 2
 
 
 def test_bits_that_differ_are_no_pass():

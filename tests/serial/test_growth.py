@@ -1,7 +1,4 @@
-"""Readers of files: their work and their memory grow no faster than their input.
-
-Each test doubles an input and compares counts (calls, letters, comparisons, bytes at the peak), never time.
-"""
+"""Readers of files: their work and their memory grow no faster than their input."""
 
 import gzip
 import json
@@ -12,10 +9,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, TEMPLATES, chat_tokenizer
+from chat_templates import TEMPLATES, chat_tokenizer
 
 from zero_mpi.commands.evaluate.choices import encode_choices
-from zero_mpi.commands.hostfile import read_hosts
 from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.conversations import tokenized
@@ -109,13 +105,6 @@ def test_a_template_without_a_loop_over_messages_takes_fewer_answers():
         reader._finder.find(turns(MOST_TURNS + 1))
 
 
-def test_ends_of_turns_in_a_content_are_looked_at_once():
-    finder = ConversationReader(chat_tokenizer(CHATML))._finder
-    texts = [Letters("<|im_end|> \n" * count) for count in (100, 200)]
-    once, twice = (letters_read(lambda text=text: finder._end_of_turn(text, 0, len(text))) for text in texts)
-    assert 0 < twice <= 2 * once
-
-
 def test_places_in_a_text_that_is_not_ascii_are_counted_once():
     once, twice = (
         letters_read(lambda n=n: in_bytes(Letters("é" + "a" * n), [(i, i + 5) for i in range(0, n, 10)]))
@@ -157,13 +146,6 @@ def test_a_name_that_comes_twice_is_found_in_one_pass():
             _unique([(Name(f"n{n}"), n) for n in [*range(count), count - 1]])
         counts.append(Name.compared)
     assert counts[1] <= 2 * counts[0] + 100
-
-
-@pytest.mark.parametrize("line", ["n " + "a" * 4_000_000, "n " + "a " * 2_000_000, "n:" + "0" * 5000 + "1"])
-def test_a_long_line_of_a_hostfile_is_refused(line):
-    """Where its end is sought anew from each of its letters, that takes hours."""
-    with pytest.raises(UsageError, match="FILE:1: "):
-        read_hosts([line], "FILE")
 
 
 def test_a_question_and_its_answers_have_a_bound_of_letters(tmp_path):

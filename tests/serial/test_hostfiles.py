@@ -29,7 +29,6 @@ def hosts_of(text: str) -> list[HostEntry]:
 
 
 def convert(*arguments: str | Path, text: str | None = None, folder: Path | None = None) -> Any:
-    """`zero-mpi hostfile ARGUMENTS`, with `text` as standard input."""
     job = [sys.executable, "-m", "zero_mpi", "hostfile", *map(str, arguments)]
     if text is not None:
         job = ["sh", "-c", 'printf %s "$0" | "$@"', text, *job]
@@ -104,14 +103,6 @@ def test_other_lines_are_refused_with_their_number(line):
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
 HOSTS = st.builds(HostEntry, NAMES, st.integers(1, 999))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(HOSTS, min_size=1, max_size=8, unique_by=lambda host: host.name), st.sampled_from(sorted(LINES))
-)
-def test_what_is_written_is_read_back(hosts, form):
-    assert hosts_of("\n".join(map(LINES[form], hosts))) == hosts
 
 
 @settings(max_examples=500, deadline=None)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import sentencepiece_files as files
 
-from zero_mpi.data import tokenizer_from_json, tokenizer_from_metadata, tokenizer_json
-from zero_mpi.data.tokenizers import bpe, pair_table, segmentation, spellings
+from zero_mpi.data import tokenizer_from_metadata
+from zero_mpi.data.tokenizers import pair_table, segmentation, spellings
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FlaggedSpellings
-from zero_mpi.data.tokenizers.pair_table import FREE, find
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import FileError
 
@@ -93,34 +92,6 @@ def test_a_long_charsmap_spells_as_it_says():
     assert found.prepared("a" * 399) == found.prepared("b" * 200 + "a" * 199)
 
 
-def test_a_vocabulary_takes_memory_by_its_letters():
-    letters = "".join(map(chr, range(0x10000, 0x10200)))  # four bytes each in a text of Python
-    tokens = [letters[at:] + letters[:at] for at in range(100)]
-    keys = files.keys_of(
-        "t5", [("<unk>", 2), ("</s>", CONTROL), *((token, NORMAL) for token in tokens)], [0.0] * 102
-    )
-    found = tokenizer_from_metadata(keys | {"tokenizer.ggml.unknown_token_id": np.uint32(0)})
-    tracemalloc.start()
-    found._trie  # noqa: B018
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 400 * sum(map(len, tokens))
-
-
-@pytest.mark.parametrize("factors", [(2654435761, 2246822519), (2654435761, 1)])
-def test_pairs_that_a_file_has_chosen_lie_apart(factors):
-    """Pairs that begin at the same few places by a hash without a factor that is drawn for each table."""
-    right, chosen = np.arange(pair_table.MOST, dtype=np.int64), []
-    for left in range(4):
-        slots = left * factors[0] + right * factors[1]
-        places = (slots ^ slots >> 15) & (1 << 14) - 1
-        chosen += [(left, letter) for letter in right[places < 16].tolist()]
-    table = pair_table.pair_table(*np.array(chosen, np.int64).T, np.arange(len(chosen)))
-    free = np.flatnonzero(table.keys[:-1] == FREE)
-    assert np.diff(free).max() < 500, "the longest row of places that are taken"
-    assert [find(*table, *pair) for pair in chosen] == list(range(len(chosen)))
-
-
 HAN = list(map(chr, range(0x4E00, 0x6E00)))
 NUMBERED = [f"<|s_{number}|>" for number in range(9000)]
 WITHIN = ["a" * size for size in range(1, 100)]
@@ -147,7 +118,6 @@ class CountedTrie(dict):
 @pytest.mark.parametrize(("tokens", "text"), MANY.values(), ids=MANY)
 @pytest.mark.parametrize("kind", [Spellings, lambda ids: FlaggedSpellings(ids, dict.fromkeys(ids, ()))])
 def test_many_or_long_added_tokens_are_looked_for_once(tokens, text, kind, monkeypatch):
-    """Not once for each of them, nor for each of their letters."""
     found = kind({token: number for number, token in enumerate(tokens)})
     monkeypatch.setattr(
         spellings, "trie", lambda given: tuple(map(CountedTrie, pair_table.trie(given))), raising=True
@@ -158,28 +128,6 @@ def test_many_or_long_added_tokens_are_looked_for_once(tokens, text, kind, monke
     parts = found.cut(text)
     assert "".join(part if isinstance(part, str) else tokens[part] for part in parts) == text
     assert nodes.count <= 2 * len(text)
-
-
-def test_added_tokens_are_written_at_once(monkeypatch, tmp_path):
-    """The library looks at all that were added before, at each call."""
-    calls, build = [], bpe.build
-
-    class Counted:
-        def __init__(self, tokenizer):
-            object.__setattr__(self, "tokenizer", tokenizer)
-
-        def __getattr__(self, name):
-            calls.append(name)
-            return getattr(self.tokenizer, name)
-
-    monkeypatch.setattr(bpe, "build", lambda *given: Counted(build(*given)))
-    names = [f"[s_{number}]" for number in range(500)]
-    kinds = [NORMAL] * 257 + [CONTROL, USER_DEFINED] * 250
-    keys = bpe_files.keys_of([*byte_characters(), "he", *names], ["h e"], types=kinds)
-    content = tokenizer_json(keys)
-    assert len([name for name in calls if name.startswith("add_")]) == 1
-    assert [each["special"] for each in content["added_tokens"]] == [True, False] * 250
-    assert tokenizer_from_json(bpe_files.write_json(tmp_path, content)).types == kinds
 
 
 class Counted:

@@ -430,7 +430,6 @@ def test_kept_numbers_that_do_not_make_the_divisors_are_not_believed(tmp_path: P
     ],
 )
 def test_dropout_that_is_asked_for_is_told(tmp_path: Path, name: str, edits: Edit, expected: str) -> None:
-    """gpt2 has some where its configuration does not say."""
     folder = make(tmp_path, name, edits)
     said = passed_over(open_weights(folder))
     assert len(said) == bool(expected)

@@ -122,7 +122,6 @@ K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 
 @pytest.fixture(scope="module")
 def wide(text, tmp_path_factory) -> Path:
-    """A model with rows of 256 elements, one block of the K-quants."""
     out = tmp_path_factory.mktemp("wide") / "out"
     flags = ["--layers", "1", "--dim", "256", "--heads", "4", "--ffn", "256", "--context", "16"]
     train(1, out, *flags, "--batch-size", "1", "--steps", "0", "--sample", "0", "--data", *text)
@@ -131,7 +130,6 @@ def wide(text, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("kind", K_QUANTS)
 def test_k_quants_start_from_their_values(kind, wide, text, tmp_path):
-    """Random blocks: three ranks cut through them, and each reads what it needs."""
     path = requantize(wide, tmp_path / "k.gguf", kind)
     assert_written_are_the_values_of(path, start(3, tmp_path / "out", path, text, *STILL))
 
@@ -161,7 +159,6 @@ def scales(kind: str) -> list[int]:
 
 
 def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
-    """The third rank meets it; all end with one line."""
     path = Path(shutil.copy(models["llama"], tmp_path / "broken.gguf"))
     info = GGUFFile.open(path).tensors["blk.1.ffn_down.weight"]
     with path.open("r+b") as file:

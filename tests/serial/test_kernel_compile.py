@@ -1,8 +1,4 @@
-"""Every CUDA kernel compiles for the GPUs of today, without one, and takes what the launch table says.
-
-NVRTC makes machine code and PTX; the notes of its assembler tell whether a kernel keeps registers in memory,
-which would be slow. It comes with the package nvidia-cuda-nvrtc, which needs no driver.
-"""
+"""Every CUDA kernel compiles for the GPUs of today, without one, and takes what the launch table says."""
 
 from __future__ import annotations
 

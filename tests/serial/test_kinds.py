@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from zero_mpi.data.text_files import BEGINNINGS, BINARY, HEAD, kind_of
+from zero_mpi.data.text_files import BEGINNINGS, HEAD, kind_of
 
 TEXT = "Some text, with an é and a 漢, over several lines.\n" * 40
 RECORDS = [{"text": "one " * 9, "id": 1}, {"text": "two", "id": 2}, {"text": "three"}]
@@ -26,7 +26,6 @@ JSONL = "".join(json.dumps(record) + "\n" for record in RECORDS)
 
 
 def zipped(**files):
-    """A zip archive; `__` in a name stands for a slash, `_` for a dot."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
         for name, content in files.items():
@@ -142,10 +141,3 @@ def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
     ):
         assert kind_of(head, "a.json").name == "an array of JSON objects"
     assert kind_of(b"[1, 2]", "a.json") is None
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_whatever_the_bytes_the_answer_is_a_kind_or_none(seed):
-    draw = np.random.default_rng(seed)
-    assert kind_of(draw.bytes(500), "file") == BINARY
-    kind_of(draw.choice([each.data for each in BEGINNINGS]) + draw.bytes(int(draw.integers(0, 30))), "file")

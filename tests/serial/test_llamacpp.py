@@ -1,9 +1,4 @@
-"""llama.cpp opens what the runtime writes, and computes the same from it.
-
-Models with random weights, large enough that logits are far from flat, go through a GGUF file; llama.cpp's
-log-probabilities over the whole vocabulary are compared with those of the generation path and of the
-training forward. A real model goes the same way. Skipped where the `xllamacpp` wheel is not installed.
-"""
+"""llama.cpp opens what the runtime writes, and computes the same from it."""
 
 from __future__ import annotations
 

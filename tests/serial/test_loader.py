@@ -35,19 +35,6 @@ def test_the_number_of_windows(tokens):
     assert len(Windows(np.zeros(tokens, np.uint16), 4)) == max(0, (tokens - 1) // 4)
 
 
-@pytest.mark.parametrize("indices", [[1], [2, 0, 2], []])
-def test_batches_are_fresh_contiguous_int64(indices):
-    tokens = np.arange(20, dtype=np.uint16)
-    batch = Windows(tokens, 4).batch(indices)
-    for part in (batch.inputs, batch.targets):
-        assert part.dtype == np.int64
-        assert part.shape == (len(indices), 4)
-        assert part.flags.c_contiguous
-        assert part.flags.owndata
-        part[:] = 99
-    assert tokens.tolist() == list(range(20))
-
-
 @pytest.mark.parametrize("indices", [[-1], [3], [0, 3], [-1, 2]])
 def test_a_window_that_is_not_there_is_an_error(indices):
     with pytest.raises(IndexError, match="of 3"):
@@ -58,19 +45,6 @@ def test_a_window_that_is_not_there_is_an_error(indices):
 def test_an_epoch_has_each_window_once(windows, seed, epoch):
     samples = np.arange(windows) + epoch * windows
     assert sorted(window_of(samples, windows, seed).tolist()) == list(range(windows))
-
-
-def test_a_run_of_samples_over_many_epochs_equals_its_single_samples():
-    samples = np.array([0, 1, 5, 6, 7, 22, 23, 6])
-    singles = [window_of(sample, 3, 9) for sample in samples.tolist()]
-    assert window_of(samples, 3, 9).tolist() == singles
-
-
-def test_epochs_and_seeds_differ_and_repeat():
-    epochs = [tuple(window_of(np.arange(50) + 50 * e, 50, s).tolist()) for s in (0, 1) for e in (0, 1, 2)]
-    assert len(set(epochs)) == 6
-    assert epochs[0] == tuple(window_of(np.arange(50), 50, 0).tolist())
-    assert all(epoch != tuple(range(50)) for epoch in epochs)
 
 
 def test_the_order_is_pinned():
@@ -145,8 +119,3 @@ def test_any_limit_takes_distinct_windows_with_even_gaps(total, limit):
     gaps = np.diff([*picks, total])
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
-
-
-def test_nothing_held_out_is_no_evaluation():
-    loader = EvalLoader(windows_of(0), 2, 9)
-    assert (loader.micro_batches, loader.counted) == (0, 0)

@@ -5,7 +5,6 @@ has locks that count on each machine by itself. In the last two each process is 
 """
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 from jobs import clean_environment
 
-from zero_mpi.launch.folder_lock import ROOM, Record, unpacked
+from zero_mpi.launch.folder_lock import ROOM, unpacked
 
 PATIENCE = 2.0
 CHILD = f"""
@@ -62,8 +61,6 @@ for line in sys.stdin:
 
 
 class Child:
-    """A process that takes folders."""
-
     def __init__(self, kind: str, name: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", CHILD, kind, name or f"{id(self)}"],
@@ -93,7 +90,6 @@ class Child:
 
 @pytest.fixture
 def children() -> Iterator[Callable[[str, int], list[Child]]]:
-    """Starts processes, which end with the test."""
     made: list[Child] = []
 
     def start(kind: str, count: int, name: str = "") -> list[Child]:
@@ -109,7 +105,6 @@ def children() -> Iterator[Callable[[str, int], list[Child]]]:
 
 
 def winner_of(folder: Path, rivals: list[Child], delays: list[float]) -> Child:
-    """The one that got the folder; the others were told who has it."""
     for child, delay in zip(rivals, delays, strict=True):
         child.tell("take", folder, delay)
     answers = [child.answer() for child in rivals]
@@ -242,13 +237,3 @@ def test_what_is_no_file_is_named(children, tmp_path):
             (tmp_path / ".lock").unlink()
         with contextlib.suppress(OSError):
             (tmp_path / ".lock").rmdir()
-
-
-def test_a_record_has_always_as_many_bytes_and_comes_back():
-    record = Record("2026-01-01T00:00:00Z", "Slurm job 7")
-    assert len(record.packed()) == ROOM
-    assert unpacked(record.packed()) == record
-    hostile = json.dumps({"since": "\x1b[2J\n", "host": "x" * 9000, "pid": 1}).encode()
-    said = str(unpacked(hostile))
-    assert said.isprintable()
-    assert len(said) < 300

@@ -103,8 +103,6 @@ def test_lines_go_beside_a_bar_while_there_is_one(capsys):
 
 
 def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
-    """A log on a full disk ends the run with its cause; the logging module would print it and go on."""
-
     class Full:
         def write(self, text):
             raise OSError(28, "No space left on device")

@@ -20,27 +20,14 @@ from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 
 pytestmark = needs_mpiexec
-SIZES = [
-    "--arch",
-    "llama",
-    "--dim",
-    "48",
-    "--layers",
-    "2",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--context",
-    "16",
-]
+SIZES = ["--arch", "llama", "--dim", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+SIZES += ["--context", "16"]
 DATA = ["--context", "16", "--batch-size", "6", "--micro-batch", "2", "--sample", "0", "--warmup", "2"]
 NAMES = ("adapter.gguf", "optimizer.gguf")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text, as flags."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {number} of {number * number}\n" for number in range(400)))
     return ["--data", str(path)]
@@ -48,7 +35,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(text, tmp_path_factory):
-    """A model to adapt."""
     out = tmp_path_factory.mktemp("base") / "run"
     train(1, out, *SIZES, *DATA, *text, "--steps", "3")
     return out / "latest" / "model.gguf"
@@ -56,7 +42,6 @@ def base(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(base, text, tmp_path_factory):
-    """A run of one rank, and its flags."""
     out = tmp_path_factory.mktemp("alone") / "run"
     flags = [*DATA, *text, "--init", str(base), "--lora", "3", "--lr-scale", "*.lora_b=16", "--steps", "4"]
     train(1, out, *flags)
@@ -64,7 +49,6 @@ def alone(base, text, tmp_path_factory):
 
 
 def files(out):
-    """Both files of the newest checkpoint, and nothing else is there."""
     folder = out / "latest"
     assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
     return [(folder / name).read_bytes() for name in NAMES]
@@ -149,10 +133,7 @@ def test_a_run_goes_on_from_an_adapter_with_new_moments(kind, alone, base, text,
         (["--init", "BASE", "--lora-alpha", "3"], "--lora-alpha 3.0: "),
         (["--init", "BASE", "--lora", "2", "--lora-targets", "*.bias"], "--lora-targets *.bias: "),
         (["--init", "BASE", "--lora", "2", "--lora-init", "BASE"], "expected an adapter"),
-        (
-            ["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"],
-            "--lr-scale: 'blk*t' ",
-        ),
+        (["--init", "BASE", "--lora", "2", "--lr-scale", "blk*t=2"], "--lr-scale: 'blk*t' "),
         (["--init", "BASE", "--lr-scale", "*b=2", "--dry-run"], "--lr-scale: '*b' "),
     ],
 )
@@ -185,17 +166,10 @@ def test_patterns_choose_projections():
 
 
 def test_an_adapter_of_the_head(base, text, tmp_path):
-    """The same files at any number of ranks and after a resume; plan counts it, and it is merged."""
     flags = [
         "--init",
         str(base),
-        "--lora",
-        "2",
-        "--context",
-        "16",
-        "--lora-targets",
-        "output.weight",
-        "blk.1.*",
+        *["--lora", "2", "--context", "16", "--lora-targets", "output.weight", "blk.1.*"],
     ]
     train(1, tmp_path / "one", *DATA, *text, *flags, "--steps", "3")
     train(3, tmp_path / "three", *DATA, *text, *flags, "--steps", "2")
@@ -290,5 +264,5 @@ def test_adapters_are_chosen_by_their_suffix_and_older_patterns_go_on():
     assert [name for name in names + adapters if is_trainable(name, FROZEN)] == adapters
     assert [name for name in adapters if is_trainable(name, ("*[!ab]",))] == adapters
     check_patterns("frozen", FROZEN, dict.fromkeys(names + adapters))
-    with pytest.raises(ValueError, match=r"\[ab\]"):
+    with pytest.raises(ValueError, match=r"weight"):
         check_patterns("frozen", FROZEN, dict.fromkeys(adapters))

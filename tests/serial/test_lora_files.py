@@ -54,7 +54,6 @@ CASES["llama, experts"] = replace(LLAMA, expert_count=5, expert_used_count=2), E
 
 
 def written(folder, config, lora):
-    """(the model with adapters, all weights, the base's file, the adapter's file), of random numbers."""
     model = replace(config, lora=lora)
     weights = random_weights(model)
     base = {name: array for name, array in weights.items() if not is_adapter(name)}

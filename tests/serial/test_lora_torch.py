@@ -1,8 +1,4 @@
-"""Adapters beside a frozen model learn as in torch: its gradients, and its losses over twenty steps of AdamW.
-
-The peer is PEFT on transformers with the same base and adapters, as `export` writes them; tensors of its come
-back by the folder that PEFT keeps them in.
-"""
+"""Adapters beside a frozen model learn as in torch: gradients, and losses over twenty steps of AdamW."""
 
 import shutil
 import warnings
@@ -35,8 +31,6 @@ SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 class Pair:
-    """A base with adapters, here and in torch, and the data of each step."""
-
     def __init__(self, folder, config, lora) -> None:
         self.folder = folder
         self.model, weights, base, adapter = written(folder, config, lora)
@@ -49,7 +43,6 @@ class Pair:
         self.torch = peft.PeftModel.from_pretrained(there, folder / "peft", is_trainable=True).eval()
 
     def losses(self, step: int) -> tuple[float, float]:
-        """Ours and torch's, whose gradients are there afterwards."""
         drawn = np.random.default_rng(step).integers(0, self.model.vocab_size, (ROWS, 17))
         x, targets = drawn[:, :-1], drawn[:, 1:]
         loss = partial(cross_entropy, targets=targets, scale=1 / targets.size)
@@ -74,18 +67,15 @@ class Pair:
         return {name: source.tensor(name) for name in source.tensors}
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Torch's adapters by their names."""
         return {name: p for name, p in self.torch.named_parameters() if p.requires_grad}
 
 
 @pytest.fixture(params=CASES)
 def pair(request, tmp_path):
-    """Both sides."""
     return Pair(tmp_path, *CASES[request.param])
 
 
 def assert_close(found, expected, bound):
-    """Within `bound` of each array's largest element."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         scale = abs(array).max()

@@ -11,11 +11,10 @@ import pytest
 import tomli_w
 
 from zero_mpi.commands.plan.command import command, read
-from zero_mpi.commands.plan.machine_file import read_machine
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.plan.case import Case
-from zero_mpi.plan.machine import ASSUMED, Disk, Level, Link, Machine
+from zero_mpi.plan.machine import ASSUMED, Disk, Level, Link, Machine, read_machine
 from zero_mpi.plan.step_time import save_seconds, saved_bytes, step_time, writers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"

@@ -1,7 +1,4 @@
-"""Memory that is known not to be there: refused in one line before MPI starts or anything large is made.
-
-And what a run asks for is what its ranks then take, by the pages that the system counts.
-"""
+"""Memory that is known not to be there: refused in one line before MPI starts or anything large is made."""
 
 import contextlib
 import os
@@ -19,8 +16,8 @@ from test_command_bits import needs_mpiexec, write_text
 from test_shared_fallback import MOUNT, why_no_mount
 
 from zero_mpi.config.settings import Config
+from zero_mpi.environment.limits import Limits
 from zero_mpi.launch import dev_shm
-from zero_mpi.launch.limits import Limits
 from zero_mpi.models import Llama
 from zero_mpi.train import memory_check
 

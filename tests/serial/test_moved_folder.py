@@ -66,7 +66,6 @@ def lines_of(errors: str) -> list[str]:
 
 
 def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, cwd: Path) -> float:
-    """Start a job, lose its folder `delay` seconds after a file `sign` is in it, and look at the end."""
     environ = clean_environment()
     with (cwd / "errors").open("wb") as errors:
         job = subprocess.Popen(

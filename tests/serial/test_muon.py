@@ -20,14 +20,12 @@ TRAJECTORY = (
 
 
 def flat(matrix):
-    """A matrix as the optimizer lays it out: float32, zeros behind it up to a chunk."""
     room = np.zeros(-(-matrix.size // QUANTUM) * QUANTUM, np.float32)
     room[: matrix.size] = matrix.reshape(-1)
     return room
 
 
 def directed(rule, gradient, momentum, lr=1.0, name="blk.0.w.weight"):
-    """What `direct` makes of a gradient, in shape; `momentum` is changed."""
     room = flat(gradient)
     rule.direct(name, gradient.shape, room, {"muon.momentum": momentum}, lr, 1.0)
     return room[: gradient.size].reshape(gradient.shape)

@@ -1,9 +1,4 @@
-"""`--resume auto` goes on from the newest checkpoint that is what was written, and says what it passed over.
-
-A run leaves three checkpoints; the newest is damaged in one way or another. Going on from the one before it,
-the run ends with the bytes of one that was never disturbed. What is sound but of another run is no damage: it
-is refused, and nothing is touched.
-"""
+"""`--resume auto` goes on from the newest checkpoint that is sound, and says what it passed over."""
 
 import shutil
 from collections.abc import Callable
@@ -181,7 +176,6 @@ def test_a_link_whose_name_no_system_takes_is_passed_over(run, data, unbroken):
 
 
 def test_an_empty_folder_that_was_never_linked_is_passed_over(run, data, unbroken):
-    """Somebody made it by hand, or a copy was broken off."""
     (run / "step-00000009").mkdir()
     (run / "step-00000009" / STATE).write_bytes(b"")
     printed = train(2, run, *SMALL, *data, "--steps", "5")

@@ -42,7 +42,6 @@ def unchanged(*arrays: np.ndarray) -> Iterator[None]:
 
 
 def check_slope(f: Callable[..., float], inputs: list[np.ndarray], gradients: list[np.ndarray]) -> None:
-    """The gradients say how the scalar f(*inputs) changes along one random direction in all inputs."""
     ways = [numbers(*array.shape, seed=number + 1) for number, array in enumerate(inputs)]
 
     def at(t: float) -> float:
@@ -405,22 +404,6 @@ def test_attention_backward_is_the_slope(shape):
     )
 
 
-@shows("causal_attention", "causal_attention_backward")
-def test_attention_takes_views_as_a_fused_projection_gives_them():
-    """q, k and v are then columns of one array, whose rows are not contiguous."""
-    q, k, v = attention_inputs(SHAPES[0])
-    joined = np.concatenate([x.reshape(2, 5, -1) for x in (q, k, v)], axis=-1)
-    views = [
-        part.reshape(x.shape) for part, x in zip(np.split(joined, [18, 24], axis=-1), (q, k, v), strict=True)
-    ]
-    y, weights = ops.causal_attention(q, k, v, 0.7)
-    close(ops.causal_attention(*views, 0.7)[0], y)
-    plain = ops.causal_attention_backward(y, q, k, v, weights, 0.7)
-    cut = ops.causal_attention_backward(y, *views, weights, 0.7)
-    for expected, found in zip(plain, cut, strict=True):
-        close(found, expected)
-
-
 @shows("causal_attention")
 def test_attention_does_not_overflow():
     q = np.full((1, 4, 1, 2), 1e3, np.float32)
@@ -491,14 +474,6 @@ def test_linear_cross_entropy_leaves_out_what_is_not_wanted():
     assert nothing is None
     assert loss == again == frozen[0]
     assert np.array_equal(frozen[1], dx)
-
-
-@pytest.mark.parametrize(("n", "vocabulary"), [(1, 1), (0, 10), (512, 50257), (2048, 256), (3, 10**8)])
-def test_chunks_of_rows_are_even_and_bounded(n, vocabulary):
-    step = reference.chunk_rows(n, vocabulary)
-    chunks = -(-n // step)
-    assert step == 1 or step * vocabulary * 4 <= reference.LOGITS_BYTES
-    assert chunks * step - n <= max(0, chunks - 1), "no chunk is shorter by more than the division leaves"
 
 
 SETTINGS = {"grad_scale": 0.3, "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3}

@@ -5,14 +5,13 @@ import pytest
 from gguf import GGMLQuantizationType, dequantize
 
 from zero_mpi.ops import threads
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, SCALES, is_finite
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, SCALES, finite_blocks
 from zero_mpi.ops.packed_matrix import FEW, PackedMatrix, packs
 
 ROWS, BLOCKS = 70, 3
 
 
 def some_matrix(name, rows=ROWS):
-    """A packed matrix of random blocks with finite scales, and its values."""
     kind = BLOCK_KINDS[name]
     raw = np.random.default_rng(len(name)).integers(256, size=(rows, BLOCKS, kind.nbytes), dtype=np.uint8)
     for low in SCALES[name]:
@@ -60,11 +59,11 @@ def test_threads_share_the_rows():
 @pytest.mark.parametrize("name", PACKED)
 def test_scales_tell_values_that_are_not_finite(name, scale):
     matrix, values = some_matrix(name)
-    assert is_finite(matrix.raw, name)
+    assert finite_blocks(matrix.raw.reshape(-1), name).all()
     assert np.isfinite(values).all()
     place = BLOCK_KINDS[name].nbytes + SCALES[name][-1]  # in the second block of a row
     matrix.raw[5, place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    assert not is_finite(matrix.raw, name)
+    assert not finite_blocks(matrix.raw.reshape(-1), name).all()
     with np.errstate(all="ignore"):
         assert not np.isfinite(dequantize(matrix.raw, GGMLQuantizationType[name])).all()
 

@@ -15,7 +15,6 @@ from zero_mpi.errors import UsageError
 
 
 def text(*lengths):
-    """A stream of texts whose ids tell them apart: token i of document d is 1000 d + i."""
     return stream_of([Document(str(d), 1000 * d + np.arange(n), b"") for d, n in enumerate(lengths)])
 
 
@@ -25,7 +24,6 @@ def talks(*masks):
 
 
 def pairs(windows, indices=None):
-    """(input, target, position in the document) of every place that is not filled up, by window."""
     batch = windows.batch(range(len(windows)) if indices is None else indices)
     places = np.arange(batch.inputs.shape[1]) - batch.begins
     rows = zip(batch.inputs.tolist(), batch.targets.tolist(), places.tolist(), strict=True)

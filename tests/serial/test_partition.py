@@ -1,11 +1,6 @@
-"""Who owns what of a flat buffer, and how the buffer is cut into messages.
-
-The slices cover the buffer exactly, begin on multiples of the quantum, are as even as that allows, longer
-ones first, and may be empty. Pieces tile the buffer and agree with the slices about every element.
-"""
+"""Who owns what of a flat buffer, and how the buffer is cut into messages."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,24 +9,6 @@ from zero_mpi.comm import Partition
 partitions = st.builds(
     Partition, st.integers(0, 3000), st.integers(1, 17), st.sampled_from([1, 2, 7, 64, 1024])
 )
-
-
-@pytest.mark.parametrize(
-    ("length", "parts", "quantum", "bounds"),
-    [
-        (12, 4, 1, (0, 3, 6, 9, 12)),
-        (10, 4, 1, (0, 3, 6, 8, 10)),
-        (10, 3, 4, (0, 4, 8, 10)),
-        (8, 3, 4, (0, 4, 8, 8)),
-        (9, 2, 4, (0, 8, 9)),
-        (3, 2, 1024, (0, 3, 3)),
-        (2, 4, 1, (0, 1, 2, 2, 2)),
-        (0, 3, 5, (0, 0, 0, 0)),
-        (7, 1, 2, (0, 7)),
-    ],
-)
-def test_bounds(length, parts, quantum, bounds):
-    assert Partition(length, parts, quantum).bounds == bounds
 
 
 @settings(deadline=None)

@@ -1,8 +1,4 @@
-"""Paths of flags that the system refuses: one line and status 2, from every command, for whatever reason.
-
-Root may read and write anything, so the commands give that right up. They run in forks of one process that
-has imported them, for each would take a second to start.
-"""
+"""Paths of flags that the system refuses: one line and status 2, from every command, for whatever reason."""
 
 import json
 import re

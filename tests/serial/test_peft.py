@@ -27,13 +27,11 @@ CASES = {
 
 
 def export(*arguments):
-    """The command in this process."""
     assert command(World(0, 1), [str(argument) for argument in arguments]) == 0
 
 
 @pytest.fixture(params=CASES)
 def both(request, tmp_path):
-    """(model with adapters, all weights, base.gguf, adapter.gguf, PEFT's folder made of these)."""
     model, weights, base, adapter = written(tmp_path, *CASES[request.param])
     export(adapter, tmp_path / "peft", "--base", base)
     return model, weights, base, adapter, tmp_path / "peft"
@@ -96,7 +94,6 @@ def test_half_precision_and_the_same_name_twice(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(base.gguf, adapter.gguf, PEFT's folder) of a llama."""
     folder = tmp_path_factory.mktemp("made")
     _, _, base, adapter = written(folder, LLAMA, SOME)
     export(adapter, folder / "peft", "--base", base)
@@ -104,7 +101,6 @@ def made(tmp_path_factory):
 
 
 def changed(made, folder, settings):
-    """A copy of PEFT's folder with other settings."""
     values = json.loads((made[2] / "adapter_config.json").read_text()) | settings
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(values))

@@ -26,13 +26,11 @@ IDS = list(PROMPT)
 
 
 def logits(model):
-    """Of the prompt, (T, V)."""
     with torch.no_grad():
         return model.eval()(torch.tensor([IDS])).logits[0].numpy()
 
 
 def opened(folder):
-    """transformers' model in a folder."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -1,7 +1,4 @@
-"""`zero-mpi plan` against what really happens in one process and in jobs: memory, flops, bytes, flags.
-
-`tests/mpi/test_plan_exact.py` compares buffers and traffic rank by rank.
-"""
+"""`zero-mpi plan` against what really happens in one process and in jobs: memory, flops, bytes, flags."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""`--bits portable`: own functions in the place of libraries', pins before these load, and what is refused.
-
-That other processors give the same bits is shown by emulated ones, in tests/cluster/test_processors.py.
-"""
+"""`--bits portable`: own functions in the place of libraries', pins before these load, refusals."""
 
 import ast
 import os
@@ -20,7 +17,6 @@ from test_consistency import FLAGS, RUN
 from zero_mpi.config.command_line import parse
 from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
-from zero_mpi.launch import consistency
 from zero_mpi.ops import elementary
 
 PACKAGE = Path(portable.__file__).parents[1]
@@ -185,24 +181,6 @@ def test_other_processors_are_refused():
     assert "aarch64" in portable.unfit("aarch64", "asimd")
 
 
-def test_what_is_not_pinned_is_one_line(monkeypatch):
-    monkeypatch.setattr(portable, "unfit", lambda *about: "")
-    monkeypatch.setattr(portable, "active", False)
-    assert "NumPy was imported before zero_mpi" in portable.fault("openblas 1 Haswell", "haswell")
-    monkeypatch.setattr(portable, "active", True)
-    assert portable.fault("openblas 1 Haswell", "").startswith("it needs the compiled operations")
-    assert portable.fault("openblas 1 Zen", "haswell").endswith("NumPy has openblas 1 Zen")
-    assert portable.fault("mkl 2024", "haswell").endswith("NumPy has mkl 2024")
-    for name, value in portable.pins().items():
-        monkeypatch.setenv(name, value)
-    assert portable.fault("openblas 1 Haswell", "haswell") == ""
-    monkeypatch.setenv("NUMBA_CPU_NAME", "znver4")
-    assert portable.fault("openblas 1 Haswell", "haswell").startswith("NUMBA_CPU_NAME ")
-    monkeypatch.setattr(portable, "active", False)
-    with pytest.raises(UsageError, match=r"^--bits portable: NumPy was imported"):
-        consistency.check_pins()
-
-
 def test_a_program_begins_again_once(monkeypatch):
     calls = []
     monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
@@ -216,15 +194,6 @@ def test_a_program_begins_again_once(monkeypatch):
     monkeypatch.setenv(portable.VARIABLE, portable.PORTABLE)
     portable.claim(portable.PORTABLE)
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "bits"),
-    [([], "native"), (["--bits", "portable", "x"], "portable"), (["--x", "--bits=portable"], "portable"),
-     (["--bits"], "native")],
-)  # fmt: skip
-def test_the_flag_is_found_among_others(arguments, bits):
-    assert portable.flag_of(arguments) == bits
 
 
 def test_the_variable_stands_for_the_flag(monkeypatch):
@@ -256,7 +225,6 @@ def digests(*names, **variables):
 @fitting
 @pytest.mark.timeout_seconds(300)
 def test_neither_variables_nor_the_c_library_move_a_bit():
-    """Of the least architectures with all kernels; the others are tried on other processors."""
     names = "gpt2", "gemma3"
     here = digests(*names)
     assert [line.split()[0] for line in here] == ["functions", *names, "trial"]
@@ -267,7 +235,6 @@ def test_neither_variables_nor_the_c_library_move_a_bit():
 @fitting
 @pytest.mark.timeout_seconds(300)
 def test_unlike_hosts_train_together_and_a_resume_keeps_the_bits(tmp_path):
-    """By the flag, or by a file of settings."""
     (tmp_path / "run.toml").write_text('bits = "portable"\n')
     flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out"]
     here, there = ([*RUN, *flags, *said] for said in (("--bits", "portable"), ("--config", "run.toml")))

@@ -17,16 +17,12 @@ from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
 from zero_mpi.sharding.precision import (
-    BF16,
     FIRST_EXPONENT,
     FP16,
-    FP32,
     FP64,
     GROWTH_STEPS,
     MAX_EXPONENT,
     LossScale,
-    as_kind,
-    floats,
     precision_named,
 )
 
@@ -251,7 +247,6 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
 
 
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
-    """Neither copies nor the reference: the kernels themselves."""
     pytest.importorskip("numba")
     ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
@@ -301,24 +296,6 @@ def test_float64_has_float64_states_and_goes_where_it_can(tmp_path):
         tiny.make(SerialComm(), tiny.MODELS["llama"], precision=FP64, stored=kind, frozen=["output.weight"])
     with pytest.raises(UsageError, match="--reduce-dtype fp32"):
         precision_named("fp64", "fp32")
-
-
-def test_names_of_precisions():
-    assert precision_named("bf16") is BF16
-    assert precision_named("bf16", "bf16") is BF16
-    assert precision_named("fp32", "fp32") is FP32
-    assert precision_named("fp16", "fp32").reduce == np.float32
-    assert precision_named("fp16", "fp32").scales_loss
-    for name, reduce in [("fp8", None), ("bf16", "fp16"), ("fp32", "bf16")]:
-        with pytest.raises(UsageError):
-            precision_named(name, reduce)
-
-
-def test_low_elements_in_buffers_of_floats():
-    assert [floats(count, np.float16) for count in (0, 1, 2, 3)] == [0, 1, 1, 2]
-    buffer = np.zeros(4, np.float32)
-    assert as_kind(buffer, 3, np.float16).shape == (3,)
-    assert as_kind(buffer, 4, np.float32).shape == (4,)
 
 
 def test_the_scale_halves_and_grows():
@@ -397,7 +374,6 @@ def losses(out):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp64"])
 def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precision):
-    """Interrupted and resumed on another number of ranks it has the bits of the unbroken run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     status, _, said = train(whole, text, "--precision", precision, "--steps", "5")
     assert status == 0, said

@@ -52,7 +52,6 @@ def test_losses_of_an_answer_have_known_values():
 
 
 def sides(*sizes):
-    """A stream of pairs, of (prompt, answer, answer) each; of None there is no such side."""
     rng, documents = np.random.default_rng(0), []
     for number, (prompt, *answers) in enumerate(sizes):
         ids = [rng.integers(0, 61, 0 if n is None else prompt + n) for n in answers]

@@ -23,7 +23,6 @@ RUNS = {"dpo": ["--lora", "2"], "ipo": [], "orpo": ["--lora", "2"], "kto": ["--l
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model that has a chat template, and pairs."""
     place, rng, config = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0), Llama.from_flags(SIZES)
     keys = ByteTokenizer().metadata() | {"tokenizer.chat_template": TEMPLATE}
     table = [(name, param.shape) for name, param in config.params().items()]

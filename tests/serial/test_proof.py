@@ -9,14 +9,7 @@ import pytest
 
 from zero_mpi.config.settings import FIELDS
 from zero_mpi.config.toml import PATHS
-from zero_mpi.telemetry.proof import (
-    FIRST,
-    Broken,
-    JobStart,
-    Proof,
-    digest_after,
-    read_proof,
-)
+from zero_mpi.telemetry.proof import FIRST, Broken, JobStart, Proof, digest_after, read_proof
 from zero_mpi.train.description import NAMES
 
 RUN = {"settings": {"seed": 1}, "machine": {"threads": 1}}
@@ -41,7 +34,6 @@ OLD = """\
 
 
 def write(path: Path, start: JobStart, steps: range, saves: tuple[int, ...] = ()) -> Proof:
-    """A job that makes steps and saves some of them."""
     proof = Proof(path, start)
     for step in steps:
         proof.record(step, {"loss": 1.0 / step, "step_seconds": 2.5})

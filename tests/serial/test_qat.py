@@ -47,7 +47,6 @@ def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps for each type, on one rank."""
     folder = tmp_path_factory.mktemp("qat")
     text = write_text(folder)
     for name in TYPES:
@@ -112,18 +111,8 @@ def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, na
     """The merged file has the loss of the run's end, to the bit; its base stays in blocks of 8 bits."""
     text, base, file = write_text(runs), tmp_path / "base.gguf", tmp_path / "x.gguf"
     assert command(World(0, 1), [str(runs / "q8_0/latest"), str(base), "--type", "q8_0"]) == 0
-    flags = [
-        "--context",
-        "16",
-        "--batch-size",
-        "3",
-        "--micro-batch",
-        "1",
-        "--warmup",
-        "1",
-        *MORE[:-1],
-        "--data",
-    ]
+    flags = ["--context", "16", "--batch-size", "3", "--micro-batch", "1", "--warmup", "1"]
+    flags += [*MORE[:-1], "--data"]
     adapt = ["--init", str(base), "--lora", "4", "--lora-targets", "blk.*", "--qat", name, "--steps", "2"]
     train_compiled(ranks, tmp_path / "run", *flags, *text, *adapt)
     assert (

@@ -76,7 +76,6 @@ def test_types_of_tensors_are_those_of_llama_cpp(line: str) -> None:
 
 
 def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A model of random weights; its head can only win with printable ASCII."""
     rng, weights = np.random.default_rng(0), {}
     for name, param in config.params().items():
         scale = 0.3 if name == "output.weight" else 0.05
@@ -117,7 +116,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def check_bytes(path: Path, weights: dict[str, np.ndarray], means: dict[str, np.ndarray]) -> None:
-    """Each tensor holds what ggml makes of it in one call."""
     file = GGUFFile.open(path)
     for name, info in file.tensors.items():
         rows = weights[name].reshape(-1, weights[name].shape[-1])
@@ -171,7 +169,6 @@ def test_parts_are_one_model(wide: Any, tmp_path: Path) -> None:
 
 
 def theirs(server: Any) -> np.ndarray:
-    """Log-probabilities of the next token in llama.cpp."""
     request = {"prompt": TOKENS, "n_predict": 1, "n_probs": V, "temperature": 0.0, "cache_prompt": False}
     answer = server.handle_completions(request | {"logit_bias": [[97, 1000.0]]})
     found = np.full(V, -np.inf)
@@ -187,7 +184,6 @@ def ours(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("mix", [*FAST, "mxfp4"])
 def test_llama_cpp_opens_the_file_and_has_our_logits(wide: Any, tmp_path: Path, mix: str) -> None:
-    """llama.cpp rounds activations to 8 bits beside blocks, we do not: so far apart are the logits."""
     llama_cpp()
     folder, *_ = wide
     export(folder / "m.gguf", tmp_path / "x.gguf", "--type", mix)

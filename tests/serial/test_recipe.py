@@ -4,14 +4,12 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from architectures import ROWS
 
 from zero_mpi.config.optimizer import make_schedule
 from zero_mpi.config.settings import Config
 from zero_mpi.models import ARCHITECTURES
-from zero_mpi.ops import reference
 from zero_mpi.optim.optimizer import clip_factor
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipe.md").read_text()
@@ -77,21 +75,6 @@ def test_clipping():
     for norm, most in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 2.0)):
         assert clip_factor(norm, most) == min(1, most / (norm + 0.000001))
     assert "min(1, c / (n + 0.000001))" in section("Clipping")
-
-
-def test_the_formula_of_an_update():
-    """In float64, with the page's own words for it."""
-    for line in ("m = b1 m + (1 - b1) g", "v = b2 v + (1 - b2) g^2", "p = p (1 - rate decay) - rate (m /"):
-        assert line in section("Update")
-    p, g, m = (np.random.default_rng(seed).standard_normal(6) for seed in range(3))
-    v, t, rate, b1, b2, eps, decay = np.ones(6), 3, 0.01, 0.9, 0.95, 1e-8, 0.1
-    found = p.copy(), m.copy(), v.copy()
-    rates = {"lr": rate, "beta1": b1, "beta2": b2, "eps": eps, "decay": np.array([decay])}
-    reference.adamw(found[0], g, *found[1:], grad_scale=1.0, step=t, **rates)
-    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-    p = p * (1 - rate * decay) - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
-    for one, other in zip(found, (p, m, v), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -27,8 +27,6 @@ def write(out, steps, *, done=0, rank=0, total=4, log_every=1):
 
 
 def read(out):
-    """The records of a run, refusing what is not JSON: Python's reader would take a NaN."""
-
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
 
@@ -163,12 +161,6 @@ def test_log_lines_come_first_now_and_then_at_evaluations_and_at_the_end(tmp_pat
     assert sum("val loss" in text for text in printed) == 1
 
 
-def test_a_resumed_job_begins_with_a_line(tmp_path, capsys):
-    write(tmp_path, [6, 7, 8, 9], done=5, total=20, log_every=4)
-    printed = capsys.readouterr().out.splitlines()
-    assert [text[:10] for text in printed] == ["step  6/20", "step  8/20"]
-
-
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
@@ -189,14 +181,6 @@ def test_a_log_line_says_loss_speed_share_memory_and_time_left(tmp_path, capsys,
     ]
 
 
-def test_the_last_line_says_what_the_job_took(tmp_path, capsys, clock):
-    written = Records(tmp_path, 0, done=2, steps=4, log_every=1)
-    clock[0] += 3725
-    written.step(record(4))
-    written.close()
-    assert capsys.readouterr().out.endswith("  total 1:02:05\n")
-
-
 LARGE = {"loss": 11.25, "tokens_per_second": 123456.7, "mfu": 1.0, "memory_bytes": [int(79.9 * 2**30)]}
 
 
@@ -209,18 +193,6 @@ def test_a_line_has_80_columns_at_most(more, tmp_path, capsys, clock):
     (text,) = capsys.readouterr().out.splitlines()
     assert len(text) <= 80
     assert text.endswith("  79.9 GiB  32 d left")
-
-
-def test_numbers_have_three_digits():
-    texts = {0: "0", 999.4: "999", 999.6: "1k", 38412: "38.4k", 1.238e6: "1.24M", 2.5e10: "25G"}
-    assert {count: progress_bar.short(count) for count in texts} == texts
-
-
-def test_a_log_is_plain_text(tmp_path, capsys):
-    write(tmp_path, [1, 2, 3, 4])
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert not re.search(r"[\x00-\x09\x0b-\x1f]", printed.out)
 
 
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
@@ -240,10 +212,3 @@ def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     assert "loss 0.3000, 1.23k tok/s, 25% of peak, 1.0 GiB, " in shown
     assert len(shown) <= 80
     assert [entry["step"] for entry in read(tmp_path)] == [2]
-
-
-def test_no_bar_is_shown_where_little_is_to_be_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress_bar, "watched", lambda: True)
-    log.install(0, 1, "warning")
-    write(tmp_path, [1, 2, 3, 4])
-    assert capsys.readouterr() == ("", "")

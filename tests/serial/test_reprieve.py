@@ -10,21 +10,21 @@ import pytest
 
 RANK = """
 import os, signal, sys
-from zero_mpi.launch import open_mpi_reprieve as reprieve
-reprieve.LIMIT, reprieve.LATER = 0.2, 0.1
-reprieve.hold()
+from zero_mpi.launch import ending
+ending.HOLD, ending.LATER = 0.2, 0.1
+ending.hold_launcher()
 stat = open(f"/proc/{os.getppid()}/stat").read()
 print("launcher", stat.rpartition(")")[2].split()[0], flush=True)
 if sys.argv[1] == "saves":
-    reprieve.release()
+    ending.release_launcher()
 else:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 LEFT = """
 import os, time
-from zero_mpi.launch import open_mpi_reprieve as reprieve
-reprieve.hold()
+from zero_mpi.launch import ending
+ending.hold_launcher()
 def state():
     return open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0]
 

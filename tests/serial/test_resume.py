@@ -1,8 +1,4 @@
-"""Stop and go on: on other ranks, after a signal, after a crash, with the same bytes as a run never stopped.
-
-Also what may not be gone on with (another model, corpus or seed), what is kept of older checkpoints, and
-starting from a GGUF that somebody else wrote.
-"""
+"""Stop and go on: on other ranks, after a signal or a crash, with the bytes of a run never stopped."""
 
 import json
 import os

@@ -171,13 +171,6 @@ def test_a_checkpoint_without_a_trial_says_so():
     assert "kernel" in line
 
 
-def test_the_processors_name_is_the_systems(tmp_path):
-    about = tmp_path / "cpuinfo"
-    about.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Another\n")
-    assert same_bits.processor(about) == "Some CPU @ 2 GHz"
-    assert same_bits.processor(tmp_path / "none")
-
-
 @pytest.fixture
 def flags(tmp_path):
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]

@@ -1,13 +1,5 @@
-"""When units are gathered, released and reduced: small models by hand, random ones by their properties.
+"""When units are gathered, released and reduced: small models by hand, random ones by their properties."""
 
-The properties: a unit is there when a stage needs it, is started as early as `prefetch` says and not
-earlier, is started at most once in a direction and released after its last use there; every trained unit
-is reduced once, after the last backward that adds to it.
-"""
-
-from dataclasses import replace
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +15,6 @@ from zero_mpi.sharding.actions import (
     Wait,
     WaitReduce,
     by_stage,
-    run,
 )
 from zero_mpi.sharding.schedule import REDUCTIONS_IN_FLIGHT, make_schedule
 
@@ -57,40 +48,10 @@ def around(actions):
     return sorted(found, key=lambda moves: moves.stage)
 
 
-def plans(*rows):
-    return [tuple(tuple(map(int, units)) for units in (*row, "")[:4]) for row in rows]
-
-
 def schedule(uses, prefetch, *, reads=None, trainable=None):
     uses = [tuple(map(int, units)) for units in uses]
     units = 1 + max(unit for stage in uses for unit in stage)
     return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
-
-
-FOUR = {
-    0: (
-        plans(("0", "0", "0"), ("1", "1", "1"), ("2", "2", "2"), ("3", "3", "")),
-        plans(("0", "0", "0", "0"), ("1", "1", "1", "1"), ("2", "2", "2", "2"), ("", "3", "3", "3")),
-    ),
-    1: (
-        plans(("01", "0", "0"), ("2", "1", "1"), ("3", "2", "2"), ("", "3", "")),
-        plans(("", "0", "0", "0"), ("0", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "3", "3", "3")),
-    ),
-    2: (
-        plans(("012", "0", "0"), ("3", "1", "1"), ("", "2", "2"), ("", "3", "")),
-        plans(("", "0", "0", "0"), ("", "1", "1", "1"), ("0", "2", "2", "2"), ("21", "3", "3", "3")),
-    ),
-}
-
-
-@pytest.mark.parametrize("prefetch", FOUR)
-def test_four_plain_stages(prefetch):
-    """The last unit stays between forward and backward, the others are gathered again."""
-    made = schedule("0123", prefetch)
-    forward, backward = FOUR[prefetch]
-    assert around(made.forward) == forward
-    assert around(made.backward) == backward
-    assert [moves.stage for moves in map(Around, by_stage(made.backward))] == [3, 2, 1, 0]
 
 
 def test_the_last_stage_runs_both_ways_at_once_in_training():
@@ -126,19 +87,6 @@ def test_a_round_that_defers_its_reductions_does_all_else():
     assert made.without_reductions.forward == made.forward
 
 
-def test_it_reads_like_the_step():
-    uses = [(0,), (1,), (0,)]
-    names = {"unit_names": ("embed", "blk"), "stage_names": ("embed", "blk", "head")}
-    made = replace(make_schedule(uses, [False, True, True], [True] * 2, 1), **names)
-    assert str(made).splitlines() == [
-        "  gather embed blk; wait for embed; forward embed",
-        "  wait for blk; forward blk; release blk",
-        "  gather blk; wait for embed; forward, loss and backward of head; release embed",
-        "  wait for blk; backward blk; release blk; wait for the sum of blk; reduce blk",
-        "  backward embed; wait for the sum of embed; reduce embed",
-    ]
-
-
 class Notes:
     contributors = 5
 
@@ -149,63 +97,7 @@ class Notes:
         return lambda *given: self.said.append((self.name, verb, *given))
 
 
-def test_the_loop_asks_units_and_stages_for_what_the_actions_say():
-    said = []
-    units, stages = [Notes(said, "a"), Notes(said, "b")], Notes(said)
-    actions = [Gather(1), Wait(0), Forward(0), Evaluate(1), Loss(2), Release(1), Progress()]
-    run([*actions, Backward(3), WaitReduce(0), Reduce(1)], units, stages)
-    expected = [("b", "start_gather"), ("a", "wait_gather"), ("", "forward", 0), ("", "evaluate", 1)]
-    expected += [("", "loss_and_backward", 2), ("b", "release"), ("", "progress"), ("", "backward", 3)]
-    assert said == [*expected, ("a", "wait_reduce"), ("b", "start_reduce", 5)]
-
-
 T, F = True, False
-AROUND = {  # (stages, prefetch, which are read in backward, which units are trained): forward, backward
-    "tied: gathered once, reduced at its last use": (
-        ("0120", 1, None, None),
-        plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", "")),
-        plans(("", "0", "0", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "", "")),
-    ),
-    "tied, not read: released after the head": (
-        ("0120", 1, [F, T, T, T], None),
-        plans(("01", "0", ""), ("2", "1", "1"), ("", "2", "2"), ("", "0", "")),
-        plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2"), ("2", "0", "0", "")),
-    ),
-    "an embedding that does not read is not gathered in backward": (
-        ("012", 1, [F, T, T], None),
-        plans(("01", "0", "0"), ("2", "1", "1"), ("", "2", "")),
-        plans(("", "", "", "0"), ("", "1", "1", "1"), ("1", "2", "2", "2")),
-    ),
-    "frozen first stages end backward early": (
-        ("0123", 2, None, [F, F, T, T]),
-        FOUR[2][0],
-        plans(("", "2", "2", "2"), ("2", "3", "3", "3")),
-    ),
-    "neighbours that share a unit release it between forward and backward": (
-        ("0112", 0, None, None),
-        plans(("0", "0", "0"), ("1", "1", ""), ("", "1", "1"), ("2", "2", "")),
-        plans(("0", "0", "0", "0"), ("", "1", "1", "1"), ("1", "1", "", ""), ("", "2", "2", "2")),
-    ),
-    "stages without parameters and with two units": (
-        (["01", "", "2"], 1, None, [T, F, T]),
-        plans(("01", "01", "01"), ("2", "", ""), ("", "2", "")),
-        plans(("", "01", "01", "0"), ("01", "", "", ""), ("", "2", "2", "2")),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", AROUND)
-def test_odd_models_by_hand(case):
-    (uses, prefetch, reads, trainable), forward, backward = AROUND[case]
-    made = schedule(uses, prefetch, reads=reads, trainable=trainable)
-    assert around(made.forward) == forward
-    assert around(made.backward) == backward
-
-
-def test_last_stage_that_does_not_read_is_not_kept():
-    made = schedule("012", 0, reads=[True, True, False])
-    assert around(made.forward)[2] == ((2,), (2,), (2,), ())
-    assert around(made.backward)[2] == ((), (), (), (2,))
 
 
 def test_nothing_trained_has_no_backward():

@@ -1,8 +1,4 @@
-"""Scripts of one's own: whatever one rank does, the job ends, soon and with a line that names it.
-
-Each job is a script as a user may write it. The parts that find out who waits in vain are looked at in one
-process below.
-"""
+"""Scripts of one's own: whatever one rank does, the job ends, soon and with a line that names it."""
 
 import os
 import re
@@ -18,7 +14,7 @@ from jobs import run_command, run_job
 from zero_mpi import SerialComm
 from zero_mpi.comm.guarded import GuardedComm, Started, ThreadError
 from zero_mpi.launch.connect import time_limit
-from zero_mpi.launch.watchdog import STATUS, RankReports, RankState, Vain, in_vain
+from zero_mpi.launch.watchdog import STATUS, RankState
 
 CONNECT = """
 import os, sys, threading, time
@@ -114,7 +110,6 @@ def test_checked_collectives_name_what_differs_at_once():
 
 @pytest.mark.parametrize("status", [0, 5])
 def test_ranks_that_all_end_are_left_alone(status):
-    """One is later than the others, who have nothing to wait for but its end."""
     script = f"work(make()); meet()\nif one: time.sleep(1.5)\nprint('all'); sys.exit({status})"
     found, printed, lines, errors = job(script, ZERO_MPI_TIMEOUT="1")
     assert (found, printed.count("all"), lines) == (status, 3, []), errors
@@ -175,44 +170,6 @@ def started(*kinds, first=0):
 
 def state(*of_comms, ended=None):
     return RankState("the script", "", "", 1.0, "", list(of_comms), ended)
-
-
-def test_nothing_is_wrong_while_ranks_may_get_on():
-    ahead, behind = state(started("a", "b", "c")), state(started("a", "b"))
-    assert in_vain({}) is None
-    assert in_vain({0: ahead, 1: behind}) is None
-    assert in_vain({0: behind, 1: state(started("a", "b", "c"), ended=3)}) is None
-    assert in_vain({0: state(started("a"), []), 1: state(started("a"))}) is None
-    far = state(started("x", "y", first=500))  # the first ones are forgotten
-    assert in_vain({0: far, 1: ahead}) is None
-
-
-def test_the_first_difference_is_found_in_any_communicator():
-    same = started("a")
-    usual, odd = (state(same, started("b", last)) for last in "cd")
-    found = in_vain({0: usual, 2: odd, 5: usual})
-    assert found.status == 1
-    assert "number 1 (from 0) is d on rank 2 and c on ranks 0, 5" in found.reason
-
-
-def test_a_rank_that_failed_is_named_before_one_that_ended():
-    found = in_vain({0: state(started("a", "b")), 1: state([], ended=0), 2: state(started("a"), ended=7)})
-    assert found == Vain("rank 2 has ended with exit status 7, while rank 0 waits for it in b", 7)
-
-
-def test_the_first_rank_that_has_signed_reads_what_all_have_started(tmp_path):
-    """So thousands of ranks that wait do not read thousands of files each."""
-    calls = [RankReports(tmp_path, rank, "job") for rank in range(4)]
-    for call in calls[1:3]:
-        call.sign(state(started("a")))
-    calls[3].sign(state(started("a"), ended=0))
-    assert [call.is_first() for call in calls] == [False, True, False, False]
-    found = calls[1].read()
-    assert found.keys() == {1, 2, 3}
-    assert (found[3].ended, found[2].started) == (0, [started("a")])
-    for call in calls[1:]:
-        call.leave()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():

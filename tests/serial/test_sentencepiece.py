@@ -1,7 +1,4 @@
-"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused.
-
-That the ids are right is shown beside llama.cpp, in test_sentencepiece_llamacpp.py.
-"""
+"""SentencePiece's tokenizers from GGUF keys: bytes come back, pieces change nothing, faults are refused."""
 
 import os
 import pickle
@@ -17,7 +14,6 @@ from hypothesis import strategies as st
 
 from zero_mpi.data import UnigramTokenizer, tokenizer_from_metadata
 from zero_mpi.data.tokenizers import sentencepiece
-from zero_mpi.data.tokenizers.pair_table import FREE, find, pair_table
 from zero_mpi.errors import FileError, UsageError
 
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
@@ -91,7 +87,6 @@ def test_tokens_are_spelt_by_their_types():
 
 
 def test_the_same_loops_run_in_the_interpreter(tmp_path):
-    """Where numba is not installed."""
     both = [files.merged(), files.likely(precompiled_charsmap=files.charsmap())]
     (tmp_path / "keys").write_bytes(pickle.dumps(both))
     program = """if True:
@@ -113,42 +108,6 @@ def test_the_same_loops_run_in_the_interpreter(tmp_path):
 
 
 # the table and the loops
-
-
-def test_the_table_finds_its_pairs_and_no_others():
-    draw = np.random.default_rng(0)
-    pairs = np.unique(draw.integers(0, 300, (9000, 2)), axis=0)
-    keys, values = pair_table(pairs[:, 0], pairs[:, 1], np.arange(len(pairs)))
-    known = {(left, right): place for place, (left, right) in enumerate(pairs.tolist())}
-    for left in range(300):
-        for right in range(300):
-            assert find(keys, values, left, right) == known.get((left, right), FREE)
-    empty = pair_table(*np.zeros((3, 0), np.int64))
-    assert find(*empty, 1, 2) == FREE
-
-
-def test_the_likeliest_tokens_are_those_of_all_ways():
-    """Beside an exhaustive search."""
-    keys = files.likely()
-    found = tokenizer_from_metadata(keys)
-    scores = dict(zip(found.tokens, found._wide_scores.tolist(), strict=True))
-    usable = {token for token, kind in zip(found.tokens, found.types, strict=True) if kind in (1, 4, 5)}
-
-    def best(text):
-        ways = [(0.0, [])] if not text else []
-        for stop in range(1, len(text) + 1):
-            token = text[:stop]
-            if token in usable or stop == 1:
-                score = scores[token] if token in usable else found._unknown_score
-                rest, tokens = best(text[stop:])
-                ways.append((score + rest, [token, *tokens]))
-        return max(ways, key=lambda way: way[0])
-
-    for text in ("the▁tokens", "import▁os", "日本▁x", "aaaaaaa", "zero_mpi"):
-        ids = found.encode(text.replace("▁", " ")).tolist()
-        total = sum(found._unknown_score if i == found.unknown else found._wide_scores[i] for i in ids)
-        expected, tokens = best(text)
-        assert total == pytest.approx(expected) or any(token not in usable for token in tokens)
 
 
 # what is refused

@@ -62,14 +62,6 @@ def test_the_ids_of_texts_of_many_scripts_are_llama_cpps(both):
         assert_same(*both, text)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("both", ["merges", "unigram like t5"], indirect=True)
-def test_the_ids_of_very_many_fuzzed_strings_are_llama_cpps(both):
-    server, tokenizer = both
-    for text in files.fuzzed(MANY, seed=1):
-        assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False), repr(text)
-
-
 def test_prompts_begin_as_llama_cpp_begins_them(both):
     """It closes those of a unigram model, which are to be continued here."""
     server, tokenizer = both

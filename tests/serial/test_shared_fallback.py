@@ -53,7 +53,6 @@ train_command.main()
 
 
 def why_no_mount() -> str:
-    """Why a private /dev/shm cannot be mounted here, or an empty text."""
     command = ["unshare", "-m", "sh", "-c", MOUNT, "1m"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -70,7 +69,6 @@ def text(tmp_path_factory) -> list[str]:
 
 
 def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -> tuple[int, str, int]:
-    """Train with `size` of shared memory; (status, what was said, bytes left in /dev/shm)."""
     start = ["-m", "zero_mpi.train"]
     if how:
         script = out.parent / "patched.py"

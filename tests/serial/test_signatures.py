@@ -33,7 +33,6 @@ def spread(x: np.ndarray) -> np.ndarray:
 
 
 def copied(x: np.ndarray) -> np.ndarray:
-    """A copy that lies as the array does: without gaps, or every second element of a row."""
     return x.copy() if x.flags.c_contiguous else spread(x)
 
 

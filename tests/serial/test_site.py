@@ -1,7 +1,4 @@
-"""The site of `make docs`, without building it: it has every page, link and public name.
-
-The site itself is built by .ci/run, where mkdocs is strict and tools/check_site.py follows what came out.
-"""
+"""The site of `make docs`, without building it: it has every page, link and public name."""
 
 from __future__ import annotations
 
@@ -49,18 +46,6 @@ def test_every_link_of_a_page_leads_to_the_same_place_on_the_site(site):
         assert all((ROOT / target).is_file() for target in site.linked(source)), page
 
 
-def test_a_link_that_is_called_by_its_file_is_called_by_its_title_there(site):
-    text = "[docs/exact.md](docs/exact.md#limits), [exact](docs/exact.md)"
-    moved = site.with_links_of_the_site("README.md", text, site.places())
-    assert moved == "[Exact mode](exact.md#limits), [exact](exact.md)"
-
-
-def test_code_of_a_page_is_not_taken_for_links(site):
-    text = "[a](docs/api.md) `[b](docs/api.md)`\n```\n[c](docs/api.md)\n```\n[d](docs/api.md#to-make)"
-    moved = site.with_links_of_the_site("README.md", text, site.places())
-    assert moved == text.replace("[a](docs/", "[a](").replace("[d](docs/", "[d](")
-
-
 @pytest.mark.parametrize("package", ["zero_mpi", "zero_mpi.nn", "zero_mpi.models", "zero_mpi.comm"])
 def test_the_reference_has_every_public_name(package, reference):
     module = import_module(package)
@@ -69,11 +54,3 @@ def test_the_reference_has_every_public_name(package, reference):
     page = next(text for text in reference.reference_pages().values() if first in text)
     for name in module.__all__:
         assert f"::: {package}.{name}\n" in page
-
-
-def test_rows_of_a_docstring_become_a_list(reference):
-    text = "Two settings.\n\nlr     the rate\nbetas, eps  decay, and what\n      is added\nThen text."
-    assert reference.listed(text).splitlines() == [
-        "Two settings.", "", "", "- **lr**: the rate", "- **betas, eps**: decay, and what",
-        "  is added", "", "Then text.",
-    ]  # fmt: skip

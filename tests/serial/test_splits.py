@@ -1,7 +1,4 @@
-"""A model in several files is one model: opened by its first part, checked over all, kept apart from them.
-
-The gguf package writes the parts; llama.cpp opens them by the same rule.
-"""
+"""A model in several files is one model: opened by its first part, checked over all, kept apart from them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ def part(folder: Path, number: int, count: int = 3) -> Path:
 
 
 def by_gguf(folder: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
-    """Three parts of two tensors each (the last of one), as the gguf package splits."""
     writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=2)
     writer.add_context_length(7)
     for name, array in values().items():
@@ -46,7 +42,6 @@ def by_gguf(folder: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path
 def by_us(
     folder: Path, edits: dict[int, Edit] | None = None, names: dict[int, list[str]] | None = None
 ) -> Path:
-    """The same by our own writer; `edits` changes keys of a part (None removes one), `names` its tensors."""
     given = names or {1: ["t0", "t1"], 2: ["t2", "t3"], 3: ["t4"]}
     for number, tensors in given.items():
         keys: Edit = {

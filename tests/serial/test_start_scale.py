@@ -1,7 +1,4 @@
-"""What the start of a run costs a rank, by the number of ranks: nothing that grows but short words.
-
-Rank 0 of many that are not there goes up to its first step (`pretended_ranks`).
-"""
+"""What the start of a run costs a rank, by the number of ranks: nothing that grows but short words."""
 
 import json
 import sys

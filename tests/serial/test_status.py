@@ -47,17 +47,6 @@ def test_a_run_is_running_and_renewed_then_done(tmp_path, often):
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_killed_run_grows_old(tmp_path, often):
-    mine = Status(tmp_path, 0, 1, 5)
-    mine.begin()
-    mine._over.set()  # as if it had been killed
-    before = time.time()
-    until(lambda: time.time() > before + 0.2)
-    said = read(tmp_path)
-    assert said["state"] == RUNNING
-    assert (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds() > 0.1
-
-
 def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     root, other = Status(tmp_path, 0, 2, 5), Status(tmp_path, 1, 2, 5)
     root.begin()

@@ -2,7 +2,7 @@
 
 Jobs run on a terminal of their own where a person would press keys. What launchers do with a signal: MPICH's
 hands it on, but a second Ctrl-C and a closed terminal make it kill its ranks; Open MPI's kills them whatever
-it gets but SIGUSR1, and is held back (`zero_mpi.launch.open_mpi_reprieve`) until they have saved.
+it gets but SIGUSR1, and is held back (`zero_mpi.launch.ending`) until they have saved.
 """
 
 import contextlib
@@ -383,13 +383,6 @@ def test_a_signal_during_the_imports_ends_the_run_before_its_first_step(way, nam
     assert f"stopped by {name} before the first step: nothing to save" in printed
     assert told(out) == ("stopped", f"{name} before the first step")
     assert not list(out.glob("step-*"))
-
-
-def test_ctrl_c_twice_during_the_imports_ends_at_once(flags, tmp_path):
-    variables = early(tmp_path, signal.SIGINT, signal.SIGINT)
-    status, _, errors = run_command([*TRAIN, *flags], timeout=40, env=variables, cwd=tmp_path)
-    assert status == INTERRUPTED
-    assert re.fullmatch("zero_mpi train: stopped .*\n", errors)
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])

@@ -110,34 +110,9 @@ def test_a_scale_that_is_not_finite_is_refused(base, tmp_path):
     assert f"{broken}: tensor blk.1.ffn_down.weight holds values that are not finite" in said
 
 
-def test_stored_bytes_are_read_in_ranges(base):
-    file = GGUFFile.open(base[1])
-    whole = b"".join(file.raw_pieces("token_embd.weight", 1 << 20))
-    part = np.zeros(37, np.uint8)
-    file.read_bytes("token_embd.weight", 11, part)
-    assert part.tobytes() == whole[11:48]
-    for start in (-1, len(whole) - 36):
-        with pytest.raises(ValueError, match=r"are not inside \[0, "):
-            file.read_bytes("token_embd.weight", start, part)
-
-
 @pytest.fixture(scope="module")
 def module():
     return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))
-
-
-def test_a_rank_keeps_bytes_and_unpacks_a_unit_or_two(module):
-    stored = [unit for unit in module.units if "(stored)" in unit.name]
-    assert module.shard_memory_bytes == sum(unit.parameters.nbytes for unit in module.units)
-    in_blocks = sum(kind.bytes_of(module.params[name].size) for name, kind in module_kinds(module).items())
-    kept = sum(unit.parameters.nbytes for unit in stored)
-    assert in_blocks <= kept < in_blocks + 64 * len(module.params)
-    x = np.zeros((1, 11), np.int64)
-    module.forward_backward(x, x, 1.0)
-    module.zero_gradients()
-    longest = max(unit.unit.length for unit in stored)
-    assert module.unpacked_pool.nbytes <= 2 * 4 * longest
-    assert module.unpacked_pool.lent == 0
 
 
 def module_kinds(module):

@@ -70,3 +70,13 @@ def test_a_violation_is_found(tmp_path, name, text, found):
     beside = {"comm/mpi.py": "from zero_mpi.comm import base\n"} if "circle" in found else {}
     lines = violations(tmp_path, SMALL_TREE | beside | {name: text})
     assert any(line.startswith(f"zero_mpi/{name}:") and found in line for line in lines), lines
+
+
+def test_a_name_that_no_module_has_is_found(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        '"""Text."""\nfrom zero_mpi.nn.layer import Layer, gone, norm\n'
+    )
+    assert violations(tmp_path, SMALL_TREE | {"nn/layer.py": "from a import Layer\nnorm = 1\n"}) == [
+        "tests/test_x.py:2: zero_mpi.nn.layer.gone does not exist"
+    ]

@@ -19,7 +19,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.train import summary as mfu
-from zero_mpi.train.summary import Start, case_of, cautions, flops, kinds, plan, step_flop
+from zero_mpi.train.summary import Start, case_of, cautions, plan, step_flop
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H
@@ -89,12 +89,6 @@ def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch
     monkeypatch.setattr(mfu, "rate", lambda dtype: seen.append(dtype) or 1.0)
     mfu.measure(World(0, 1), np.dtype(np.float16))
     assert seen == [np.float32]
-
-
-def test_texts_for_people():
-    assert [flops(count) for count in (2.5e6, 24.2e9, 4e17)] == ["2.5 MFLOP", "24.2 GFLOP", "400 PFLOP"]
-    shown = kinds(plan_memory(CASE)).split(", ")
-    assert (len(shown), shown[-1].rpartition(" ")[2]) == (4, "other")
 
 
 def start_of(config, ranks_here, threads=1):
@@ -231,18 +225,3 @@ def test_memory_of_each_rank_is_recorded_at_the_steps_of_the_log(job):
         counts = record.get("memory_bytes", [2**25, 2**25])
         assert len(counts) == 2
         assert all(2**24 < count < 2**32 for count in counts), "as large as an interpreter with libraries"
-
-
-@needs_mpiexec
-def test_the_start_is_told_in_aligned_lines(job):
-    printed, started, _ = job
-    lines = printed.splitlines()
-    assert re.match(r"zero_mpi \S+: 2 ranks x 1 thread on \S+, fp32, ", lines[0])
-    titles = [line[:11] for line in lines[1:9]]
-    wanted = ["model:", "strategy:", "transport:", "memory:", "", "data:", "steps:", "step:"]
-    assert titles == [f"{title:11}" for title in wanted]
-    assert f"{started['parameters']:,} parameters" in lines[1]
-    assert "shard-grad-op over 2 ranks, exact reduction" in lines[2]
-    assert re.search(r"tokens in \d+ documents, [\d,]+ for validation, from /\S+", lines[6])
-    assert re.search(r"80 tokens in 3 micro-batches of 2 x 16; \S+ MFLOP .*, .* \S+ .FLOP/s$", lines[8])
-    assert max(len(line) for line in lines[:9] if "documents" not in line) <= 110  # which has a path

@@ -5,7 +5,6 @@ import pressed
 import pytest
 from pressed import COUNT, Pressed
 
-import zero_mpi
 from zero_mpi import GradAccum, SerialComm, ShardedModule
 from zero_mpi.nn import Chain, Recompute, Stage, Tally
 from zero_mpi.nn.batch import BatchContext, Given
@@ -110,19 +109,6 @@ def test_a_frozen_buffer_and_one_of_a_step_that_is_skipped_stay():
     assert optimizer.step().skipped
     assert before.any()
     assert np.array_equal(module.all_gather_param("body.center"), before)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_saved_run_goes_on_to_the_same_bits(tmp_path, recompute):
-    _, optimizer = pressed.make(SerialComm(), recompute=recompute)
-    whole = pressed.train(optimizer, range(4))
-    _, optimizer = pressed.make(SerialComm())
-    first, _ = pressed.train(optimizer, range(2))
-    zero_mpi.save(tmp_path / "run", optimizer.module, optimizer)
-    module, optimizer = pressed.make(SerialComm())
-    zero_mpi.load(tmp_path / "run", module, optimizer)
-    rest, digest = pressed.train(optimizer, range(2, 4))
-    assert (first + rest, digest) == whole
 
 
 def test_layers_that_mean_different_things_by_one_name_are_refused():

@@ -1,7 +1,4 @@
-"""Published task files: log-likelihoods and shares by the rules of lm-evaluation-harness and of CORE.
-
-The rules are written here once more, after lm_eval/api and nanochat/core_eval.py, over logits of generation.
-"""
+"""Published task files: log-likelihoods and shares by the rules of lm-evaluation-harness and of CORE."""
 
 from __future__ import annotations
 

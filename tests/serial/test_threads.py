@@ -6,11 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 from test_command_bits import assert_same_run, needs_mpiexec, train_compiled
-from test_cpu_ops import close, numbers
+from test_cpu_ops import numbers
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
-from zero_mpi.environment import LOCAL_RANKS, control_groups
+from zero_mpi.environment import LOCAL_RANKS, limits
 from zero_mpi.ops import threads, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.train.resolve import set_threads
@@ -84,42 +84,6 @@ def test_products_are_cut_by_rows_or_columns(of_threads, kind, m, k, n):
         assert (abs(a - b) <= (2.0**-7 if mine.dtype == BFLOAT16 else 1e-5) * (1 + abs(b))).all()
 
 
-@pytest.mark.parametrize("length", [70, 400])
-def test_attention_of_several_sequences_is_shared_out(of_threads, length):
-    """Weights kept, and computed again in a room for each thread."""
-    q, k, v, dy = (numbers(5, length, 2, 16, seed=seed) for seed in range(4))
-
-    def once():
-        y, kept = ops.causal_attention(q, k, v, 0.25)
-        return [x.tobytes() for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.25))]
-
-    alone = once()
-    of_threads(3)
-    assert once() == alone
-
-
-@pytest.mark.parametrize("least", [64, 1 << 40])
-def test_a_head_s_loss_is_the_sum_of_its_parts(of_threads, least, monkeypatch):
-    """With products on one thread its gradient has the bits of one; in parts BLAS may add in other orders."""
-    monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
-    x, w, targets = numbers(60, 16, seed=1), numbers(300, 16, seed=2), np.arange(60) % 300
-    alone = ops.linear_cross_entropy(x, w, None, targets, 0.5)
-    of_threads(2)
-    shared = ops.linear_cross_entropy(x, w, None, targets, 0.5)
-    close(shared[0], alone[0])
-    close(shared[1], alone[1])
-    assert least == 64 or shared[1].tobytes() == alone[1].tobytes()
-
-
-def test_parts_are_equal_runs_of_whole_rows(of_threads):
-    of_threads(3)
-    assert threads.cut((10, 64)) == [slice(0, 3), slice(3, 6), slice(6, 10)]
-    assert threads.cut((2, 64)) == [slice(0, 1), slice(1, 2)], "no more parts than rows"
-    assert threads.cut((10, 12)) == [slice(0, 10)], "too little"
-    assert threads.cut((1000,), 256) == [slice(0, 256), slice(256, 512), slice(512, 1000)]
-    assert threads.in_parts((3, 64), lambda part: part.start) == [0, 1, 2]
-
-
 def test_an_error_of_any_part_is_raised(of_threads):
     of_threads(2)
 
@@ -139,7 +103,7 @@ def test_threads_auto_under_the_quota_of_a_group(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(control_groups.group_limits, "__defaults__", (tmp_path, tmp_path / "own"))
+    monkeypatch.setattr(limits.group_limits, "__defaults__", (tmp_path, tmp_path / "own"))
     try:
         assert set_threads(Config(threads="auto")) == 1
     finally:

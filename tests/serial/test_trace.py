@@ -7,7 +7,6 @@ import logging
 import random
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ from jobs import run_command
 from test_command_bits import SIZES, assert_same_run, needs_mpiexec, train, write_text
 from timelines import check_events, event, lasting, save
 
-from zero_mpi import SerialComm, device
+from zero_mpi import SerialComm
 from zero_mpi.commands.trace import CLAIMS, COLUMNS, command, read, shares
 from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
-from zero_mpi.train.timeline import Timeline, TraceEvent, Tracer, as_json, events_of, lanes
+from zero_mpi.train.timeline import Timeline, Tracer
 
 STEP = event(0, "steps", "step", 0, 100)
 
@@ -170,41 +169,6 @@ def test_what_is_no_time_line_is_refused(tmp_path, data):
         read(tmp_path / "trace.json")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'trace.json'}: not a complete timeline of --trace: ")
-
-
-def test_transfers_share_a_lane_only_one_after_the_other():
-    draw = random.Random(0)
-    starts = [draw.uniform(0, 100) for _ in range(200)]
-    events = [TraceEvent("gathers", "x", start, start + draw.uniform(0, 10), {}) for start in starts]
-    found = list(lanes(events))
-    for lane in {lane for lane, _ in found}:
-        mine = [each for number, each in found if number == lane]
-        assert all(a.ended <= b.begun for a, b in pairwise(mine))
-    most = max(sum(a.begun <= b.begun < a.ended for a in events) for b in events)
-    assert len({lane for lane, _ in found}) == most, "no more than are ever under way at once"
-
-
-def test_what_is_under_way_at_the_end_says_so():
-    recorder = spans.start(device.HOST.stopwatch())
-    try:
-        first, _ = (
-            recorder.transfer("allgather", "parameters blk.0", 8),
-            recorder.begin(spans.BACKGROUND, "save"),
-        )
-        spans.end(first)
-        recorder.transfer("reduce_scatter", "gradients blk.0", 16)
-    finally:
-        spans.stop()
-    whole, save_, gather, reduction = sorted(
-        [*events_of(recorder, first[spans.ENDED] + 1), TraceEvent("steps", "", 0, 0, {})],
-        key=lambda each: ("steps", spans.BACKGROUND, "gathers", "reductions").index(each.family),
-    )
-    assert whole.name == ""
-    assert "unfinished" not in gather.about
-    assert save_.about["unfinished"] is reduction.about["unfinished"] is True
-    assert save_.ended == reduction.ended == first[spans.ENDED] + 1
-    assert reduction.about["unit"] == "blk.0"
-    check_events([json.loads(line.rstrip(",")) for line in as_json([gather], 3, "here", 0).splitlines()])
 
 
 # ----------------------------------------------------------------------------------------------- the flags

@@ -1,8 +1,4 @@
-"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number of a record, and may fail.
-
-The last two are stood in for by modules that note what they are asked; where the libraries are installed, a
-run is followed into their files as well.
-"""
+"""Trackers: TensorBoard, Prometheus, Weights & Biases and MLflow get every number, and may fail."""
 
 import importlib.util
 import json
@@ -291,36 +287,8 @@ def test_a_missing_library_is_said_with_what_to_install(name, extra, monkeypatch
         trackers.check(SimpleNamespace(**NONE | {name: "."}))
 
 
-@needs_mpiexec
-def test_a_missing_library_is_one_line_before_anything_is_done(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys; sys.modules['tensorboardX'] = None\nfrom zero_mpi.train import command\ncommand.main()\n"
-    )
-    flags = [*SIZES, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--tensorboard"]
-    status, printed, errors = run_job(2, [str(script), *flags], cwd=tmp_path)
-    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
-    assert "--tensorboard" in errors
-    assert "zero-mpi[tensorboard]" in errors
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
-
-
 def records(out):
     return {line["step"]: line for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())}
-
-
-@needs_mpiexec
-def test_a_run_leaves_its_last_record_in_the_text_file(tmp_path):
-    folder, out = tmp_path / "collector", tmp_path / "out"
-    folder.mkdir()
-    flags = [*SIZES, "--data", *write_text(tmp_path), "--steps", "3", "--prometheus", str(folder)]
-    train(2, out, *flags)
-    (path,) = folder.iterdir()
-    found, last = parsed(path), records(out)[3]
-    for name in ("step", "loss", "lr", "grad_norm", "tokens", "val_loss"):
-        assert found[f"zero_mpi_{name}", str(out), None] == last[name]
-    assert found["zero_mpi_memory_bytes", str(out), "1"] == last["memory_bytes"][1]
-    assert found["zero_mpi_running", str(out), None] == 0
 
 
 @needs_mpiexec

@@ -1,7 +1,4 @@
-"""Two jobs in one run folder: the one that has it runs to its end, the other says who, and touches nothing.
-
-The job that gets the folder waits at a step until the test lets it go on, so that both are there at once.
-"""
+"""Two jobs in one run folder: the one that has it runs to its end, the other says who."""
 
 import json
 import os

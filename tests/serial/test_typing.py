@@ -1,8 +1,4 @@
-"""What a user's own type checker sees: `py.typed`, and public names that are all there, typed and described.
-
-Whether the types are right is mypy's to say: `make check` runs it, strict, on the package and on `examples/`,
-which are written as users write.
-"""
+"""A user's own type checker sees `py.typed`, and public names that are all there, typed and described."""
 
 import ast
 import importlib
@@ -24,11 +20,6 @@ def test_the_package_says_that_it_is_typed():
     assert (ROOT / "zero_mpi" / "py.typed").read_bytes() == b""
     assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["zero_mpi"]
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
-
-
-def test_the_strict_check_covers_what_users_write():
-    assert PROJECT["tool"]["mypy"]["strict"] is True
-    assert {"zero_mpi", "examples"} <= set(PROJECT["tool"]["mypy"]["files"])
 
 
 def test_names_for_checkers_are_those_that_are_loaded_when_they_are_used():
@@ -75,13 +66,6 @@ def test_every_argument_and_result_has_a_type_and_every_name_a_text(package, nam
             assert untyped == [], function.__qualname__
             typed = signature.return_annotation is not signature.empty or function.__name__ == "__init__"
             assert typed, function.__qualname__
-
-
-def test_the_version_is_the_same_wherever_it_is_told():
-    """Hatch reads it from the package; people read it in the changelog and cite it."""
-    assert PROJECT["project"]["dynamic"] == ["version"]
-    assert f"\nversion: {zero_mpi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert zero_mpi.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_licence_is_the_one_that_is_named():

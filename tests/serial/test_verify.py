@@ -1,8 +1,4 @@
-"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others.
-
-A run of six steps on three ranks is made once and copied; most cases spoil a copy and verify it on the one
-rank of this process.
-"""
+"""`zero-mpi verify`: yes for runs as they were, on other ranks too, and the first difference of others."""
 
 from __future__ import annotations
 
@@ -415,10 +411,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     "held-out loss": (third(val_loss=1.5), "line 5: step 3: metrics.jsonl has val_loss 1.5, the chain "),
     "record removed": (lines(M, lambda rows: [*rows[:3], *rows[4:]]), "line 6: expected a record of step 4"),
     "records cut off": (lines(M, lambda rows: rows[:5]), "proof.jsonl, line 9: expected a record of step 6"),
-    "record appended": (
-        SEVENTH,
-        "metrics.jsonl has a record of step 7 after the last of proof.jsonl",
-    ),
+    "record appended": (SEVENTH, "metrics.jsonl has a record of step 7 after the last of proof.jsonl"),
     "chain cut off": (lines(P, lambda rows: rows[:6]), "metrics.jsonl has a record of step 5 after the last"),
     "last line cut off": (lines(P, lambda rows: rows[:-1]), "latest names step-00000006"),
     "half a line": (lines(P, lambda rows: [*rows[:-1], rows[-1][:50]]), "line 10: "),

@@ -1,13 +1,9 @@
-"""What a rank says of itself when it stands still, and what is made of what all ranks say.
-
-Jobs that really stand still are in test_failures.py; here the parts are looked at in one process.
-"""
+"""What a rank says of itself when it stands still, and what is made of what all ranks say."""
 
 import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jobs import run_command
@@ -19,9 +15,6 @@ from zero_mpi.launch.watchdog import (
     RankReports,
     RankState,
     Watchdog,
-    report,
-    shown_stacks,
-    verdict,
 )
 
 PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
@@ -57,23 +50,6 @@ def test_a_meter_tells_what_is_waited_for_and_since_when():
     assert collective(meter.what) == "allgather of parameters blk.1", "the last one"
 
 
-def test_a_watchdog_sees_every_wait_of_the_process():
-    """One that never ends anything: what it sees is looked at from outside."""
-    first, second = Meter(), Meter()
-    watchdog = Watchdog(0, 0, os._exit)
-    watchdog.beat("step 7")
-    waits = first.waiting("gather", "checkpoint blk.0"), second.waiting("allreduce", "vector")
-    with waits[0], waits[1], ThreadPoolExecutor(1) as other:
-        found = other.submit(watchdog.standing).result()
-    assert found.doing == "step 7"
-    assert found.waits == "gather of checkpoint blk.0 and allreduce of vector"
-    assert "test_a_watchdog_sees_every_wait_of_the_process" in found.stacks
-    found = watchdog.standing(with_stacks=False)
-    assert (found.waits, found.stacks) == ("", "")
-    assert found.last in ("gather of checkpoint blk.0", "allreduce of vector")
-    watchdog.stop()
-
-
 # the roll call
 
 
@@ -89,15 +65,6 @@ def test_ranks_find_each_other_and_leave_nothing_behind(tmp_path):
     assert calls[2].read().keys() == {2}
     calls[2].leave()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_rank_speaks(tmp_path):
-    calls = [RankReports(tmp_path, rank, "a job") for rank in range(3)]
-    calls[1].sign(elsewhere())
-    assert [call.claim() for call in calls] == [True, False, False]
-    calls[0].clear()
-    assert list(tmp_path.iterdir()) == []
-    assert [call.claim() for call in calls] == [False, False, False], "it is over"
 
 
 def test_what_another_job_left_misleads_nobody(tmp_path):
@@ -134,35 +101,6 @@ def test_a_file_that_is_half_written_is_no_sign(tmp_path):
 
 
 # what is said
-
-
-def test_who_has_not_signed_is_missing():
-    found = {0: waiting("allreduce of vector"), 3: waiting("allreduce of vector"), 2: elsewhere()}
-    assert verdict(found, 4) == "no sign of life from rank 1"
-    lines = report(found, PLACES)
-    assert lines[0].startswith("rank 1 (process 101 on node0): no sign of life")
-    assert lines[1].startswith("rank 2 (process 102 on node1): step 3, in no collective since it left")
-    assert lines[1].endswith("parameters blk.0, for 2.0 s")
-    assert lines[2] == "ranks 0, 3: step 3, waiting in allreduce of vector, for 2.0 to 2.0 s"
-    assert len(lines) == 3
-
-
-def test_who_is_in_no_collective_is_named():
-    found = {rank: waiting("reduce_scatter of gradients output") for rank in (0, 1, 3)} | {2: elsewhere(2.5)}
-    assert verdict(found, 4) == "rank 2 in no collective (step 3, for 2.5 s)"
-    stacks = shown_stacks(found)
-    assert stacks.index("stacks of the loader") < stacks.index("stacks in reduce_scatter")
-    assert stacks.count("stacks of rank") == 2, "one of each place"
-
-
-def test_ranks_in_different_collectives_are_told_apart():
-    found = {0: waiting("barrier"), 1: waiting("allreduce of vector"), 2: waiting("barrier")}
-    assert verdict(found, 3).startswith("the ranks wait in 2 different collectives")
-    lines = report(found, PLACES[:3])
-    assert lines[0].startswith("rank 1 (process 101 on node0): step 3, waiting in allreduce of vector")
-    assert lines[1].startswith("ranks 0, 2: step 3, waiting in barrier")
-    found = {rank: waiting("barrier") for rank in range(2)}
-    assert verdict(found, 2) == "all ranks wait in the same collective (step 3, waiting in barrier)"
 
 
 def test_a_watchdog_that_is_stopped_ends_nothing():

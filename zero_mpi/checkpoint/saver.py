@@ -153,6 +153,7 @@ class Saver:
     def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
         try:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
+                self._snapshot.complete.wait()
                 self._finished.append(self._write(progress, parts))
         except BaseException as error:  # raised where the run waits for it
             self._error = error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zero_mpi import device
 from zero_mpi.checkpoint.sound import PIECE_BYTES, piece_digests
 from zero_mpi.comm import Comm, Partition
-from zero_mpi.device.arrays import empty
+from zero_mpi.device import Done
 from zero_mpi.device.types import Array
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.module import ShardedUnit
@@ -102,14 +103,18 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str, str], Array] = {}
+        self.complete: Any = Done()  # a mark behind the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return the same contributions to one file with copied values."""
-        return [replace(given, values=self._copy(role, given)) for given in contributions]
+        """Return the same contributions to one file; they have copied values once `complete` has come."""
+        given = list(contributions)
+        copies = [replace(each, values=self._room(role, each)) for each in given]
+        pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
+        self.complete = device.in_use().fetch(pairs)
+        return copies
 
-    def _copy(self, role: str, given: Contribution) -> Array:
-        key = role, given.prefix, given.unit.name
+    def _room(self, role: str, given: Contribution) -> Array:
+        key, values = (role, given.prefix, given.unit.name), given.values
         if key not in self._rooms:
-            self._rooms[key] = empty(given.values.size, given.values.dtype)
-        device.in_use().copy(self._rooms[key], given.values)
+            self._rooms[key] = device.in_use().pinned(values.nbytes).view(values.dtype)
         return self._rooms[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from zero_mpi.checkpoint import folders
 from zero_mpi.checkpoint.folders import ADAPTER, LATEST, MODEL
 from zero_mpi.checkpoint.gguf.index import Metadata
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.grown import TOKENS_ADDED, GrownWeights
 from zero_mpi.checkpoint.huggingface.folder import (
     ALPHA,
     CONFIG,
@@ -32,7 +33,8 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.gguf_keys import ARCHITECTURE, GGUFKeys
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
-from zero_mpi.models.lora import LoRA, is_adapter
+from zero_mpi.models.lora import LoRA
+from zero_mpi.nn.added_rows import ADDED
 from zero_mpi.nn.low_rank import FIRST, SECOND, product
 
 
@@ -94,8 +96,11 @@ def adapter_metadata(lora: LoRA) -> dict[str, Any]:
     return {TYPE: "adapter", KIND: "lora", ALPHA: np.float32(lora.alpha)}
 
 
-def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSource:
-    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets are the model's."""
+def open_adapter(
+    path: str | os.PathLike[str], model: ModelConfig, tokens: Sequence[str] = ()
+) -> WeightSource:
+    """Open the adapter at a path; raise UsageError unless its rank, alpha and targets are the model's, and
+    its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
     alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
@@ -104,7 +109,10 @@ def open_adapter(path: str | os.PathLike[str], model: ModelConfig) -> WeightSour
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
             f"--lora-alpha {alpha!s}"
         )
-    wanted = {name: param.shape for name, param in model.params().items() if is_adapter(name)}
+    if (keys_of(file).texts(TOKENS_ADDED) or []) != list(tokens):
+        raise UsageError(f"--lora-init {path}: was trained with other --add-tokens: use the same file")
+    ends = (FIRST, SECOND, ADDED)
+    wanted = {name: param.shape for name, param in model.params().items() if name.endswith(ends)}
     for name in wanted.keys() | file.tensors.keys():
         shape = file.tensors[name].shape if name in file.tensors else None
         if shape != wanted.get(name):
@@ -161,6 +169,9 @@ class MergedWeights(Readable):
     """
 
     def __init__(self, base: WeightSource, adapter: WeightSource) -> None:
+        tokens = keys_of(adapter).texts(TOKENS_ADDED)
+        if tokens:
+            base = GrownWeights(base.base if isinstance(base, GrownWeights) else base, tokens, adapter)
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
         self.path, self.metadata = base.path, base.metadata
         self._rounds = keys_of(adapter).text(QAT)  # the type that the merged weights were rounded to

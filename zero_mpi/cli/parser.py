@@ -165,7 +165,6 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Return the flags; raises UsageError."""
         given = list(sys.argv[1:] if args is None else args)
         for name in map(flag_of, given[: given.index("--")] if "--" in given else given):
             if name and name not in self._option_string_actions:

@@ -16,7 +16,17 @@ from typing import NamedTuple, TypeVar
 from zero_mpi import environment
 from zero_mpi.cli.parser import nearest, refuse_empty
 from zero_mpi.cli.text import plural
-from zero_mpi.config.settings import ANY, CROSS_ENTROPY, FIELDS, FURTHER, STEPS, Config, spelled, step_range
+from zero_mpi.config.settings import (
+    ANY,
+    CROSS_ENTROPY,
+    FIELDS,
+    FROM_INIT,
+    FURTHER,
+    STEPS,
+    Config,
+    spelled,
+    step_range,
+)
 from zero_mpi.data import named
 from zero_mpi.data.tokenizers.byte import ALWAYS
 from zero_mpi.environment import portable
@@ -160,7 +170,9 @@ DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ
 CONTRADICTIONS = (
     Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
     Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
-    Contradiction("lora_init", lambda c: c.lora is None, NO_ADAPTER),
+    Contradiction("lora_init", lambda c: c.lora is None, "add --lora RANK, with the rank of this adapter"),
+    Contradiction("add_tokens", lambda c: c.init is None, "needs a model: add --init MODEL"),
+    apart("add_tokens", lambda c: c.tokenizer not in (None, FROM_INIT), "--tokenizer {tokenizer}"),
     apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
     Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
     apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),
@@ -168,6 +180,7 @@ CONTRADICTIONS = (
     apart(
         "qat", lambda c: c.lora is not None and c.precision != "fp32", "--lora and --precision {precision}"
     ),
+    apart("qat", lambda c: None not in (c.lora, c.add_tokens), "--lora and --add-tokens"),
     apart("qat", lambda c: bool(c.freeze), "--freeze"),
     apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
     apart("qat", lambda c: c.ema is not None, "--ema"),

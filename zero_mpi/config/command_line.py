@@ -16,10 +16,10 @@ from zero_mpi.config.toml import read_toml
 METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choices
     "out": "DIR", "resume": "WHAT", "init": "PATH", "data": "PATH", "val_data": "PATH", "freeze": "PATTERN",
     "lr_scale": "W=X", "lora": "R", "lora_alpha": "A", "lora_targets": "W", "lora_init": "FILE",
-    "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW", "chat_template": "FILE",
-    "template_var": "KV", "enable_thinking": "B", "template_date": "DAY", "threads": "N",
-    "max_time": "TIME", "warmup": "N", "prometheus": "FOLDER", "wandb": "PROJECT", "mlflow": "NAME",
-    "trace": "FILE", "trace_steps": "A:B", "reduce_dtype": "TYPE",
+    "add_tokens": "FILE", "teacher": "FILE", "tokenizer": "WHICH", "control_tokens": "HOW",
+    "chat_template": "FILE", "template_var": "KV", "enable_thinking": "B", "template_date": "DAY",
+    "threads": "N", "max_time": "TIME", "warmup": "N", "prometheus": "FOLDER", "wandb": "PROJECT",
+    "mlflow": "NAME", "trace": "FILE", "trace_steps": "A:B", "reduce_dtype": "TYPE",
 }  # fmt: skip
 FIRST = {  # flags that --help shows; --help-all shows all
     "out", "steps", "epochs", "resume", "dry_run", "init", "arch", "layers", "dim", "heads", "context",

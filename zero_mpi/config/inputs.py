@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.grown import GrownWeights, gguf_of
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.config.bounds import rate_scales
@@ -32,12 +33,14 @@ from zero_mpi.data import (
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.corpus import tokenizers_of
+from zero_mpi.data.tokenizers.added_tokens import read_tokens
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENIZER, TOKENS, GGUFKeys
 from zero_mpi.files.open import exists, is_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.models import ARCHITECTURES, ModelConfig, config_from_gguf
+from zero_mpi.models.lora import HEAD, is_meant
 from zero_mpi.models.model_config import EXPERTS, OPTIONAL, REQUIRED, check_blocks
 from zero_mpi.nn.low_rank import FIRST
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
@@ -50,12 +53,15 @@ TOKENIZER_JSON = "tokenizer.json"
 
 
 def open_init(config: Config) -> WeightSource | None:
-    """Return the weight source of `--init`, its index read and checked; raises UsageError."""
-    return None if config.init is None else open_weights(config.init)
+    """Return the weights of `--init`, with `--add-tokens`, the index read and checked; raises UsageError."""
+    if config.init is None or config.add_tokens is None:
+        return None if config.init is None else open_weights(config.init)
+    return GrownWeights(open_weights(config.init), read_tokens(config.add_tokens))
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
     """Return notes on what training ignores of a model: dropout of its configuration, surplus bytes."""
+    init = init.base if isinstance(init, GrownWeights) else init
     if isinstance(init, GGUFFile) and init.surplus:
         return [f"{init.path}: {init.surplus} bytes behind the last tensor are ignored"]
     if not isinstance(init, HuggingFaceFolder) or not init.dropout:
@@ -79,7 +85,12 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
-    model = replace(model, lora=config.adapters)
+    lora = config.adapters
+    if lora is not None and isinstance(init, GrownWeights):
+        lora = replace(lora, added=init.rows)
+        if any(is_meant(HEAD, pattern) for pattern in lora.targets):
+            raise UsageError(f"--lora-targets {HEAD}: cannot be combined with --add-tokens: leave it out")
+    model = replace(model, lora=lora)
     if model.lora is None or where == "cuda":
         return model
     names, kinds = model.params(), {} if config.qat is None else rounding_of(model, config.qat)
@@ -87,7 +98,7 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
     if stacks:
         raise UsageError(f"--lora-targets: {stacks[0]}: experts have no adapters with --qat: leave it out")
     lora = replace(model.lora, rounding=tuple((name, kind.name) for name, kind in kinds.items()))
-    if not isinstance(init, GGUFFile):
+    if init is None or gguf_of(init) is None:
         return replace(model, lora=lora)
     floats = {name for name in kinds if name + FIRST not in names}
     types = {name: init.tensors[name].type.name for name in names if name in init.tensors.keys() - floats}
@@ -125,7 +136,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
     """Return a note on frozen tensors beside adapters that are float32 despite their type in the file."""
-    if model.lora is None or where == "cuda" or not isinstance(init, GGUFFile):
+    if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
     if not others:

@@ -107,7 +107,8 @@ class Config:
         "auto", str, "run", "checkpoint to resume from: auto (newest in OUT), never, or a folder")
     dry_run: bool = flag(False, bool, "run", "print what the run would do and need, then exit")
     sample: int = flag(400, int, "run", "length of the sample text at the end, in tokens; 0: none")
-    prompt: str = flag("def ", str, "run", "beginning of the sample text")
+    prompt: str = flag(
+        "def ", str, "run", "beginning of the sample text; for held-out conversations their first question")
 
     arch: str | None = flag(None, str, "model", "model architecture", choices=tuple(ARCHITECTURES))
     layers: int | None = flag(None, int, "model", "number of transformer blocks")
@@ -125,6 +126,8 @@ class Config:
     vocab_size: int | None = flag(
         None, int, "model", "vocabulary size, needed only for token files without a tokenizer")
     init: str | None = flag(None, str, "model", "model to start from: GGUF file or Hugging Face folder")
+    add_tokens: str | None = flag(
+        None, str, "model", "file of tokens, one per line or a JSON list, to add to the model of --init")
     freeze: list[str] = flag(
         None, list, "model", "name patterns of parameters that are not trained", fixed=True)
 
@@ -284,11 +287,17 @@ class Config:
         for name, value in (ANY | begun | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if "lr" in self.unsaid:
+            self.lr *= self.rate_factor
         self.warmup = warmup_steps(self.warmup, self.steps)
 
     @property
+    def rate_factor(self) -> float:
+        """Factor of default learning rates: a model that learns from preferences knows its task already."""
+        return 1.0 if self.loss == CROSS_ENTROPY else 0.1
+
+    @property
     def adapters(self) -> LoRA | None:
-        """Adapters that are trained, if any."""
         if self.lora is None:
             return None
         alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
@@ -296,16 +305,19 @@ class Config:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Patterns of the parameters that are not trained."""
         return (*(self.freeze or ()), *(FROZEN if self.lora is not None else ()))
 
     @property
     def preference(self) -> Preference | None:
-        """Preference loss, if it is one."""
         if self.loss == CROSS_ENTROPY:
             return None
         names = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
         return Preference(self.loss, self.preference_beta, *(getattr(self, name) for name in names))
+
+    @property
+    def base_is_reference(self) -> bool:
+        """True if the frozen model, without its adapters, is the model as the run begins."""
+        return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:
         """Return how many stages ahead to gather parameters: a GPU's host launches a stage before it runs."""
@@ -313,7 +325,6 @@ class Config:
 
     @property
     def holds_out(self) -> bool:
-        """Tell whether anything is held out, hence evaluated."""
         return self.val_fraction > 0 or bool(self.val_data)
 
     def fixed(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def write_toml(config: Config) -> str:
 CONFIG_FILE = "config.toml"
 OF_ONE_START = ("resume", "dry_run")
 PATHS: tuple[str, ...] = ("out", "init", "lora_init", "teacher", "data", "val_data", "tokenizer")
-PATHS += ("chat_template", "trace", "prometheus")
+PATHS += ("add_tokens", "chat_template", "trace", "prometheus")
 WORDS = (None, BYTE, FROM_INIT)  # values other than paths, for settings that may be paths
 
 

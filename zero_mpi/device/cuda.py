@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +48,8 @@ class Cuda:
         self.number = number
         self._threads = threading.local()
         self.choose()
-        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.stream, self._beside = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._fetched: CudaMark | None = None
         self.adopt_thread()
 
     @property
@@ -94,13 +95,6 @@ class Cuda:
         """Return a copy of a GPU's array on the host, complete."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
-    def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        """Return copies of vectors on the GPU, complete; one copy of all, since each is waited for."""
-        if not arrays:
-            return []
-        whole, ends = self.to_host(self.cupy.concatenate(arrays)), np.cumsum([x.size for x in arrays])
-        return np.split(whole, ends[:-1])
-
     def copy(self, target: Array, source: Array) -> None:
         """Copy: target[...] = source, wherever the two are; what comes to or from the host is complete."""
         here, there = (isinstance(x, self.cupy.ndarray) for x in (target, source))
@@ -112,10 +106,57 @@ class Cuda:
         else:
             target[...] = source
 
-    def mark(self) -> CudaMark:
-        """Return a mark behind all work that was asked for so far."""
+    def pinned(self, nbytes: int) -> Array:
+        """Return host memory that the GPU copies from and to by itself; raise UsageError without room."""
+        cuda = self.cupy.cuda
+        self.choose()
+        try:
+            memory = cuda.PinnedMemory(max(1, nbytes))  # CuPy's pool would take the next power of two
+        except cuda.runtime.CUDARuntimeError as error:
+            raise UsageError(
+                f"the host cannot provide {nbytes / 2**30:.1f} GiB of pinned memory ({first_line(error)}); "
+                "use more ranks, no --offload, or no --async-save"
+            ) from error
+        return np.ndarray((nbytes,), np.uint8, cuda.PinnedMemoryPointer(memory, 0))
+
+    def fetch(self, pairs: list[tuple[Array, Array]]) -> CudaMark:
+        """Copy (pinned, array) pairs to the host beside later work; return a mark behind the last copy.
+
+        `before_update` has to be called before the arrays change.
+        """
+        runtime = self.cupy.cuda.runtime
+        self._beside.wait_event(self.mark().event)
+        for target, source in pairs:
+            if isinstance(source, self.cupy.ndarray):
+                places = target.ctypes.data, source.data.ptr, source.nbytes
+                runtime.memcpyAsync(*places, runtime.memcpyDeviceToHost, self._beside.ptr)
+            else:
+                target[...] = source
+        self._fetched = self.mark(self._beside)
+        return self._fetched
+
+    def before_update(self) -> None:
+        """Order later computing after the copies of `fetch`."""
+        if self._fetched is not None:
+            self.wait_for(self._fetched)
+            self._fetched = None
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
+        """Return a graph of what `work` asks for, which is not done, its result, and the memory of both."""
+        pool = self.cupy.cuda.MemoryPool()
+        with self.cupy.cuda.using_allocator(pool.malloc):
+            self.stream.begin_capture()
+            try:
+                result = work()
+            finally:
+                graph = self.stream.end_capture()
+        return graph, result, pool
+
+    def mark(self, stream: Any = None) -> CudaMark:
+        """Return a mark behind all work that the computing stream, or another, was asked for so far."""
+        self.choose()
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
-        event.record(self.stream)
+        event.record(stream or self.stream)
         return CudaMark(event, self)
 
     def has_passed(self, event: Any) -> bool:

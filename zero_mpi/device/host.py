@@ -77,11 +77,20 @@ class Host:
     def to_host(self, x: Array) -> Array:
         return x
 
-    def all_to_host(self, arrays: list[Array]) -> list[Array]:
-        return arrays
-
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
+
+    def pinned(self, nbytes: int) -> Array:
+        return self.empty(nbytes, np.uint8)
+
+    def fetch(self, pairs: list[tuple[Array, Array]]) -> Any:
+        """Copy arrays, as (target, source); return a mark behind the last copy."""
+        for target, source in pairs:
+            target[...] = source
+        return Done()
+
+    def before_update(self) -> None:
+        """Order later computing after the copies of `fetch`, which are complete."""
 
     def mark(self) -> Any:
         """Return a mark in the order of work; on the host, work is complete when its call returns."""

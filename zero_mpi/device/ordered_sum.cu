@@ -95,3 +95,18 @@ __device__ inline void add_parts(float* out, const T* const (&parts)[MAX_PARTS],
 ADD_PARTS(add_float32, float)
 ADD_PARTS(add_bfloat16, bfloat16)
 ADD_PARTS(add_float16, float16)
+
+// sums[i] = x[start] + ... + x[start + length - 1] in float64, as NumPy adds up to 128 numbers: eight totals of every
+// eighth, these in pairs, then what is left over.
+extern "C" __global__ void pairwise_sums(const double* x, const long long* segments, double* sums, long long count) {
+    const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 8;
+    const bool there = i < count;
+    const long long start = there ? segments[i] : 0, length = there ? segments[count + i] : 0, whole = length / 8 * 8;
+    const int lane = threadIdx.x % 8;
+    double total = 0;
+    for (long long j = lane; j < whole; j += 8) total += x[start + j];
+    for (int way = 1; way < 8; way *= 2) total += __shfl_xor_sync(0xffffffffu, total, way);
+    if (!there || lane) return;
+    for (long long j = whole; j < length; j++) total += x[start + j];
+    sums[i] = total;
+}

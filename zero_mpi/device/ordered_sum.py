@@ -1,4 +1,4 @@
-"""The ordered sum of arrays, on the host and, by one small kernel with the same bits, on a GPU.
+"""Sums in a given order, on the host and, by small kernels with the same bits, on a GPU.
 
 The transports have this sum of their own, because they add pieces as these arrive, on a stream beside the
 one that computes, and because `comm` does not know the operations.
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from zero_mpi.device import import_cupy, in_use, is_cupy, libraries
 from zero_mpi.device.types import Array
 
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
-KINDS = ("float32", "bfloat16", "float16")
+KINDS, PAIRWISE = ("add_float32", "add_bfloat16", "add_float16"), "pairwise_sums"
+LEAF = 128  # numbers that NumPy's sum of a vector adds without cutting it in halves
 MAX_PARTS = 8  # parts that one launch adds, as the source says
 THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: enough to fill any GPU, few enough to share it
 PER_THREAD = 4  # elements that a thread takes at a time
@@ -26,10 +28,10 @@ PER_THREAD = 4  # elements that a thread takes at a time
 
 @cache
 def kernels() -> dict[str, Any]:
-    """Return the kernel of each type of parts."""
+    """Return the kernels by name."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
-        return {kind: module.get_function(f"add_{kind}") for kind in KINDS}
+        return {kind: module.get_function(kind) for kind in (*KINDS, PAIRWISE)}
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
@@ -40,7 +42,7 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
     assert out.dtype == np.float32, "sums are float32"
     if not out.size:
         return
-    kernel = kernels()[parts[0].dtype.name if parts else "float32"]
+    kernel = kernels()[f"add_{parts[0].dtype.name if parts else 'float32'}"]
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
     for first in range(0, max(1, len(parts)), MAX_PARTS):
         some = parts[first : first + MAX_PARTS]
@@ -67,3 +69,22 @@ def ordered_sum(out: Array, parts: list[Array], accumulate: bool) -> None:
     wide = bool(parts) and not accumulate and parts[0].dtype != out.dtype
     for part in parts if accumulate else parts[1 if wide else 2 :]:
         np.add(out, part, out=out)
+
+
+def pairwise_sums(x: Array, segments: Array) -> Array:
+    """Return NumPy's sums of float64 x[start : start + length], with the same bits on a GPU.
+
+    segments (2, N): starts, and lengths up to LEAF.
+    """
+    count = segments.shape[1]
+    if is_cupy(x):
+        sums, blocks = in_use().empty(count, np.float64), -(-count * 8 // THREADS)
+        kernels()[PAIRWISE](
+            (blocks,), (THREADS,), (x, segments, sums, np.int64(count)), stream=in_use().stream
+        )
+        return sums
+    sums, (starts, lengths) = np.empty(count), segments
+    for length in np.unique(lengths):
+        some = lengths == length
+        sums[some] = sliding_window_view(x, length)[starts[some]].sum(axis=1)
+    return sums

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from zero_mpi.environment.control_groups import group_limits
+from zero_mpi.environment.limits import group_limits
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 # Launchers' variables: the number of ranks on this node, and a rank's number there.

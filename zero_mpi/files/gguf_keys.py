@@ -35,7 +35,6 @@ class GGUFKeys:
         self.metadata, self.place = metadata, place
 
     def fault(self, key: str, expected: str) -> FileError:
-        """Return the error for a key that is not as expected."""
         found = described(self.metadata.get(key))
         where = f"{self.place}: " if self.place else ""
         return FileError(f"{where}the GGUF key {shown(key)}: expected {expected}, found {found}")
@@ -84,7 +83,6 @@ class GGUFKeys:
         return None if value is None else list(value)
 
     def wholes(self, key: str, count: int) -> list[int] | None:
-        """Return the array of a key that holds `count` integers."""
         value = self.checked(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
         return None if value is None else [int(number) for number in value.tolist()]
 
@@ -98,7 +96,6 @@ class GGUFKeys:
         return None if value is None else np.asarray(value, np.float32)
 
     def octets(self, key: str) -> bytes | None:
-        """Return the array of a key that holds bytes."""
         value = self.checked(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
         return None if value is None else np.asarray(value).tobytes()
 
@@ -110,7 +107,6 @@ class GGUFKeys:
 
     @property
     def tokenizer(self) -> str | None:
-        """Kind of tokenizer; None if there is none."""
         kind = self.text(TOKENIZER)
         return None if kind == "none" else kind
 

@@ -39,7 +39,6 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:
-    """Return the mode of what lies at a path; None if nothing does."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

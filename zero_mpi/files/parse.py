@@ -64,7 +64,6 @@ def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Return whether lists and tables are nested more than so many levels deep."""
     inner = [value]
     for _ in range(levels + 1):
         if not inner:

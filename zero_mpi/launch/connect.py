@@ -1,9 +1,8 @@
 """The transport for a user's script or notebook; it also ends all ranks of a script together.
 
 A rank of a script may fail, end early, or start another collective than the others, which would wait for it
-forever. So `connect` ensures that an uncaught exception ends all ranks, that ranks which wait for an ended
-rank learn of its end, and that a wait which cannot succeed or takes many minutes ends the job (`watchdog`).
-In a single process, such as a notebook, none of this is installed.
+forever. So `connect` ensures that an uncaught exception ends all ranks, and that a wait which cannot succeed
+or takes many minutes ends the job (`watchdog`). In a single process none of this is installed.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class WatchedScript:
         self._kill(FAILED)
 
     def _kill(self, status: int) -> NoReturn:
-        """Clear the watchdog's folder and end all ranks at once, before a rank can make the folder again."""
         self._watchdog.clear()
         self.world.kill(status)
 
@@ -163,11 +161,12 @@ def meeting_place(world: World) -> Path | None:
 
     On several hosts the temporary folder is local, the current one mostly shared. None: neither is shared.
     """
-    name = f".zero_mpi-{secrets.token_hex(6)}"
-    probes = [Path(tempfile.gettempdir(), name), Path.cwd() / name] if world.rank == 0 else []
-    for probe in probes:
-        with suppress(OSError):
-            probe.mkdir(mode=0o700)
+    name, probes = f".zero_mpi-{secrets.token_hex(6)}", list[Path]()
+    if world.rank == 0:
+        probes = [Path(tempfile.gettempdir(), name), Path.cwd() / name]
+        for probe in probes:
+            with suppress(OSError):
+                probe.mkdir(mode=0o700)
     probes = world.comm.broadcast_object(probes)  # when they are made: the others check at once
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:

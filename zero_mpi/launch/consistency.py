@@ -1,8 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
 
 Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train differently on each rank. So ranks compare these facts before they use them; if all agree, which costs
-one short message, nothing else is exchanged.
+train differently on each rank. So ranks compare these facts, in one short message if all agree.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
 
 
 def check_installation(world: World) -> None:
-    """Raise UsageError unless all ranks run the same software. Collective."""
+    """Raise UsageError unless all ranks run the same software, as one job. Collective."""
+    check_not_alone(world)
     remedy = "use the same environment on all hosts, and --bits portable if their CPUs differ"
     check(world.comm, installation(world), remedy)
 
@@ -67,10 +67,8 @@ def installation(world: World) -> dict[str, str]:
 def blas() -> str:
     """Return NumPy's BLAS library and its kernels in use: others give other last bits."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    pools.sort(key=lambda pool: "numpy" not in pool["filepath"])
-    if not pools:
-        return "unknown"
-    about = (pools[0].get(key) for key in ("internal_api", "version", "architecture"))
+    pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
+    about = (pool.get(key) for key in ("internal_api", "version", "architecture"))
     return " ".join(str(part) for part in about if part)
 
 
@@ -84,7 +82,7 @@ def check_pins() -> None:
 
 @cache
 def own_source() -> str:
-    """Return the digest of the running package, cached: it covers hundreds of files on every rank."""
+    """Return the digest of the running package."""
     return source_digest(Path(environment.__file__).parents[1])
 
 

@@ -2,17 +2,13 @@
 
 Free space is checked before MPI starts (`check_room`). MPICH dies of a segmentation fault without a message
 if /dev/shm is too small for the segment that all ranks of a node share: in containers it has 64 MiB by
-default. UCX uses most of it, for messages inside the node that MPICH can carry by itself; so if space is
-short, UCX is configured to use none. The ranks of a node decide alike: the segment that needs space is made
-after all ranks have checked, and if an earlier rank's UCX took its part, there was space for the parts of
-all.
+default. UCX uses most of it, for messages that MPICH can carry by itself; so if space is short, UCX is
+configured to use none. The ranks of a node decide alike: the segment is made after all have checked.
 
-A segment is a file with a name, which stays with its pages when a job is killed. So a rank removes the name
-as soon as all ranks hold the segment (`unname`), and a run starts by removing the segments of jobs that were
-killed before that (`sweep`). The only rule: a segment that no process has open or mapped is stale. The kernel
-knows that: it grants a lease only for a file that no other process has open. The libraries choose the names,
-so a name does not tell which job made a file; and a list of processes would miss those of other containers
-that share /dev/shm.
+A segment is a file, which stays with its pages when a job is killed. So a rank removes its name as soon as
+all ranks hold it (`unname`), and a run starts by removing stale segments (`sweep`): those that no process has
+open or mapped. The kernel knows that: it grants a lease only for a file that no other process has open. Names
+do not tell which job made a file, and a list of processes would miss those of other containers.
 """
 
 from __future__ import annotations
@@ -28,14 +24,13 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from zero_mpi import environment
+from zero_mpi.environment.limits import process_age
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.ending import DRAIN, say
-from zero_mpi.launch.limits import process_age
 
 PLACE = Path("/dev/shm")
 SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, its windows, UCX
 SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, its windows
-HELD_FROM_START = re.compile(r"mpich_shm_\w+")  # opened by name while MPI starts and never again
 SETTLED = 2.0  # seconds after which a library has mapped what it made
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
@@ -65,11 +60,10 @@ def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
 def find_problem(environ: MutableMapping[str, str]) -> str:
     """Return why MPI could not start, or an empty text; if space is short, set `environ` to need less."""
     free, ranks = free_bytes(), environment.local_ranks(environ)
-    if free is None or free >= ranks * WITH_UCX + SPARE:
-        return ""
-    spares = environ.setdefault("UCX_TLS", "^posix") == "^posix"
-    needed = ranks * (WITHOUT_UCX if spares else WITH_UCX) + SPARE
-    if free >= needed:
+    needed = ranks * WITH_UCX + SPARE
+    if free is not None and free < needed and environ.setdefault("UCX_TLS", "^posix") == "^posix":
+        needed = ranks * WITHOUT_UCX + SPARE
+    if free is None or free >= needed:
         return ""
     return (
         f"MPI needs {needed / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, but "
@@ -107,19 +101,16 @@ def is_unused(path: Path) -> bool:
     While the lease is held, for a moment, another process that opens the file waits, and this one gets a
     signal that does nothing.
     """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    with (
+        contextlib.suppress(OSError),
+        open(path, "rb", 0, opener=lambda name, _: os.open(name, flags)) as file,
+    ):
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    return False
 
 
 def sweep(place: Path = PLACE) -> None:
@@ -132,13 +123,8 @@ def sweep(place: Path = PLACE) -> None:
 
 
 def unname() -> None:
-    """Remove the names of this job's own segments, once all ranks of the node have them mapped.
-
-    The library's own removal at its end then finds no file, which is harmless.
-    """
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-        for path in {line[line.index(f"{PLACE}/") :] for line in lines if f"{PLACE}/" in line}:
-            if HELD_FROM_START.fullmatch(Path(path).name):
-                with contextlib.suppress(OSError):  # another rank was first
-                    os.unlink(path)
+    """Remove the names of this job's own segments, once all ranks of the node have them mapped."""
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened by name again
+        with contextlib.suppress(OSError):  # another rank was first
+            os.unlink(path)

@@ -1,27 +1,46 @@
-"""Messages of a rank before the job ends, and ending the job even if a lock or a lost host blocks it.
+"""Ending a job: messages before it, the end itself, and a launcher that is held back while ranks save.
 
 Several ranks may fail together, and in any thread, also while another thread is inside the MPI library. So
 ranks take turns to print, a message is one write, and the rank that ends the job does not rely on the library
 alone.
+
+When Open MPI's mpirun is ended (Ctrl-C, SIGTERM, a closed terminal), its process on each node sends SIGCONT,
+SIGTERM and SIGKILL, 0.25 s apart, and no setting makes it wait (Open MPI 5.0, PRRTE 3.0). So a rank that has
+state to save stops that process as soon as SIGTERM arrives (`hold_launcher`), and continues it when all have
+saved, or after a while; a separate process continues it if the ranks are gone. If a rank of the node has
+ended, Open MPI sends SIGTERM because of that, and there is nothing to wait for. A stopped launcher passes on
+no output, so ranks write directly to its destination. Other launchers pass signals on and wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from zero_mpi.files.foreign import printable
-from zero_mpi.launch import open_mpi_reprieve
+
+if TYPE_CHECKING:
+    import subprocess
 
 FAILED, BAD_USAGE, REQUEUE = 1, 2, 75
 DRAIN = 0.2  # seconds for the launcher to pass on messages: at an abort it drops unread output
 STAGGER = 0.3  # seconds per rank: if all fail at once, the first prints and ends the job before the others
 MOST_TURNS = 20  # ranks that take turns; later ones print together with the last of these
 PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may hold its lock
+
+LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
+HOLD = 120.0  # seconds at most: if the ranks cannot save, the launcher must end the job
+LOOK = 0.2  # seconds between two looks at the ranks of the node
+LATER = 5.0  # seconds after which another process continues it, if no rank is left to do it
+
+_is_over = threading.Event()  # set when there is nothing left to wait for
+_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and the one that continues it
 
 
 def say(text: str) -> None:
@@ -41,7 +60,65 @@ def end_surely(end: Callable[[int], object], status: int) -> NoReturn:
     An exit alone is not enough: srun does not end the other ranks, and MPICH's mpiexec may return the signal
     by which it ended one of them.
     """
-    open_mpi_reprieve.release()
+    release_launcher()
     threading.Thread(target=end, args=(status,), daemon=True).start()
     time.sleep(PATIENCE)
     os._exit(status)
+
+
+def hold_launcher() -> None:
+    """Stop the launcher before it kills the ranks; all ranks of a node may call this."""
+    pid = os.getppid()
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
+        return
+    with contextlib.suppress(OSError):
+        ranks = ranks_below(pid)
+        is_complete = len(ranks) >= int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
+        if not is_complete or Path(f"/proc/{pid}/comm").read_text().strip() not in LAUNCHERS:
+            return
+        import subprocess  # not before signal handlers are installed
+
+        os.kill(pid, signal.SIGSTOP)
+        command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL
+        last_resort = subprocess.Popen(  # safe in a rank: Python uses vfork
+            ["/bin/sh", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+        _held.append((pid, last_resort))
+        threading.Thread(target=_watch, args=(pid, ranks), daemon=True).start()
+        for handle in (1, 2):
+            theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+            os.dup2(theirs, handle)
+            os.close(theirs)
+
+
+def _watch(pid: int, ranks: set[int]) -> None:
+    deadline = time.monotonic() + HOLD
+    while ranks <= ranks_below(pid) and time.monotonic() < deadline:
+        if _is_over.wait(LOOK):
+            return
+    release_launcher()
+
+
+def ranks_below(pid: int) -> set[int]:
+    """Return the living processes that a launcher has started as ranks, not as daemons of other nodes."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes() if int(parent) == pid else b""  # none if it is dead
+            if b"\0OMPI_COMM_WORLD_RANK=" in b"\0" + variables:
+                found.add(int(folder.name))
+    return found
+
+
+def release_launcher() -> None:
+    """Continue the launcher, if this process stopped it and it lives; it is not stopped again from now on."""
+    _is_over.set()
+    while _held:
+        pid, last_resort = _held.pop()
+        with contextlib.suppress(OSError):
+            os.killpg(last_resort.pid, signal.SIGKILL)
+        last_resort.wait()
+        if pid == os.getppid():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)

@@ -1,12 +1,11 @@
 """Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job is dead.
 
-The file names the holder of the folder; the process that creates it, which only one can, holds the folder.
-The holder, rank 0, keeps a flock on it, which ends with the process, and renews the record every few seconds.
-A refused flock means that the holder lives. A granted one means that it is dead only if it was on this
-machine: between machines flocks may be missing or local (NFS and Lustre, depending on mount options). There a
-holder is dead when its record does not change, by the watcher's clock. Its file is then renamed, which only
-one process can, and a new one is made. A holder that was only stopped notices that, or that the folder was
-moved or removed. Then its job stops writing there and ends: after its step, or a little later in any case.
+The process that creates the file, which only one can, holds the folder. The holder, rank 0, keeps a flock on
+it, which ends with the process, and renews the record in it every few seconds. A refused flock means that the
+holder lives. A granted one means that it is dead only if it was on this machine: between machines flocks may
+be missing or local (NFS and Lustre, depending on mount options). There a holder is dead when its record does
+not change, by the watcher's clock. Its file is then renamed, which only one process can, and a new one is
+made. A holder that was only stopped notices that, or that the folder was moved or removed: its job ends.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from zero_mpi.errors import JobError, UsageError, naming
+from zero_mpi.files.atomic import write_all
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import open_in_place, reason
 from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import FAILED, end_surely
-from zero_mpi.launch.limits import find_job
+from zero_mpi.launch.time_limit import find_job
 from zero_mpi.telemetry import log, metrics
 from zero_mpi.telemetry.events import utc
 
@@ -61,7 +61,7 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Holder of a folder: host, process, batch job (or nothing) and time of start, for messages."""
+    """Holder of a folder."""
 
     since: str
     job: str = ""
@@ -82,12 +82,13 @@ class Record:
 def unpacked(raw: bytes) -> Record | None:
     """Return the record in a file; None for anything else."""
     try:
-        said: Any = parse_json(raw)
-        record = Record(**said)
+        record = Record(**parse_json(raw))
     except (TypeError, ValueError):
         return None
-    kinds = {name: int if name in ("pid", "beat") else str for name in asdict(record)}
-    return record if all(type(said[name]) is kind for name, kind in kinds.items() if name in said) else None
+    fits = all(
+        type(each) is (int if name in ("pid", "beat") else str) for name, each in asdict(record).items()
+    )
+    return record if fits else None
 
 
 def find(path: Path, links: int = 1) -> int:
@@ -101,22 +102,33 @@ def find(path: Path, links: int = 1) -> int:
 
 
 def read(handle: int) -> bytes:
-    """Return the first ROOM bytes of a file."""
+    """Return the bytes of a record."""
     return os.pread(handle, ROOM, 0)
 
 
 def write(handle: int, record: Record) -> None:
-    """Write a record to a file, in one write."""
-    raw = record.packed()
-    if os.pwrite(handle, raw, 0) != len(raw):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Overwrite the record of a file. Raises OSError."""
+    os.lseek(handle, 0, os.SEEK_SET)
+    write_all(handle, record.packed())
+
+
+def is_held_here(path: Path) -> bool:
+    """Return whether a process of this machine holds the folder of a lock file."""
+    try:
+        handle = find(path)
+    except (OSError, UsageError):
+        return False
+    try:
+        record = unpacked(read(handle))
+        return record is not None and record.machine == machine() and lock(handle) is False
+    finally:
+        os.close(handle)
 
 
 def lock(handle: int) -> bool | None:
     """Return whether the system grants this process the lock of a file; None: it has no locks here.
 
-    flock is used because Linux passes it on to NFS and Lustre and closing another handle does not drop it;
-    a lock of fcntl is dropped when any part of the process closes the file.
+    Linux passes a flock on to NFS and Lustre. A lock of fcntl ends when any handle of the file is closed.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,19 +212,17 @@ def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
         handle = find(path)
     except FileNotFoundError:  # its holder has just ended
         return None
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, handle)
         locked, raw = lock(handle), read(handle)
         holder = unpacked(raw)
         if not is_at(handle, path):
             return None
         if holder and (holder.token == mine.token or (locked and holder.machine == mine.machine)):
             write(handle, mine)
-            kept, handle = handle, -1
-            return kept
+            closing.pop_all()
+            return handle
         return locked, raw
-    finally:
-        if handle >= 0:
-            os.close(handle)
 
 
 def put_aside(path: Path, raw: bytes, mine: Record) -> None:
@@ -233,9 +243,10 @@ class RunLock:
     """Folder that is ours from `take` to `release`. lost: why not any more; at_loss: called GRACE later."""
 
     def __init__(self, path: Path, mine: Record, handle: int) -> None:
-        self._path, self._mine, self._handle = path, mine, handle
-        self._kept = os.open(path.parent, os.O_DIRECTORY)  # so that no later folder gets its inode's number
-        self._folder, self.lost = os.fstat(self._kept), ""
+        self._path, self._mine = path, mine
+        # The folder is kept open so that no later one gets its inode's number.
+        self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
+        self._folder, self.lost = os.fstat(self._handles[1]), ""
         self.at_loss: Callable[[], object] = lambda: None
         os.register_at_fork(after_in_child=self._forget)
         self._over = threading.Event()
@@ -259,10 +270,9 @@ class RunLock:
 
     def _forget(self) -> None:
         """Close file and folder; also in a child, which would keep the lock after this process's death."""
-        handles, self._handle, self._kept = (self._handle, self._kept), -1, -1
+        handles, self._handles = self._handles, []
         for handle in handles:
-            with contextlib.suppress(OSError):
-                os.close(handle)
+            os.close(handle)
 
     @contextlib.contextmanager
     def _record(self) -> Iterator[tuple[int, Record | None]]:
@@ -309,8 +319,8 @@ class RunLock:
         except FileNotFoundError:
             new = create(self._path, self._mine)
             if new is not None:
-                os.close(self._handle)
-                self._handle = new
+                os.close(self._handles[0])
+                self._handles[0] = new
 
 
 class Hold:
@@ -356,10 +366,8 @@ def make_and_take(out: Path) -> RunLock:
         next(out.iterdir(), None)  # it can be read as well
         metrics.check(out)
         return RunLock.take(out, "" if job is None else job.name)
-    except OSError as error:
-        text = f"--out {shown(out)}: cannot write there: {reason(error)}"
-        raise (JobError if error.errno in THE_MACHINES else UsageError)(text) from error
     except UsageError:
         raise
-    except ValueError as error:  # a NUL byte
-        raise UsageError(f"--out {shown(out)}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        text = f"--out {shown(out)}: cannot write there: {reason(error)}"
+        raise (JobError if getattr(error, "errno", 0) in THE_MACHINES else UsageError)(text) from error

@@ -1,16 +1,14 @@
 """Signals that ask a run to stop: noted from the program's first line on, obeyed when all ranks can.
 
-A batch system, a person at a terminal and a closed terminal ask for the same: save and exit. A handler only
-notes the signal, since a rank that exited alone would leave the others waiting. Before the first step the
-ranks agree on it in every agreement (`launch.world.StopAwareComm`), later after each step. Long local
-work without communication is interrupted at once (`cut_short`). A thread receives signals too: the main one
-may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and ends a
-run whose ranks do not reach an agreement while it is prepared.
+A handler only notes the signal, since a rank that exited alone would leave the others waiting. Before the
+first step the ranks agree on it in every agreement (`launch.world.StopAwareComm`), later after each step.
+Long local work without communication is interrupted at once (`cut_short`). A thread receives signals too: the
+main one may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and
+ends a run whose ranks do not reach an agreement while it is prepared.
 
 A program of this package listens from its first line to its last; in a script, the called command listens.
-Ctrl-C prints no traceback: `train` saves before it ends, any other command cleans up if necessary and ends at
-once, with a line and status 130. An import, in a script or a notebook, changes no signal handler: there an
-interrupt stays Python's KeyboardInterrupt.
+On Ctrl-C `train` saves before it ends, any other command ends at once, with a line and status 130. An import
+changes no signal handler.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zero_mpi import environment
-from zero_mpi.launch import open_mpi_reprieve
-from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely
+from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely, hold_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is requeued for them
@@ -210,12 +207,12 @@ class StopSignals:
         return None
 
     def _end_preparation(self) -> None:
-        """After a signal in the preparation, let a thread end the job if the ranks reach no agreement."""
         if self.caught and self.phase == PREPARING and not self._gives_up:
             self._gives_up = True
             threading.Thread(target=self._give_up, name="zero_mpi stop", daemon=True).start()
 
     def _give_up(self) -> None:
+        """End the job if the ranks reach no agreement after a signal in the preparation."""
         time.sleep(GRACE)  # no work can be lost yet
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
@@ -245,7 +242,7 @@ class StopSignals:
         since = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name
         if number == signal.SIGTERM and self.phase == STEPS:
-            open_mpi_reprieve.hold()
+            hold_launcher()
         if number == signal.SIGINT and since > TWICE:
             if environment.launch_rank() == 0:
                 report("stopped immediately; saved checkpoints are complete", is_error=True)
@@ -264,7 +261,8 @@ def stopped_early(stopped: Stopped) -> str:
     """Return the message about a run that was stopped before its first step."""
     if stopped.status == REQUEUE:
         return f"stopped by {stopped}: nothing to save; run the same command to continue"
-    from zero_mpi.launch.limits import find_job, process_age
+    from zero_mpi.environment.limits import process_age
+    from zero_mpi.launch.time_limit import find_job
 
     job, age = find_job(), process_age()
     left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""

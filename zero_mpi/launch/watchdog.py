@@ -1,18 +1,17 @@
 """Ends a job without progress, and prints the state of each rank.
 
 The main thread names its work (`beat`), every wait for other ranks records its name and time in a `Meter`,
-and collectives are recorded. One thread watches all of them. Files may hang as well: a second thread, which
-uses none, ends the job some seconds later, even if the first one hangs.
+and collectives are recorded. One thread watches all of them. A second thread, which uses no files because
+they may hang as well, ends the job some seconds later.
 
-Ranks without progress exchange their states through small files in a shared folder. Messages would not work:
-the rank that should answer may be inside the MPI library, and a job with progress should send none. So a rank
-that has waited for a while makes a folder and writes its state there (it signs), others that find the folder
-sign as well, and the first of them reads what all have started. Those records do not change: if two ranks
-have started different collectives under one number, or one has ended before a collective that another has
-started, then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a rank
-without progress past the limit prints the report for all. A rank that was stopped, or whose host is lost, has
-not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of hosts
-differ. Files of an earlier job are recognized by their names and ignored.
+Ranks without progress exchange their states through small files in a shared folder: the rank that should
+answer a message may be inside the MPI library. A rank that has waited for a while writes its state there (it
+signs), others that find the folder sign as well, and the first of them reads what all have started. If two
+ranks have started different collectives under one number, or one has ended before a collective that another
+has started, then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a
+rank without progress past the limit prints the report for all. A rank that was stopped, or whose host is
+lost, has not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of
+hosts differ. The names of files tell the jobs apart.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import odd_one
@@ -68,16 +67,10 @@ class RankState:
     started: Sequence[Sequence[Started]] = ()  # the last collectives that it has started, by communicator
     ended: int | None = None  # its exit status, if it will start no more collectives
 
-    def number(self, comm: int) -> int:
-        """Return the number of the next collective that the rank would start on a communicator."""
+    def texts(self, comm: int) -> dict[int, str]:
+        """Return number -> text of the last collectives that the rank has started on a communicator."""
         started = self.started[comm] if comm < len(self.started) else ()
-        return started[-1].number + 1 if started else 0
-
-    def at(self, comm: int, number: int) -> Started | None:
-        """Return the collective that it started under a number; None if not yet, or long ago."""
-        started = self.started[comm] if comm < len(self.started) else ()
-        place = number - (self.number(comm) - len(started))
-        return started[place] if 0 <= place < len(started) else None
+        return {each.number: each.text for each in started}
 
     @property
     def place(self) -> str:
@@ -85,17 +78,6 @@ class RankState:
         if self.waits:
             return f"{self.doing}, waiting in {self.waits}"
         return f"{self.doing}, in no collective" + (f" since it left {self.last}" if self.last else "")
-
-    @classmethod
-    def parse(cls, said: Any) -> RankState:
-        """Return the state that a rank has signed; raise an error for invalid content."""
-        started = [
-            [Started(int(number), str(kind), str(label), detail) for number, kind, label, detail in of_comm]
-            for of_comm in said["started"]
-        ]
-        doing, waits, last, stacks = (str(said[name]) for name in ("doing", "waits", "last", "stacks"))
-        seconds, ended = min(max(float(said["seconds"]), 0.0), 1e9), said["ended"]
-        return cls(doing, waits, last, seconds, stacks, started, None if ended is None else int(ended))
 
 
 class RankReports:
@@ -136,18 +118,17 @@ class RankReports:
         return sorted(self._folder.glob(f"{self._job}-[0-9]*"))
 
     def is_first(self) -> bool:
-        """Return whether no rank before this one has signed."""
         return self._paths()[:1] == [self._file]
 
     def read(self) -> dict[int, RankState]:
-        """Return rank -> state, for the ranks that have signed."""
         found, now = dict[int, RankState](), 0.0
         for path in self._paths():
             with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # one that left just now
                 now = now or self._file.stat().st_mtime
-                state = RankState.parse(parse_json(read_file(path, MOST)))
-                behind = max(0.0, now - path.stat().st_mtime)
-                found[int(path.name.split("-")[1])] = replace(state, seconds=state.seconds + behind)
+                said = parse_json(read_file(path, MOST))
+                said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]
+                said["seconds"] += max(0.0, now - path.stat().st_mtime)
+                found[int(path.name.split("-")[1])] = RankState(**said)
         return found
 
     def clear(self) -> None:
@@ -173,29 +154,27 @@ class Vain(NamedTuple):
 
 def in_vain(found: Mapping[int, RankState]) -> Vain | None:
     """Return why ranks wait in vain, as far as these states show it; None if they do not."""
-    comms = range(max((len(state.started) for state in found.values()), default=0))
-    for comm in comms:  # two ranks that have started different collectives under one number
-        having = [state for state in found.values() if comm < len(state.started)]
-        first = min(state.number(comm) - len(state.started[comm]) for state in having)
-        for number in range(first, max(state.number(comm) for state in having)):
-            texts = {rank: start.text for rank, state in found.items() if (start := state.at(comm, number))}
-            odd = odd_one(list(texts.values())) if texts else None
+    count = max((len(state.started) for state in found.values()), default=0)
+    comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
+    for of_ranks in comms:  # two ranks that have started different collectives under one number
+        for number in sorted({number for texts in of_ranks.values() for number in texts}):
+            started = {rank: texts[number] for rank, texts in of_ranks.items() if number in texts}
+            odd = odd_one(list(started.values()))
             if odd is not None:
-                rank, usual = list(texts)[odd[0]], odd[1]
-                alike = named([other for other in texts if texts[other] == usual])
+                rank, usual = list(started)[odd[0]], odd[1]
+                alike = named([other for other in started if started[other] == usual])
                 return Vain(
                     f"the ranks start different collectives: number {number} (from 0) is "
-                    f"{shown(texts[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
+                    f"{shown(started[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
                     "start the same in the same order"
                 )
     ended = [rank for rank, state in found.items() if state.ended is not None]
     for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # one that failed, if any
-        for comm in comms:  # a rank that has ended before a collective that others have started
-            number, status = found[rank].number(comm), found[rank].ended
-            waiting = [r for r, each in found.items() if each.ended is None and each.number(comm) > number]
+        for of_ranks in comms:  # a rank that has ended before a collective that others have started
+            number, status = max(of_ranks[rank], default=-1) + 1, found[rank].ended
+            waiting = [r for r in found if r not in ended and max(of_ranks[r], default=-1) >= number]
             if waiting:
-                start = found[min(waiting)].at(comm, number)
-                what = shown(start.text) if start else f"collective {number}"
+                what = shown(of_ranks[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
                 return Vain(
                     f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "
@@ -230,11 +209,9 @@ def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     def placed(ranks: Sequence[int]) -> str:
         return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
 
-    lines = [
-        f"{placed([rank])}: no sign of life: stopped, ended, or cut off with its host"
-        for rank in range(len(places))
-        if rank not in found
-    ]
+    missing = [rank for rank in range(len(places)) if rank not in found]
+    lost = "no sign of life: stopped, ended, or cut off with its host"
+    lines = [f"{placed([rank])}: {lost}" for rank in missing]
     for group in grouped(found):
         ages = sorted(found[rank].seconds for rank in group)
         spread = f"{ages[0]:.1f}" + (f" to {ages[-1]:.1f}" if len(group) > 1 else "")
@@ -254,6 +231,11 @@ def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
     for rank in sorted(found):
         groups[found[rank].place].append(rank)
     return sorted(groups.values(), key=lambda group: (bool(found[group[0]].waits), len(group)))
+
+
+def waits() -> bool:
+    """Return whether a thread of this process waits for other ranks."""
+    return any(meter.waits for meter in meters())
 
 
 def stacks() -> str:
@@ -296,7 +278,6 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop watching and remove this rank's files."""
         self._over.set()
         for thread in self._threads:
             thread.join(DRAIN)  # it may be blocked by a file system that hangs
@@ -325,7 +306,6 @@ class Watchdog:
             self._reports.clear()
 
     def beat(self, what: str) -> None:
-        """Record that the main thread begins `what`."""
         self._doing, self._since = what, time.perf_counter()
 
     @property
@@ -333,13 +313,9 @@ class Watchdog:
         return max([self._since, *(meter.changed for meter in meters())])
 
     @property
-    def _waits(self) -> bool:
-        return any(meter.waits for meter in meters())
-
-    @property
     def _counts(self) -> bool:
         """True if time that passes now counts: in a script only waits before its end do."""
-        return not self.only_waits or (self._waits and records.ended is None)
+        return not self.only_waits or (waits() and records.ended is None)
 
     def standing(self, with_stacks: bool = True) -> RankState:
         by_age = sorted(meters(), key=lambda meter: meter.changed)
@@ -389,7 +365,7 @@ class Watchdog:
         soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > soon
-        if self._waits:
+        if waits():
             return age > late or (age > soon and reports.is_on())
         return (self._counts and age > self.limit / 2) or (age > late and reports.is_on())
 

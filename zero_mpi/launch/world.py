@@ -1,8 +1,8 @@
 """Runs a command on all ranks and ends it on all of them: one line, one traceback, one exit status.
 
-If a rank of an MPI job dies of an exception, the job hangs: the others wait for it. So all exceptions of a
-command are caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an
-error of one rank is printed with its number and aborts the job.
+If a rank of an MPI job dies of an exception, the others wait for it. So all exceptions of a command are
+caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an error of one
+rank is printed with its number and aborts the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_mpi.comm.serial import SerialComm
 from zero_mpi.comm.wrapper import CommWrapper
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import one_line
-from zero_mpi.launch import dev_shm, open_mpi_reprieve, stopping
+from zero_mpi.launch import dev_shm, ending, stopping
 from zero_mpi.launch.ending import BAD_USAGE, DRAIN, FAILED, REQUEUE, await_turn, end_surely, say
 from zero_mpi.launch.stopping import Stopped, signals, stopped_early
 
@@ -68,9 +68,8 @@ class World:
     size: int
     mpi: Any = None  # mpi4py's MPI module, or None for a single process
     shutdown: Any = None  # a communicator that is used only at the end
-    comm: StopAwareComm = field(
-        default_factory=lambda: StopAwareComm(SerialComm()), compare=False
-    )  # of agreements
+    # The communicator of agreements.
+    comm: StopAwareComm = field(default_factory=lambda: StopAwareComm(SerialComm()), compare=False)
     # Called on each rank once all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
     # Called with the exit status and the reason when this rank ends the command, or rank 0 for all: with 0 or
@@ -98,7 +97,7 @@ class World:
 
     def kill(self, status: int) -> NoReturn:
         """End all ranks at once, from any thread."""
-        open_mpi_reprieve.release()
+        ending.release_launcher()
         if self.mpi is not None:
             self.mpi.COMM_WORLD.Abort(status)
         os._exit(status)
@@ -118,7 +117,10 @@ class World:
         It must not communicate, and is not called if the folder is lost. This and the next methods are
         collective. A signal before the first step ends it.
         """
-        return agree.together(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
+        return agree.together(self.comm, lambda: self._unless_over(action))
+
+    def _unless_over(self, action: Callable[[], Any]) -> Any:
+        return None if self.comm.lost() else signals.cut_short(action)
 
     def on_root(self, action: Callable[[], Any]) -> Any:
         """Call action() on rank 0 only; return its result there, None elsewhere; raise like `together`."""
@@ -139,19 +141,20 @@ class World:
                 due = time.monotonic() + BEAT
 
         def work() -> Any:
-            while self.rank and self.comm.broadcast_object(None):
-                continue
+            if self.rank:
+                while self.comm.broadcast_object(None):
+                    pass
+                return None
             try:
-                return None if self.rank else signals.cut_short(lambda: action(beat))
+                return signals.cut_short(lambda: action(beat))
             finally:
-                if self.rank == 0:
-                    self.comm.broadcast_object(False)
+                self.comm.broadcast_object(False)
 
         return self.comm.broadcast_object(agree.together(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
         """Return action() of every rank, in rank order; raise like `together`."""
-        return agree.results(self.comm, lambda: None if self.comm.lost() else signals.cut_short(action))
+        return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
         """Call action() on one rank of each node first, then on the others, which use the prepared files."""
@@ -209,8 +212,8 @@ def run(
     """
     world, problem = World(environment.launch_rank(), 1), ""  # until it is known
     arguments = sys.argv[1:] if arguments is None else arguments
+    helping = not HELP.isdisjoint(arguments)
     try:
-        helping = not HELP.isdisjoint(arguments)
         if environment.under_launcher() or not (alone or helping):
             world = find_world()
             stopping.handle_again()
@@ -223,7 +226,7 @@ def run(
         if world.rank == 0:
             stopping.report(stopped_early(stopped), is_error=status == FAILED)
     except KeyboardInterrupt:
-        status, problem = interrupted(world)
+        status, problem = end_interrupted(world), "interrupted"
     except (UsageError, JobError) as error:
         if world.rank == 0:
             say(f"zero_mpi {name}: error: {one_line(str(error))}")
@@ -236,15 +239,14 @@ def run(
     finish(world, status, problem)
 
 
-def interrupted(world: World) -> tuple[int, str]:
-    """Print that this process was interrupted and end the job; a process alone gets status and reason."""
+def end_interrupted(world: World) -> int:
+    """Print that this process was interrupted, and end the job; return the status of a process alone."""
     stopping.say_interrupted()
-    status, problem = stopping.INTERRUPTED, "interrupted"
     if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
         await_turn(world.rank)
         text = f"zero_mpi: rank {world.rank} of {world.size} was interrupted; ending the job"
-        world.end(status, problem, text if world.rank else "")
-    return status, problem
+        world.end(stopping.INTERRUPTED, "interrupted", text if world.rank else "")
+    return stopping.INTERRUPTED
 
 
 def abort(world: World, error: BaseException) -> NoReturn:
@@ -289,7 +291,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
         world.tell(status, problem)
     if world.shutdown is not None and status == REQUEUE:
         meet(world, PATIENCE)  # then rank 0 has called its listeners: a held launcher may end all ranks
-    open_mpi_reprieve.release()
+    ending.release_launcher()
     for thread in threading.enumerate():
         if thread.name == "zero_mpi saver":  # left by a run that failed; it may be inside the MPI library
             thread.join(PATIENCE)

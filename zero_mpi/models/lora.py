@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from zero_mpi.errors import UsageError
-from zero_mpi.nn import Layer, Linear, Stage
+from zero_mpi.nn import Embedding, Layer, Linear, Stage
 from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
@@ -17,7 +17,7 @@ from zero_mpi.ops.block_kinds import BlockKind
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
-FROZEN = ("!*.lora_[ab]",)  # every name without the suffix of FIRST or SECOND
+FROZEN = ("!*.weight.*",)  # every name without an ending of adapters or added rows behind it
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class LoRA:
 
     stored: names and types of the frozen weights that stay quantized in the blocks of their file
     rounding: names and types of matrices that layers see rounded, merged with their adapters
+    added: number of the last rows of embedding and head that are trained, because their tokens were added
     """
 
     rank: int
@@ -33,6 +34,7 @@ class LoRA:
     targets: tuple[str, ...] = TARGETS
     stored: tuple[tuple[str, BlockKind], ...] = ()
     rounding: tuple[tuple[str, str], ...] = ()
+    added: int = 0
 
     def adapt(self, stages: list[Stage]) -> list[Stage]:
         """Add adapters to the projections that match a pattern; return the stages."""
@@ -40,6 +42,10 @@ class LoRA:
         for name, linear in projections(stages).items():
             if any(is_meant(name, pattern) for pattern in self.targets):
                 linear.adapt(self.rank, self.alpha / self.rank, kinds.get(name))
+        for stage in (stages[0], stages[-1]) if self.added else ():
+            for layer in parts_of(stage.layer):
+                if isinstance(layer, Embedding | Linear):
+                    layer.split(self.added)
         return stages
 
     def check(self, stages: list[Stage]) -> None:
@@ -68,13 +74,14 @@ def is_adapter(name: str) -> bool:
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
     """Return the linear layers after the embedding, by their weights; with the head, unless it is tied."""
     blocks = (stage for stage in stages if stage.scope.startswith(("blk.", "output")))
-    return {linear.weight: linear for stage in blocks for linear in linears(stage.layer)}
+    found = (part for stage in blocks for part in parts_of(stage.layer))
+    return {part.weight: part for part in found if isinstance(part, Linear)}
 
 
-def linears(layer: Layer) -> Iterator[Linear]:
-    """Yield the linear layers of a layer."""
-    if isinstance(layer, Linear):
-        yield layer
-    elif isinstance(layer, Composite):
+def parts_of(layer: Layer) -> Iterator[Layer]:
+    """Yield a layer, or the layers that it is composed of."""
+    if isinstance(layer, Composite):
         for part in layer.parts():
-            yield from linears(part)
+            yield from parts_of(part)
+    else:
+        yield layer

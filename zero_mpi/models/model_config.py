@@ -35,9 +35,9 @@ class ModelConfig:
 
     arch: ClassVar[str]
     may_have_experts: ClassVar[bool] = False
-    """Whether a feed-forward may be a mixture of experts."""
+    """True if a feed-forward may be a mixture of experts."""
     needs_experts: ClassVar[bool] = False
-    """Whether it always is one."""
+    """True if every feed-forward is one."""
     vocab_size: int
     context_length: int
     embedding_length: int

@@ -16,6 +16,7 @@ from zero_mpi import device, ops
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.nn.activation import GELU, GeGLU, JointSwiGLU, Multiply, SwiGLU
+from zero_mpi.nn.added_rows import AddedRows
 from zero_mpi.nn.attention import (
     CausalAttention,
     FusedQKV,
@@ -178,6 +179,8 @@ class Program:
         for place, (linear, part) in enumerate(parts):
             if linear.bias is not None:
                 found[place] = self.combine(self.code.ADD, found[place], self.p[linear.bias][part], 1)
+            if isinstance(linear.adapter, AddedRows):
+                raise Unrecorded("a head with added rows")
             if linear.adapter is not None and linear.adapter.b in self.p:
                 found[place] = self.adapt(linear.adapter, part, x, found[place])
         return found

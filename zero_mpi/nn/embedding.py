@@ -6,6 +6,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
+from zero_mpi.nn.added_rows import AddedRows, parted
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.generation import Cache
 from zero_mpi.nn.layer import Gradients, Layer, Param, Weights
@@ -19,17 +20,35 @@ class Embedding(Layer):
 
     def __init__(self, name: str, vocabulary: int, width: int, *, std: float = 0.02) -> None:
         self.weight, self.param = f"{name}.weight", Param((vocabulary, width), std=std)
+        self.added: AddedRows | None = None
+
+    def split(self, rows: int) -> None:
+        """Make the last rows a parameter of their own; the others must be frozen then."""
+        vocabulary, width = self.param.shape
+        self.param = Param((vocabulary - rows, width))
+        self.added = AddedRows(self.weight, rows, width)
 
     def params(self) -> dict[str, Param]:
-        return {self.weight: self.param}
+        found = {self.weight: self.param}
+        return found if self.added is None else found | self.added.params()
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # other types would be truncated to integers, or fail
         w: Any = p[self.weight]
+        if self.added is not None:
+            old, places, rows = parted(x, w.shape[0])
+            y = ops.embedding(old, w)
+            if rows.size:
+                y.reshape(-1, w.shape[1])[places] = ops.embedding(rows, p[self.added.name])
+            return y, x
         return (w.rows(x) if isinstance(w, PackedMatrix) else ops.embedding(x, w)), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        if self.weight in g:
+        if self.added is not None:
+            _, places, rows = parted(saved, self.param.shape[0])
+            if rows.size and self.added.name in g:
+                ops.embedding_backward(rows, dy.reshape(-1, dy.shape[-1])[places], g[self.added.name])
+        elif self.weight in g:
             ops.embedding_backward(saved, dy, g[self.weight])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
+from zero_mpi.nn.added_rows import AddedRows
 from zero_mpi.nn.fusions import AddsInForward
 from zero_mpi.nn.layer import Gradients, Param, Weights
 from zero_mpi.nn.low_rank import FIRST, SECOND, LowRank
@@ -57,7 +58,7 @@ class Linear(AddsInForward):
         self._params = {self.weight: Param(shape, std=std)}
         if self.bias:
             self._params[self.bias] = Param((outputs,), "zeros")
-        self.adapter: LowRank | None = None
+        self.adapter: LowRank | AddedRows | None = None
 
     def adapt(self, rank: int, scale: float, kind: str | None = None) -> None:
         """Add an adapter (a product of low rank), which may be trained while the matrix is frozen.
@@ -65,6 +66,12 @@ class Linear(AddsInForward):
         kind: a type of blocks, to which the sum of the matrix and the product is rounded
         """
         self.adapter = LowRank(self.weight, self._params[self.weight].shape, rank, scale, kind)
+
+    def split(self, rows: int) -> None:
+        """Make the last rows a parameter of their own, while the others are frozen; there is no bias."""
+        outputs, width = self._params[self.weight].shape
+        self._params = {self.weight: Param((outputs - rows, width))}
+        self.adapter = AddedRows(self.weight, rows, width)
 
     def _matrix(self, p: Weights, part: slice) -> Any:
         """Return a part of the rows of W that is multiplied with."""
@@ -103,12 +110,14 @@ class Linear(AddsInForward):
         self, p: Weights, saved: Any, dy: Any, g: Gradients, part: slice, into: Any = None, via: Any = ops
     ) -> Any:
         """Return dx of the result of `rows`; otherwise like `backward`."""
+        adapter = self.adapter
+        own = adapter.first_columns(dy) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
-            via.linear_backward_w(dy, saved[0], g[self.weight][part])
+            via.linear_backward_w(own, saved[0], g[self.weight][part])
         if self.bias and self.bias in g:
-            ops.linear_backward_b(dy, g[self.bias][part])
-        dx = via.linear_backward_x(dy, self._matrix(p, part), into)
-        return dx if self.adapter is None else self.adapter.backward(p, saved, dy, g, dx, part, via)
+            ops.linear_backward_b(own, g[self.bias][part])
+        dx = via.linear_backward_x(own, self._matrix(p, part), into)
+        return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""

@@ -15,7 +15,7 @@ from zero_mpi.device import Cuda
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.sharding.host_masters import CHOICES, NONE, STATE, gpu_to_spare, pinned
+from zero_mpi.sharding.host_masters import CHOICES, NONE, STATE, gpu_to_spare, pinned_zeros
 
 PIECE_ELEMENTS = 4 << 20  # elements of each state that pass at once: 16 MiB
 ROOMS = 3  # one that is filled, one that is updated, one that is emptied
@@ -34,8 +34,7 @@ class HostState(Mapping[str, Array]):
 
     def __init__(self, where: Cuda, size: int, quantum: int, names: Sequence[str]) -> None:
         self.size, self.piece, self.names = size, piece_of(quantum), names
-        self._all = pinned(where, len(names) * size)
-        self._all.fill(0)
+        self._all = pinned_zeros(where, len(names) * size)
         self.stored = where.cupy.cuda.Event(block=True, disable_timing=True)  # the last piece that went back
 
     def __getitem__(self, name: str) -> Array:

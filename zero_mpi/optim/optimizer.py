@@ -155,6 +155,7 @@ class ShardedOptimizer:
         pending.wait()
         finite = math.isfinite(norm)
         if finite:
+            device.in_use().before_update()
             if self.average is not None:
                 self.averages()
             self.steps += 1

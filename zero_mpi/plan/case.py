@@ -12,6 +12,7 @@ from zero_mpi.config.settings import Config
 from zero_mpi.data.packing import DOCUMENTS
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig
+from zero_mpi.nn.layer import stage_params
 from zero_mpi.nn.preference import Preference
 from zero_mpi.optim.rule import AdamW
 from zero_mpi.sharding import Strategy, strategy_named
@@ -20,6 +21,7 @@ from zero_mpi.sharding.gradients import accumulates_locally
 from zero_mpi.sharding.host_masters import NONE, STATE
 from zero_mpi.sharding.layout import BUCKET_MB, Layout, LayoutConfig, lay_out
 from zero_mpi.sharding.module import check_reduction
+from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.precision import Precision, precision_named
 from zero_mpi.sharding.unit import Unit
 
@@ -85,11 +87,9 @@ class Case:
 
     @property
     def precision(self) -> Precision:
-        """Dtypes of computation and of transfers."""
         return precision_named(self.precision_name, self.reduce_dtype)
 
     def kept_bytes(self, unit: int) -> int:
-        """Return the bytes per gathered element of a unit."""
         return self.layout.units[unit].kept_bytes(self.precision.compute)
 
     @property
@@ -99,7 +99,6 @@ class Case:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes per element of a gradient in transfer."""
         return int(self.precision.reduce.itemsize)
 
     @property
@@ -134,7 +133,6 @@ class Case:
 
     @property
     def per_node(self) -> int:
-        """Ranks of a full node."""
         return -(-self.ranks // self.nodes)
 
     @property
@@ -183,12 +181,10 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all ranks."""
         return self.batch_size * self.context
 
     @property
     def layout_config(self) -> LayoutConfig:
-        """Settings by which a module lays out its units."""
         names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
         whole = whole_matrices(self.optimizer, self.model)
         named = {name: getattr(self, name) for name in names}
@@ -200,7 +196,6 @@ class Case:
 
     @cached_property
     def partitions(self) -> list[Partition]:
-        """Partition of each unit: the elements that each rank owns."""
         return [unit.partition(self.owners) for unit in self.layout.units]
 
     @property
@@ -213,13 +208,13 @@ class Case:
         """Pairs of `slices` whose units are not frozen."""
         return [(unit, own) for unit, own in self.slices if unit.trainable]
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of the full gradient, over which its norm is summed."""
-        return sum(unit.length // unit.quantum for unit, _ in self.trained)
+    @cached_property
+    def squares(self) -> int:
+        """Number of sums of squares that travel for the norm of the gradient."""
+        names = stage_params(self.model.stages(self.recompute))
+        return SquaresSum(runs_of(self.layout.units, names, self.owners), rank=0).size
 
     def updated(self, unit: Unit, own: int) -> int:
-        """Return the elements of a unit that rank 0's optimizer updates."""
         return own if self.strategy.shards_moments else unit.length
 
 
@@ -253,7 +248,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         device="cuda" if on_gpu else "cpu",
         prefetch=config.stages_ahead(on_gpu),
         packed=config.packing == DOCUMENTS or config.preference is not None,
-        base_is_reference=config.lora is not None and config.lora_init is None,
+        base_is_reference=config.base_is_reference,
         teacher=config.teacher is not None,
         **{name: getattr(config, name) for name in SAME},
     )

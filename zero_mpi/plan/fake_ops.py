@@ -25,6 +25,7 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
+from zero_mpi.nn.added_rows import parted
 from zero_mpi.nn.low_rank import merged
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
@@ -44,7 +45,6 @@ class FakeArray(np.ndarray[Any, Any]):
         self.memory = getattr(source, "memory", None)
 
     def fill(self, value: Any) -> None:
-        """Count one pass over the array."""
         if self.memory is not None:
             self.memory.passes(self)
 
@@ -110,15 +110,12 @@ class FakeMemory:
         return fake
 
     def product(self, rows: int, columns: int, depth: int) -> None:
-        """Count a product of matrices (rows, depth) and (depth, columns)."""
         self.flop += 2.0 * rows * columns * depth
 
     def passes(self, *arrays: Array) -> None:
-        """Count one pass over each of the arrays."""
         self.moved += sum(array.nbytes for array in arrays)
 
     def spent(self) -> tuple[float, float]:
-        """Return (flop, moved) since the last call."""
         spent, self.flop, self.moved = (self.flop, self.moved), 0.0, 0.0
         return spent
 
@@ -305,6 +302,12 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
     product, out = w.memory.take(w.shape), w.memory.take(w.shape)
     del product
     return out
+
+
+@parted.register(FakeArray)
+def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
+    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
+    return tokens, none, none
 
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {

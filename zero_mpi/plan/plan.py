@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import gcd
+from operator import itemgetter
 from typing import Any
 
 from zero_mpi.models import ModelConfig
@@ -108,13 +109,13 @@ def limits(case: Case, points: Sequence[Point]) -> list[str]:
         "memory per rank no longer falls": lambda before, here: here.memory > STAYS * before.memory,
         "there is less than one micro-batch per rank": lambda _, here: here.ranks > case.rounds.micro_batches,
     }
-    found = []
+    first = dict[str, int]()
     for reason, test in tests.items():
-        outcomes = [(here.ranks, test(before, here)) for before, here in pairwise(points)]
-        held = [ranks for ranks, _ in takewhile(lambda outcome: outcome[1], reversed(outcomes))]
-        if held:
-            found.append((held[-1], reason))
-    return [f"from {ranks} ranks on {reason}" for ranks, reason in sorted(found, key=lambda item: item[0])]
+        for before, here in reversed([*pairwise(points)]):
+            if not test(before, here):
+                break
+            first[reason] = here.ranks
+    return [f"from {ranks} ranks on {reason}" for reason, ranks in sorted(first.items(), key=itemgetter(1))]
 
 
 BLOCK = re.compile(r"blk\.([0-9]+)\.(.*)")

@@ -62,7 +62,7 @@ class Memory:
     activations: int = called("activations")  # arrays that layers keep and make, without the logits
     logits: int = called("logits")
     transport: int = called("arriving slices")  # slices that arrive in a reduction
-    tables: int = called("tables")  # places of chunks, which ones decay, their sums of squares
+    tables: int = called("tables")  # which chunks decay, their sums of squares
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # while a checkpoint is written
     # Not of one rank: memory that a node's ranks need together. Not on the device: pinned memory, snapshot.
@@ -71,7 +71,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of the rank, on its device."""
         return int(sum(count for name, count in asdict(self).items() if name not in ELSEWHERE))
 
     @property
@@ -134,8 +133,8 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
         summed = own
-    # Of a chunk: its place (in slices), whether it decays (in what is updated), its square twice.
-    numbers = -(-own // quantum) + -(-updated // quantum) + 2 * (unit.length // quantum)
+    # Of a chunk: its square twice (in slices), whether it decays (in what is updated).
+    numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
         "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
@@ -191,12 +190,10 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """Bytes in use at the peak."""
         return int(sum(asdict(self).values()))
 
     @property
     def ask(self) -> int:
-        """Bytes to request."""
         return -(-self.total // STEP) * STEP
 
 

@@ -78,7 +78,6 @@ class StepScript:
         self.events: list[StepEvent] = []
 
     def note(self, kind: str, unit: int = -1, what: str = "") -> None:
-        """Note an event, after the computing before it."""
         flop, moved = self.memory.spent()
         if flop or moved:
             self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
@@ -173,7 +172,6 @@ class Simulator:
         return events
 
     def input(self) -> Array | Packed:
-        """Return the ids of a micro-batch."""
         shape = self.case.micro_batch, self.case.context
         ids, begins = self.memory.outside(shape, np.int64), self.memory.outside(shape, np.int64)
         return Packed(ids, begins) if self.case.packed else ids

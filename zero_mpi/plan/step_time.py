@@ -101,14 +101,12 @@ class Player:
                 self.sum_vector(event.kind)
 
     def compute(self, flop: float, moved: float) -> None:
-        """Advance the clock by products, and passes over arrays."""
         seconds = flop / self.machine.flops + moved / self.machine.moves
         self.flop += flop
         self.now += seconds
         self.computed += seconds
 
     def start(self, kind: str, unit: int) -> None:
-        """Begin a transfer behind the transfers that are in progress."""
         key = kind, unit
         if key not in self._costs:
             self._costs[key] = unit_cost(self.case, self.machine, unit, kind)
@@ -120,7 +118,6 @@ class Player:
             self.wait(self._complete.pop(key))
 
     def wait(self, until: float) -> None:
-        """Wait until a moment of the clock."""
         late = max(0.0, until - self.now)
         self.exposed += late
         self.now += late
@@ -130,7 +127,7 @@ class Player:
         case = self.case
         numbers = case.summed + (kind == TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == NORM:
-            numbers = case.chunks
+            numbers = case.squares
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:
                 case = replace(case, ranks=case.owners, nodes=1)

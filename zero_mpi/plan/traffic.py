@@ -12,12 +12,10 @@ A rank sends, per step:
 g_u is the number of gathers in a round: 1 for the units of the last stage, for a unit that distant stages
 share, and for one whose backward does not read weights (embedding, learned positions); 2 for all others. In a
 round with fewer micro-batches than ranks, a rank without one sends no gradients. Beside this travel two short
-float64 vectors: the losses of the micro-batches and the sums of squares of the gradient's chunks. Between
+float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
 nodes other formulas hold (`comm.nodes`).
 
-All this is what `Meter.sent_bytes` counts: a slice that a rank owns goes to every other rank when it is
-gathered, and a slice that it computed goes to its owner when it is reduced. The library chooses the
-route: in a ring a slice passes each link once. All are vectors over ranks.
+All this is what `Meter.sent_bytes` counts, whatever route the library chooses. All are vectors over ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +53,9 @@ class Route:
         self.mates = np.bincount(self.node)[self.node] - 1  # number of other ranks on the same node
 
     def owned(self, partition: Partition) -> Array:
-        """Return the elements that each rank owns."""
         return np.array(partition.counts, np.int64)
 
     def gathered(self, partition: Partition) -> Given:
-        """Return the elements that each rank sends in one gather."""
         own = self.owned(partition)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
@@ -149,12 +145,10 @@ class Traffic:
 
     @property
     def inside(self) -> Array:
-        """Bytes sent to ranks of the same node."""
         return self.parameters_inside + self.gradients_inside
 
     @property
     def between(self) -> Array:
-        """Bytes sent to ranks of other nodes."""
         return self.parameters_between + self.gradients_between
 
 
@@ -179,7 +173,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # over all ranks
-    vectors = NUMBER * (losses + case.chunks * (case.owners > 1))  # squares over owners of slices
+    vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares over owners of slices
     (a, b), (c, d) = parameters, gradients
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 

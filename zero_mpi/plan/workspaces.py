@@ -57,11 +57,9 @@ class Compiled(FakeMemory):
         return gradients, again
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:
-        """Return whether attention's scores go through memory."""
         return True
 
     def logits_and_dx(self, x: Array, w: Array, need_dx: bool) -> tuple[Array, Array | None]:
-        """Return a chunk of logits, and dx."""
         rows = x.size // x.shape[-1]
         logits = self.take((chunk_rows(rows, w.shape[0]), w.shape[0]))
         return logits, self.take(x.shape, x.dtype) if need_dx else None

@@ -14,9 +14,9 @@ rows). A slice may be empty. The gaps are zeros and stay zeros.
 
 Exactness. docs/exact.md lists what could move bits and what is done about it. In the code: the owner adds
 slices in rank order (`device.ordered_sum`). The norm is made of float64 sums of squares over chunks of 1024
-elements, each inside one slice, put into a zeroed vector in the model's order, which an allreduce completes:
-it adds zeros to them, which is exact. The losses of the micro-batches travel in the same way. Losses are
-divided by the tokens of the whole step before backward, so nothing is divided by the number of ranks.
+elements, each inside one slice, added in one order (`norm`); an allreduce adds nothing but zeros to what a
+rank sends. Losses of the micro-batches travel in the same way. They are divided by the tokens of the whole
+step before backward, so nothing is divided by the number of ranks.
 """
 
 from zero_mpi.sharding.module import ShardedModule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -14,19 +15,6 @@ from zero_mpi.sharding.precision import Precision
 
 NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
 FLOAT = np.dtype(np.float32)
-
-
-def pinned(where: Cuda, size: int) -> Array:
-    """Return a flat float32 array in pinned memory of the host; raise UsageError without room."""
-    cuda = where.cupy.cuda
-    try:
-        memory = cuda.PinnedMemory(max(1, size) * FLOAT.itemsize)  # cupyx would take the next power of two
-    except cuda.runtime.CUDARuntimeError as error:
-        raise UsageError(
-            f"--offload: the host cannot provide {size * FLOAT.itemsize / 2**30:.1f} GiB of pinned memory "
-            f"({str(error).splitlines()[0]}); use more ranks, or no --offload"
-        ) from error
-    return np.ndarray((size,), FLOAT, cuda.PinnedMemoryPointer(memory, 0))
 
 
 def gpu_to_spare(name: str) -> Cuda:
@@ -47,9 +35,11 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
         none = f"with --precision {precision.name} there are no separate fp32 weights"
         raise UsageError(f"--offload {STATE}: {none}; use --offload {MOMENTS}, or bf16")
 
-    def zeros(size: int) -> Array:
-        array = pinned(where, size)
-        array.fill(0)
-        return array
+    return partial(pinned_zeros, where)
 
-    return zeros
+
+def pinned_zeros(where: Cuda, size: int) -> Array:
+    """Return flat zeros, float32, in pinned memory of the host."""
+    array = where.pinned(size * FLOAT.itemsize).view(FLOAT)
+    array.fill(0)
+    return array

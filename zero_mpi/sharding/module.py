@@ -10,9 +10,9 @@ order of calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,11 @@ from zero_mpi.nn.loss import HeadLoss, loss_with
 from zero_mpi.ops import chunk_squares
 from zero_mpi.sharding.actions import Actions, run
 from zero_mpi.sharding.gradients import accumulates_locally, make_gradients
+from zero_mpi.sharding.graphs import graphs_for
 from zero_mpi.sharding.host_masters import masters_on_host
 from zero_mpi.sharding.init_weights import initial_values
 from zero_mpi.sharding.layout import Layout, LayoutConfig, lay_out, layout_facts
+from zero_mpi.sharding.norm import SquaresSum, runs_of
 from zero_mpi.sharding.parameters import (
     BlockParameters,
     Context,
@@ -127,7 +129,7 @@ class ShardedModule:
         ]
         self._home = {name: unit for unit in self.units for name in unit.unit.params}
         self._forward: MicroBatch | None = None  # whose backward is to come
-        self._synced = False
+        self._synced, self._graphs = False, graphs_for(self)
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module, checked where a class does so."""
@@ -178,10 +180,15 @@ class ShardedModule:
         both ways at once, so its layer need not hold all logits (`Layer.loss`). A rank without a micro-batch
         passes None for x and targets, and gets None.
         """
+
+        def work(x: Any, loss: HeadLoss | None, actions: Actions) -> Scalar | None:
+            micro_batch = MicroBatch(self, x, loss_of=loss)
+            self._descend(actions, micro_batch, contributors, last)
+            return micro_batch.loss
+
         self._begin()
-        micro_batch = MicroBatch(self, x, loss_of=loss_with(targets, scale))
-        self._descend(self._schedule_of(last).training, micro_batch, contributors, last)
-        return micro_batch.loss
+        loss, actions = loss_with(targets, scale), self._schedule_of(last).training
+        return work(x, loss, actions) if self._graphs is None else self._graphs.run(x, loss, actions, work)
 
     def losses(self, x: Any, loss_of: HeadLoss | None, *, adapted: bool = True) -> list[Scalar]:
         """Return the losses of a micro-batch's parts, without a backward; of None and None no losses.
@@ -250,43 +257,23 @@ class ShardedModule:
         return AllOf(handles)
 
     @cached_property
-    def _chunks(self) -> tuple[int, list[list[tuple[slice, slice]]]]:
-        """The number of chunks that the norm is summed over, and where each unit's runs of chunks go."""
-        first, end = {}, 0
-        for name in self.params:
-            unit = self._home[name].unit
-            first[name] = end
-            end += unit.chunks(name) if unit.trainable else 0
-        places = []
-        for sharded in self.units:
-            unit, quantum = sharded.unit, sharded.unit.quantum
-            of_each = [first[name] + np.arange(unit.chunks(name) * unit.trainable) for name in unit.params]
-            mine = np.concatenate(of_each)[sharded.part.start // quantum : -(-sharded.part.stop // quantum)]
-            cuts = [0, *(np.flatnonzero(np.diff(mine) != 1) + 1), mine.size]
-            runs = [(slice(mine[a], mine[a] + b - a), slice(a, b)) for a, b in pairwise(cuts) if a < b]
-            places.append(runs)
-        return end, places
+    def _squares(self) -> SquaresSum:
+        runs = runs_of([sharded.unit for sharded in self.units], list(self.params), self.owners.size)
+        return SquaresSum(runs, self.owners.rank)
 
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
 
-        Sums of squares over fixed chunks of each parameter, brought together in the model's order and added
-        in that order: neither ranks nor units nor strategy move a bit. What is tied counts once.
+        Neither ranks nor units nor strategies move a bit of it (`norm`). What is tied counts once.
         """
-        count, chunks = self._chunks
-        sums, places, squares = np.zeros(count), [], []
-        for unit, of_unit in zip(self.units, chunks, strict=True):
+        squares = []
+        for unit in self.units:
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.sum.size:
-                places.append(of_unit)
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
-        for runs, found in zip(places, device.in_use().all_to_host(squares), strict=True):
-            for there, here in runs:
-                sums[there] = found[here]
-        total = self.owners.sum_vector(sums)
-        if count:  # no rank has the sum before all have come here
-            self._all_met()
-        return float(np.sqrt(total.sum())) / self.loss_scale.factor
+        total = self.owners.sum_vector(self._squares.part(squares))
+        self._all_met()  # no rank has the sum before all have come here
+        return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
         """Announce an update of all units, and start to bring it to ranks that keep the full parameters."""

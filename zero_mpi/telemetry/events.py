@@ -53,7 +53,6 @@ class Events(logging.Handler):
         self._step = step
 
     def note(self, event: str, **more: Any) -> None:
-        """Write down an event, on rank 0."""
         if self._rank == 0:
             self._append(event, more)
 

@@ -50,7 +50,6 @@ class Lines(logging.Handler):
         self.write: Callable[[str], object] = self.print
 
     def print(self, text: str) -> None:
-        """Print in one write, so that lines of several ranks do not mix."""
         stream = sys.stderr if self.to_stderr else sys.stdout
         stream.write(f"{text}\n")
         stream.flush()
@@ -102,7 +101,6 @@ class Phases:
         self._begun = self._last = time.perf_counter()
 
     def __call__(self, done: str) -> None:
-        """Log that the phase `done` is over."""
         now = time.perf_counter()
         debug("%-24s %6.3f s, %6.3f s since the start", done, now - self._last, now - self._begun)
         self._last = now

@@ -86,7 +86,6 @@ class Records:
 
     @property
     def head(self) -> str:
-        """Digest that stands for all that was recorded; empty if there is none."""
         return "" if self._chain is None else self._chain.head
 
     def _attempt(self, write: Callable[[], None]) -> None:

@@ -181,11 +181,9 @@ class Proof:
             self._append(now.step, RUN, {ORIGIN: CHAIN, **run})
 
     def record(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add the part of a step's record that is bits."""
         self._append(step, RECORD, bits_of(record))
 
     def saved(self, step: int, name: str, state: str) -> None:
-        """Add a complete checkpoint of a step: its id, and the digest of its tensors."""
         self._append(step, SAVED, {ID: name, "state": state})
 
     def _append(self, step: int, kind: str, value: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 MAX_SPANS = 100_000  # spans and transfers of a rank: about 20 MB while they are kept, 110 MB while written
@@ -61,7 +61,6 @@ class SpanRecorder:
         self._lap = self._stamp()
 
     def lap(self, track: str, name: str, label: str = "") -> None:
-        """Note a span that ends now and began where the last lap ended."""
         now = self._stamp()
         self.spans.append((track, name, label, self._lap, now, self.step, self.micro_batch))
         self._lap = now
@@ -94,7 +93,6 @@ class SpanRecorder:
     # ---------------------------------------------------------------------------------- of any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
-        """Note that a span begins; pass the result to `end`."""
         found = [track, name, label, self._stamp_of(track)]
         self.open.append(found)
         return found
@@ -119,7 +117,6 @@ class SpanRecorder:
 
 
 active: SpanRecorder | None = None
-NOTHING = nullcontext()
 
 
 def start(watch: Any) -> SpanRecorder:
@@ -141,34 +138,29 @@ def end(transfer: OpenTransfer | None) -> None:
         transfer[ENDED] = time.perf_counter()
 
 
-def during(track: str, name: str, label: str = "") -> AbstractContextManager[None]:
-    """Return a context that records a span; for what happens a few times per step."""
-    recorder = active
-    return NOTHING if recorder is None else _during(recorder, track, name, label)
-
-
 @contextmanager
-def _during(recorder: SpanRecorder, track: str, name: str, label: str) -> Iterator[None]:
-    begun = recorder.begin(track, name, label)
+def during(track: str, name: str, label: str = "") -> Iterator[None]:
+    """Return a context that records a span."""
+    recorder = active
+    begun = recorder.begin(track, name, label) if recorder is not None else []
     try:
         yield
     finally:
-        recorder.end(begun)
+        if recorder is not None:
+            recorder.end(begun)
 
 
-def computing(name: str, label: str) -> AbstractContextManager[None]:
+@contextmanager
+def computing(name: str, label: str) -> Iterator[None]:
     """Return a context that records the computing of a stage; time before it belongs to transfers."""
     recorder = active
-    return NOTHING if recorder is None else _computing(recorder, name, label)
-
-
-@contextmanager
-def _computing(recorder: SpanRecorder, name: str, label: str) -> Iterator[None]:
-    recorder.lap(BETWEEN, "before", label)
+    if recorder is not None:
+        recorder.lap(BETWEEN, "before", label)
     try:
         yield
     finally:
-        recorder.lap(COMPUTE, name, label)
+        if recorder is not None:
+            recorder.lap(COMPUTE, name, label)
 
 
 def restart() -> None:

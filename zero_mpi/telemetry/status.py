@@ -45,14 +45,14 @@ class Status:
         place = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
         self._about: Mapping[str, Any] = {**place, "started": _now()}
         self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
-        self._before = ""  # content left by the job before this one
+        self._before = b""  # content left by the job before this one
         self.slow = ""
 
     def begin(self) -> None:
         """Write, on rank 0, that the job runs, and renew that from now on."""
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
-                self._before = read_file(self._path, MOST_BYTES).decode(errors="replace")
+                self._before = read_file(self._path, MOST_BYTES)
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
@@ -87,7 +87,7 @@ class Status:
 
     def refused(self, reason: str) -> None:
         """Note that the run did not start; the file then keeps the last state of the run before."""
-        before, self._before = self._before, ""
+        before, self._before = self._before, b""
         self.end(FAILED, reason)
         if before:
             self._put(before)
@@ -96,16 +96,17 @@ class Status:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
         if self.slow:
             entry["slow"] = self.slow
-        self._put(json.dumps({**entry, "updated": _now(), "version": __version__}, indent=1) + "\n")
+        entry |= {"updated": _now(), "version": __version__}
+        self._put(f"{json.dumps(entry, indent=1)}\n".encode())
 
-    def _put(self, text: str) -> None:
+    def _put(self, text: bytes) -> None:
         if self._lost():
             return
         try:
             write_whole(self._path, text, beside=str(self._rank))
         except OSError:
             with contextlib.suppress(OSError):
-                overwrite(self._path, text.encode())
+                overwrite(self._path, text)
 
 
 def overwrite(path: Path, text: bytes) -> None:
@@ -125,20 +126,19 @@ def overwrite(path: Path, text: bytes) -> None:
 def read_status(path: Path) -> dict[str, Any]:
     """Return the content of a status.json; empty for anything else."""
     try:
-        return as_object(read_file(path, MOST_BYTES).decode())
-    except ValueError:  # FileError is one
+        return as_object(read_file(path, MOST_BYTES))
+    except FileError:
         return {}
 
 
-def as_object(text: str) -> dict[str, Any]:
+def as_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object in a text, with plain values only; empty for anything else."""
     try:
         said = parse_json(text, null_for_infinite=True)
     except ValueError:
-        return {}
-    if not isinstance(said, dict):
-        return {}
-    return {name: value for name, value in said.items() if not isinstance(value, dict | list)}
+        said = {}
+    items = said.items() if isinstance(said, dict) else ()
+    return {name: value for name, value in items if not isinstance(value, dict | list)}
 
 
 def _now() -> str:

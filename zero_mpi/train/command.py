@@ -12,7 +12,7 @@ from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import Config
 from zero_mpi.config.toml import write_config
 from zero_mpi.launch import dev_shm
-from zero_mpi.launch.consistency import check_installation, check_not_alone
+from zero_mpi.launch.consistency import check_installation
 from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.stopping import PREPARING, signals
 from zero_mpi.launch.watchdog import Watchdog
@@ -29,7 +29,6 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the full run on this rank. Return the exit status, 75 where the run was asked to stop."""
-    check_not_alone(world)
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))
     if config.dry_run:

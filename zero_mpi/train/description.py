@@ -16,6 +16,7 @@ import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
 from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.grown import TOKENS_ADDED, tokens_of
 from zero_mpi.checkpoint.mixes import QAT, known_type
 from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource, adapter_metadata, weights_digest
@@ -72,6 +73,8 @@ def describe(
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
         kept = {key: metadata[key] for key in (QAT,) if key in metadata}
+        if tokens_of(init):
+            kept[TOKENS_ADDED] = tokens_of(init)
         name = {"general.name": metadata.get("general.name", model.arch)}
         metadata = adapter_metadata(model.lora) | name | kept
         settings["base"] = weights_digest(init)

@@ -18,7 +18,7 @@ from zero_mpi import device
 from zero_mpi.cli.text import size
 from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
-from zero_mpi.launch.limits import Limits, look
+from zero_mpi.environment.limits import Limits, look
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements

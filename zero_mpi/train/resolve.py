@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import data, device, environment, ops
+from zero_mpi.checkpoint.grown import tokens_of
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
@@ -131,7 +132,7 @@ def look(
     model = inputs.adapted(config, named or inputs.model_from_flags(config, tokenizer), init, where)
     config = inputs.shortened(config, model)
     inputs.check_model(config, model)
-    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model)
+    adapter = None if config.lora_init is None else open_adapter(config.lora_init, model, tokens_of(init))
     resumed = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
     facts = description.what_was_read(config, resumed, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
@@ -203,7 +204,8 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     config, model = spec.config, spec.model
     streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
     if config.lora is not None:
-        config = unless_said(config, lr=min(config.lr, LR_TIMES_WIDTH / model.embedding_length))
+        most = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
+        config = unless_said(config, lr=min(config.lr, most))
     if config.init is not None and all(stream.counted is not None for stream in streams):
         step = 1 if config.preference is None else 2  # both sides of a pair are in a window
         ends = [stream.ends[step - 1 :: step] for stream in streams]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.grown import gguf_of
 from zero_mpi.checkpoint.mixes import MIXES, known_type
 from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
 from zero_mpi.checkpoint.weights import WeightSource, weights_digest
@@ -286,8 +286,7 @@ def make_objective(
         return DistillObjective(module, loader, stream, config.teacher, config.teacher_weight)
     if config.preference is None:
         return Objective(module, loader)
-    starts_at_zero = config.lora is not None and config.lora_init is None
-    return PreferenceObjective(module, loader, held_out, config.preference, starts_at_zero)
+    return PreferenceObjective(module, loader, held_out, config.preference, config.base_is_reference)
 
 
 def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) -> ShardedOptimizer:
@@ -317,8 +316,9 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
         seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
         world.together(lambda: module.load_slices(rounded(read, seen), loose))
-    if isinstance(init, GGUFFile) and spec.model.stored:
-        world.together(lambda: module.load_stored(finite_blocks(init)))
+    file = None if init is None else gguf_of(init)
+    if file is not None and spec.model.stored:
+        world.together(lambda: module.load_stored(finite_blocks(file)))
     if start is not None:
         progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
         return progress

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.weights import WeightSource, lora_of, open_weights
+from zero_mpi.checkpoint.grown import TOKENS_ADDED
+from zero_mpi.checkpoint.weights import MergedWeights, WeightSource, lora_of, open_weights
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
@@ -106,6 +107,8 @@ class TextModel:
 
     def __init__(self, source: str | Path | WeightSource, adapter: WeightSource | None = None) -> None:
         self.file = open_weights(source) if isinstance(source, str | Path) else source
+        if adapter is not None and TOKENS_ADDED in adapter.metadata:
+            self.file, adapter = MergedWeights(self.file, adapter), None
         place = str(source) if isinstance(source, str | Path) else str(source.path)
         shapes = {name: info.shape for name, info in self.file.tensors.items()}
         self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)

@@ -10,6 +10,7 @@ import platform
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,15 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.sound import ID, STATE_DIGEST
 from zero_mpi.checkpoint.weights import keys_of
 from zero_mpi.config.bounds import seconds
-from zero_mpi.config.settings import step_range
+from zero_mpi.config.settings import FIELDS, step_range
 from zero_mpi.config.toml import recorded
 from zero_mpi.data import Windows, unigram_entropy
+from zero_mpi.data.packing import PairBatch
+from zero_mpi.device.types import Array
 from zero_mpi.launch.consistency import blas
 from zero_mpi.launch.ending import REQUEUE
-from zero_mpi.launch.limits import TimeLimit, find_job
 from zero_mpi.launch.stopping import OVER, STEPS, signals
+from zero_mpi.launch.time_limit import TimeLimit, find_job
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import events, log, trackers
@@ -276,10 +279,22 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
     path = folders.weights_in(folders.step_folder(session.out, step))
     if not path.exists():
         return
-    base = config.init if session.model.lora is not None else None
+    base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
-    prompt = tokenizer.encode_prompt(config.prompt)
-    ids = [*prompt.tolist(), *model.generate(prompt, config.sample, seed=config.seed)]
+    prompt, ends = question(session) if config.prompt == FIELDS["prompt"].default else None, tokenizer.ends
+    if prompt is None:
+        prompt, ends = tokenizer.encode_prompt(config.prompt), frozenset()
+    answer = takewhile(lambda id: id not in ends, model.generate(prompt, config.sample, seed=config.seed))
+    ids = [*prompt.tolist(), *answer]
     text = tokenizer.decode(ids).decode("utf-8", "replace")
     log.info_text(f"sample of {path}:", text)
     noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)
+
+
+def question(session: Session) -> Array | None:
+    """Return the ids of the first held-out conversation up to its first answer, None without one."""
+    for batch in session.held_out.batches():
+        whole = batch.batch if isinstance(batch, PairBatch) else batch
+        first = int(np.argmax(whole.targets[0] != UNCOUNTED))
+        return whole.inputs[0, : first + 1] if first else None
+    return None

@@ -50,11 +50,26 @@ def dressed(value: Any) -> Any:
 
 def computed(function: Any, *arguments: Any, **named: Any) -> Any:
     """function(...) of NumPy on arrays of the device, after all that the current stream has to do."""
-    cuda.get_current_stream().synchronize()
+    stream = cuda.get_current_stream()
+    if stream.recorded is not None:
+        return recorded(stream, function, arguments, named)
+    stream.synchronize()
     named = {key: bare(value) for key, value in named.items()}
     out = named.get("out")
     result = function(*bare(arguments), **named)
     return dressed(result) if out is None else out
+
+
+def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    """What `computed` returns, computed when a graph is launched; a copy tells shape and type now."""
+    given, named = bare(arguments), {key: bare(value) for key, value in named.items()}
+    trial = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
+    result = named["out"] if "out" in named else dressed(function(*trial, **named))
+    if isinstance(result, ndarray):
+        stream.do(lambda: np.copyto(result._host, function(*given, **named)))
+    else:
+        stream.do(lambda: function(*given, **named) is None)
+    return result
 
 
 class ndarray:

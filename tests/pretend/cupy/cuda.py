@@ -10,7 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -105,6 +107,17 @@ def alloc(size: int) -> MemoryPointer:
     return MemoryPointer(Memory(size), 0)
 
 
+class MemoryPool:
+    """A pool beside the default one; here the memory of both is the host's."""
+
+    malloc = staticmethod(alloc)
+
+
+@contextmanager
+def using_allocator(allocator: Any) -> Iterator[None]:
+    yield
+
+
 class PinnedMemory:
     """Memory of the host that the device copies by itself; `cudaHostAlloc` of the real one."""
 
@@ -180,17 +193,31 @@ class Stream:
         self._asked, self._finished = 0, 0
         self._kept: deque[tuple[int, Any]] = deque()
         self._changed = threading.Condition()
+        self.recorded: list[Callable[[], None]] | None = None
         self.ptr = 0 if null else len(self._all) + 1
         self._all[self.ptr] = self
         self._random = random.Random(self.ptr)
         threading.Thread(target=self._run, name=f"pretend stream {self.ptr}", daemon=True).start()
 
+    def begin_capture(self, mode: int = 2) -> None:
+        assert self.recorded is None, "this stream is being captured already"
+        self.recorded = []
+
+    def end_capture(self) -> Graph:
+        recorded, self.recorded = self.recorded, None
+        return Graph(recorded)
+
     def do(self, work: Callable[[], None]) -> None:
+        if self.recorded is not None:
+            self.recorded.append(work)
+            return
         with self._changed:
             self._asked += 1
         self._work.put(work)
 
     def keep(self, memory: Any) -> None:
+        if self.recorded is not None:  # of a pool of the graph's own
+            self.recorded.append(partial(id, memory))
         if not self.done:
             self._kept.append((self._asked, memory))
 
@@ -217,6 +244,8 @@ class Stream:
     def synchronize(self) -> None:
         if threading.current_thread().name == f"pretend stream {self.ptr}":
             return  # its own work reads arrays
+        if self.recorded is not None:
+            raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
         with self._changed:
             asked = self._asked
             self._changed.wait_for(lambda: self._finished >= asked)
@@ -248,6 +277,16 @@ class Stream:
     def __exit__(self, *_: Any) -> None:
         _local.stack.pop()
         (_local.stack or [Stream.null])[-1].use()
+
+
+class Graph:
+    """What was asked of a stream while it was captured; `launch` asks for it again."""
+
+    def __init__(self, recorded: list[Callable[[], None]]) -> None:
+        self.recorded = recorded
+
+    def launch(self, stream: Stream) -> None:
+        stream.do(lambda: [work() for work in self.recorded] and None)
 
 
 Stream.null = Stream(null=True)

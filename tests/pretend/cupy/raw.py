@@ -175,7 +175,7 @@ class RawKernel:
         def run() -> None:
             if self._run(ctypes.byref(launch), pointers):
                 raise cuda.CUDARuntimeError(f"{self.name}: {launch.message.decode()}")
-            values.clear()  # they are what `pointers` points to
+            assert values  # they are what `pointers` points to
 
         (stream or cuda.get_current_stream()).do(run)
 

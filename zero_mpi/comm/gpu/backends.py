@@ -111,7 +111,7 @@ class PinnedBuffers:
     """Pinned memory of an exchange; free when what it brought back last has arrived."""
 
     def __init__(self, streams: GpuStreams, nbytes: int) -> None:
-        self.down, self.up = streams.pinned(nbytes), streams.pinned(nbytes)
+        self.down, self.up = (streams.gpu.pinned(nbytes) for _ in range(2))
         self.free: Any = Done()
 
 

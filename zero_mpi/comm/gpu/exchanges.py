@@ -40,20 +40,20 @@ class GpuStreams:
     """
 
     def __init__(self, gpu: Cuda) -> None:
-        self._gpu, self._runtime = gpu, gpu.cupy.cuda.runtime
+        self.gpu, self._runtime = gpu, gpu.cupy.cuda.runtime
         self.adopt()
         self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
         self._down = gpu.cupy.cuda.Stream(non_blocking=True)  # to the host
 
     def adopt(self) -> None:
         """Make this thread use the GPU; called once a thread, whose current stream stays what it is."""
-        self._gpu.choose()
+        self.gpu.choose()
 
     # ------------------------------------------------------------------------- order of streams
 
     def begin(self) -> CudaMark:
         """Return a mark behind what was computed so far."""
-        return self._gpu.mark()
+        return self.gpu.mark()
 
     def follow(self, mark: CudaMark) -> None:
         """Order later work of the streams after a mark, without blocking any thread."""
@@ -61,37 +61,25 @@ class GpuStreams:
 
     def mark(self) -> CudaMark:
         """Return a mark behind all work that the side stream was asked for so far."""
-        return self._mark(self.stream)
+        return self.gpu.mark(self.stream)
 
     def fetched(self) -> CudaMark:
         """Return a mark behind the copies that are on their way to the host."""
-        return self._mark(self._down)
-
-    def _mark(self, stream: Any) -> CudaMark:
-        self.adopt()
-        event = self._gpu.cupy.cuda.Event(block=True, disable_timing=True)
-        event.record(stream)
-        return CudaMark(event, self._gpu)
+        return self.gpu.mark(self._down)
 
     def join(self, mark: CudaMark) -> None:
         """Order later computing after a mark of these streams."""
-        self._gpu.wait_for(mark)
+        self.gpu.wait_for(mark)
 
     # -------------------------------------------------------------------------- memory and work
 
     def empty(self, size: int, dtype: Any) -> Array:
         """Return a flat array of the device, kept forever."""
         self.adopt()
-        with self._gpu.stream:  # its memory may still be in use by earlier computing
-            room = self._gpu.empty(size, dtype)
+        with self.gpu.stream:  # its memory may still be in use by earlier computing
+            room = self.gpu.empty(size, dtype)
         self.follow(self.begin())
         return room
-
-    def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory, from and to which the GPU copies at full speed and asynchronously."""
-        self.adopt()
-        memory = self._gpu.cupy.cuda.PinnedMemory(nbytes)  # CuPy's pool would take the next power of two
-        return np.ndarray((nbytes,), np.uint8, self._gpu.cupy.cuda.PinnedMemoryPointer(memory, 0))
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy: target[...] = source, both on the device."""

@@ -100,7 +100,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     try:
         where = find_ranks(world, options)
         where.figures.update(
-            ranks=where.size, nodes=len(where.nodes), ranks_per_node=max(map(len, where.nodes))
+            ranks=where.world.size, nodes=len(where.nodes), ranks_per_node=max(map(len, where.nodes))
         )
         for name, check in CHECKS:
             watchdog.beat(name)

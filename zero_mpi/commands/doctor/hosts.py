@@ -20,15 +20,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
+from zero_mpi.environment.limits import Limits, look
 from zero_mpi.launch.consistency import installation, mpi_library, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
-from zero_mpi.launch.limits import Limits, look
 from zero_mpi.ops.code_cache import installed
 from zero_mpi.plan.rank_memory import programs
 
@@ -77,9 +77,8 @@ STAGED = (
 
 def versions(where: Ranks) -> list[Row]:
     """Compare what a job compares before it starts, and mpi4py, which may differ. Collective."""
-    mine = installation(where.world) | {"mpi4py": installed("mpi4py") or "none"}
-    found = where.gather(mine)
-    return [version(name, [each.get(name, "none") for each in found]) for name in mine]
+    found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
+    return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 
 
 def version(name: str, values: list[str]) -> Row:
@@ -101,7 +100,7 @@ def version(name: str, values: list[str]) -> Row:
 
 def library(where: Ranks) -> Iterator[Row]:
     """Check launcher, thread level and progress threads. Collective."""
-    yield launcher(where.size)
+    yield launcher(where.world.size)
     yield thread_level(where.world.mpi)
     yield progress(where.gather([name for name in ASYNC_PROGRESS if is_on(os.environ, name)]))
 
@@ -278,10 +277,10 @@ def load(where: Ranks) -> Iterator[Row]:
     def busy_threads() -> int:
         """Count threads of the host that run or wait for a core: the fewest in some looks; 0: unknown."""
         found = list[int]()
-        for _ in range(LOOKS):
-            with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError):
+            for _ in range(LOOKS):
                 found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
-            time.sleep(PAUSE)
+                time.sleep(PAUSE)
         return min(found, default=0)
 
     seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
@@ -309,7 +308,10 @@ def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
     value = f"{short_size(each)} for each rank{limit}; Python, libraries and MPI need {own} per host"
     remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
     memory = assessed("memory", value, each >= LEAST_MEMORY, remedy)
-    return [memory, *[row for host, name in where.named(found) for row in harm(host, name, where.size)][:FEW]]
+    return [
+        memory,
+        *[row for host, name in where.named(found) for row in harm(host, name, where.world.size)][:FEW],
+    ]
 
 
 def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
@@ -335,8 +337,7 @@ def harm(host: Limits, name: str, size: int) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------ shared memory
 
 
-@dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(NamedTuple):
     """Free bytes of a host, and the paths and bytes of files left behind."""
 
     free: int = 0
@@ -426,9 +427,9 @@ def cuda(where: Ranks) -> list[Row]:
     return device_rows(where.of_nodes(look_at_devices), where.names)
 
 
-def look_at_devices(command: Sequence[str] = PROBE, *, present: bool | None = None) -> Devices:
+def look_at_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
     """Look for devices of this host; without a driver nothing is started."""
-    if not (has_driver() if present is None else present):
+    if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
     told, end = run_probe(command, PROBE_SECONDS)
@@ -437,11 +438,6 @@ def look_at_devices(command: Sequence[str] = PROBE, *, present: bool | None = No
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
     said = live.get("mpi") or live.get("error", "")
     return Devices(tuple(about["names"]), about["driver"], "", cupy, said, bool(live.get("takes_memory")))
-
-
-def has_driver() -> bool:
-    """Tell whether the system has a driver for CUDA devices."""
-    return any(Path(path).exists() for path in DRIVER)
 
 
 def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:

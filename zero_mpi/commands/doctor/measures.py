@@ -74,9 +74,9 @@ class Trial:
 def run_folder(where: Ranks) -> list[Row]:
     """Try the run folder. Collective."""
     out = Path(where.options.out)
-    found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.rank == 0 else None)
+    found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.world.rank == 0 else None)
     seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
-    if where.rank == 0:
+    if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
@@ -105,10 +105,10 @@ def try_folder(out: Path) -> Trial:
             new = folders.begin(folder, 1)
             (new / folders.MODEL).write_text(text)
             folders.publish(folder, 1, new, keep=1)
-        seen = (folder / folders.LATEST / folders.MODEL).read_text()
-        if seen != "second":
-            shown = f"`{folders.LATEST}` shows the {seen} of two files"
-            raise OSError(errno.EIO, f"a rename is not visible: {shown}")
+        if (folder / folders.LATEST / folders.MODEL).read_text() != "second":
+            raise OSError(
+                errno.EIO, f"a rename is not visible: `{folders.LATEST}` shows the first of two files"
+            )
         found.published = time.perf_counter() - begun
     except OSError as error:
         found.problem = f"{error.filename or out}: {error.strerror or error}"
@@ -216,8 +216,8 @@ def kernels(where: Ranks) -> list[Row]:
     if min(rates):
         times = median / where.figures["flops_per_second_per_rank"]
         value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {times:.1f} times fp32"
-    faults = list(filter(None, where.gather(pins_fault())))
-    return [Row("bf16", value), bits_row(where.gather(trial.digest()), blas(), faults[0] if faults else "")]
+    fault = next(filter(None, where.gather(pins_fault())), "")
+    return [Row("bf16", value), bits_row(where.gather(trial.digest()), blas(), fault)]
 
 
 def bits_row(trials: list[str], library: str, fault: str) -> Row:
@@ -258,13 +258,13 @@ def links(where: Ranks) -> Iterator[Row]:
         has = f"a rank has {memory >> 20} MiB of memory"
         raise UsageError(f"--max-mb {mebibytes:g}: expected at most {most}: {has}")
     found = where.figures["links"] = dict[str, Any](node=None, between=None)
-    if len(where.nodes) < where.size:
+    if len(where.nodes) < where.world.size:
         found["node"] = measure(where, where.nodes[where.node], 1)
         yield Row("link in a node", text_of(found["node"]))
     if len(where.nodes) > 1:
         found["between"] = measure(where, *across(where))
         yield network(found["between"])
-    if where.size == 1:
+    if where.world.size == 1:
         yield Row("links", "not measured: only one rank")
 
 
@@ -282,7 +282,7 @@ def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]
 def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
     """Return the seconds in which every rank passes on `nbytes`. Collective."""
     mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    place = ring.index(where.rank) if len(ring) > 1 else None
+    place = ring.index(where.world.rank) if len(ring) > 1 else None
 
     def once() -> float:
         where.comm.barrier()

@@ -62,27 +62,17 @@ class Ranks:
     figures: dict[str, Any] = field(default_factory=dict)  # what checks measured, for the JSON file
 
     @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
     def node(self) -> int:
-        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        return next(number for number, ranks in enumerate(self.nodes) if self.world.rank in ranks)
 
     @property
     def place(self) -> int:
-        return self.nodes[self.node].index(self.rank)
+        return self.nodes[self.node].index(self.world.rank)
 
     def named(self, found: Sequence[T]) -> Iterator[tuple[T, str]]:
-        """Yield what was found on each node with the node's name."""
         return zip(found, self.names, strict=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on all ranks. Collective."""
         return self.comm.allgather_object(value)
 
     def of_nodes(self, look: Callable[[], Any]) -> list[Any]:

@@ -39,7 +39,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
-from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, check_not_alone, same
+from zero_mpi.launch.consistency import SAME_FILES, check, check_installation, same
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
@@ -144,7 +144,6 @@ __all__ = ["command", "main", "make_parser"]
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Evaluate, and print the figures. Return the exit status."""
-    check_not_alone(world)
     check_installation(world)
     task: Task = world.together(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else

@@ -24,6 +24,7 @@ from zero_mpi import environment
 from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.grown import TOKENS_ADDED
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
 from zero_mpi.checkpoint.mixes import (
@@ -271,6 +272,11 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
     base = open_weights(options.base)
     adapter = adapter_source(options.source, base.metadata)
     MergedWeights(base, adapter)  # refuses an adapter of another base
+    if TOKENS_ADDED in adapter.metadata:
+        raise UsageError(
+            f"{adapter.path}: has rows of added tokens, which no adapter holds: export the full model, with "
+            f"{shown(options.base)} as the source and --merge {shown(options.source)}"
+        )
     return adapter
 
 

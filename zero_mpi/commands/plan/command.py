@@ -6,15 +6,14 @@ import argparse
 import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_mpi.checkpoint.mixes import FILE_TYPES, MIXES, types_of
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
-from zero_mpi.commands.plan.machine_file import MachineFile, read_doctor, read_machine
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import given, joined
@@ -30,8 +29,9 @@ from zero_mpi.launch.world import World
 from zero_mpi.launch.world import run as launch
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
+from zero_mpi.plan import machine as machines
 from zero_mpi.plan.case import Case, check_sums, make_case
-from zero_mpi.plan.machine import LOW, RATES, Machine, assumed, machine_of
+from zero_mpi.plan.machine import LOW, RATES, Machine, MachineFile, assumed, machine_of
 from zero_mpi.plan.plan import MOST_RANKS, limits, make_plan, sweep
 from zero_mpi.plan.rank_memory import resident, text_bytes
 from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_lines
@@ -51,8 +51,7 @@ Examples:
 SWEEP = ("ranks_per_node", "most_ranks")
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """Cases to plan. per_node: for the sweep. text: bytes of tokens; sample: whether one is shown."""
 
     cases: tuple[Case, ...]
@@ -147,7 +146,7 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
                 raise UsageError(
                     f"{spelled(name)} {shown(own[name])}: also set by --machine: use one of them"
                 )
-        described = read_machine(Path(own["machine"]))
+        described = machines.read_machine(Path(own["machine"]))
     ranks = within("ranks", own.get("ranks", 1), 1)
     nodes = within("nodes", own.get("nodes", -(-ranks // described.ranks) if described else 1), 1)
     if ranks % nodes:
@@ -188,7 +187,7 @@ def find_machine(
     own: dict[str, Any], described: MachineFile | None, case: Case
 ) -> tuple[Machine, tuple[str, ...]]:
     """Return the machine's numbers, and the names of those that are known rather than assumed."""
-    numbers = read_doctor(Path(own["doctor"])) if "doctor" in own else {}
+    numbers = machines.read_doctor(Path(own["doctor"])) if "doctor" in own else {}
     if described is not None:
         numbers = dict(described.numbers)
     of_bf16 = numbers.pop("bf16_flops", 0.0)

@@ -93,7 +93,6 @@ class Entry(dict[str, Any]):
     """Values of a file by name. A value of another type than the one asked for counts as missing."""
 
     def text(self, name: str) -> str:
-        """Return a text, or an empty one."""
         value = self.get(name)
         return value if isinstance(value, str) else ""
 

@@ -57,7 +57,6 @@ class RunFolder:
     path: Path
 
     def word(self) -> Mapping[str, Any]:
-        """Return the current content of status.json."""
         return status.read_status(self.path / status.NAME)
 
     def step(self) -> int:
@@ -83,25 +82,11 @@ class RunFolder:
     def await_release(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait while a process of this machine still holds the folder: a rank that its launcher has left."""
         until = time.monotonic() + seconds
-        while self._is_held_here() and time.monotonic() < until and not is_over():
+        lock = self.path / folder_lock.NAME
+        while folder_lock.is_held_here(lock) and time.monotonic() < until and not is_over():
             time.sleep(LOOK)
 
-    def _is_held_here(self) -> bool:
-        try:
-            handle = folder_lock.find(self.path / folder_lock.NAME)
-        except (OSError, UsageError):
-            return False
-        try:
-            record = folder_lock.unpacked(folder_lock.read(handle))
-            is_here = record is not None and record.machine == folder_lock.machine()
-            return is_here and folder_lock.lock(handle) is False
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
-
     def note(self, event: str, step: int, **about: Any) -> None:
-        """Write an event down, while no run does."""
         if self.path.is_dir():
             writer = events.Events(self.path, 0)
             writer.at(step)
@@ -120,17 +105,14 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """Reason of the failure, for messages."""
         state, why = self.said.get("state"), self.said.get("reason")
         if state == status.FAILED and isinstance(why, str) and why:
             return one_line(why)[:MOST_REASON]
         if self.ended_for:
             return self.ended_for
-        name = ""
-        with contextlib.suppress(ValueError):  # a shell's status of a process that a signal ended
-            name = f" ({signal.Signals(self.status - 128).name})"
+        names = {128 + number: f" ({number.name})" for number in signal.Signals}  # as a shell reports them
         lost = ": killed, or a host was lost" if state == status.RUNNING else ""
-        return f"status {self.status}{name}{lost}"
+        return f"status {self.status}{names.get(self.status, '')}{lost}"
 
     @property
     def failure_status(self) -> int:

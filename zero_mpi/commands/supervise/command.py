@@ -19,14 +19,8 @@ from zero_mpi import environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import duration, few, plural
 from zero_mpi.commands.hostfile import LINES, HostEntry
-from zero_mpi.commands.supervise.attempt import (
-    NO_CHECKPOINT,
-    NO_FOLDER,
-    Attempt,
-    Ending,
-    RunFolder,
-    StopRequest,
-)
+from zero_mpi.commands.supervise import attempt
+from zero_mpi.commands.supervise.attempt import NO_CHECKPOINT, Attempt, Ending, RunFolder, StopRequest
 from zero_mpi.commands.supervise.hosts import PLACEHOLDERS, HostPool, Template, find_pool, ranks_of
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import one_line
@@ -93,7 +87,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
     if environment.under_launcher():
         raise UsageError("supervise starts the launcher itself: run it without mpirun")
     pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
-    folder = RunFolder(Path(options.run) if options.run else template.out() or NO_FOLDER)
+    folder = RunFolder(Path(options.run) if options.run else template.out() or attempt.NO_FOLDER)
     return Restarts(template, with_spare(pool, options, template), folder, options)
 
 
@@ -135,8 +129,8 @@ class Restarts:
             while True:
                 is_own = self._folder.checkpoint() not in (first, NO_CHECKPOINT)
                 template = self._template.resuming() if is_own else self._template
-                attempt = Attempt(self._folder, self.stop, self._limits.hang_after)
-                ending = attempt.run(template.fill(hosts, Path(place)), settings)
+                started = Attempt(self._folder, self.stop, self._limits.hang_after)
+                ending = started.run(template.fill(hosts, Path(place)), settings)
                 if self.stop.at_once:
                     return INTERRUPTED
                 status = ending.final_status(bool(self.stop.told))
@@ -156,21 +150,17 @@ class Restarts:
         failed = ending.fingerprint([host.name for host in hosts])
         is_same = failed == self._failed_before and not ending.progressed
         self._failed_before = failed
-        if is_same:
-            why = f"the same failure again after step {ending.step}: {ending.reason}"
-            return self._gives_up(ending, why)
-        return self._has_restarts(ending)
+        why = f"the same failure again after step {ending.step}: {ending.reason}" if is_same else ""
+        return self._has_restarts(ending, why)
 
-    def _has_restarts(self, ending: Ending) -> bool:
+    def _has_restarts(self, ending: Ending, why: str = "") -> bool:
         most = self._limits.restarts
-        why = f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint"
-        return self._count < most or self._gives_up(ending, why)
-
-    def _gives_up(self, ending: Ending, why: str) -> bool:
-        """Log why there is no other start; return False."""
-        say(f"zero_mpi supervise: giving up: {why}")
-        self._folder.note(events.GAVE_UP, ending.step, reason=why)
-        return False
+        if not why and self._count >= most:
+            why = f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint"
+        if why:
+            say(f"zero_mpi supervise: giving up: {why}")
+            self._folder.note(events.GAVE_UP, ending.step, reason=why)
+        return not why
 
     def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
         """Return the hosts of the next start, once it is time, or the exit status if there is none."""
@@ -203,7 +193,6 @@ class Restarts:
         return not self.stop.told
 
     def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
-        """Log what is started and where, and write it to the events."""
         where, about = "", {}
         if self._pool is not None:
             names, ranks = [host.name for host in hosts], ranks_of(hosts)

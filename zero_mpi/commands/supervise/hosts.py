@@ -44,12 +44,10 @@ class HostPool:
     spare: int = 0  # how many of the last hosts are kept back
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
-        """Return the hosts of a start: the first that are not silent."""
         wanted = len(self.hosts) - self.spare
         return tuple(host for host in self.hosts if host.name not in silent)[:wanted]
 
     def silent(self) -> list[str]:
-        """Return the names of the hosts that do not answer."""
         name = platform.node()
         own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
         names, silent = [host.name for host in self.hosts if host.name not in own], list[str]()

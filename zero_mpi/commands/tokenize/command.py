@@ -43,7 +43,7 @@ from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.gguf_keys import TOKENIZER as KIND
 from zero_mpi.files.open import is_folder, open_file
-from zero_mpi.launch.consistency import SAME_FILES, check_installation, check_not_alone, same
+from zero_mpi.launch.consistency import SAME_FILES, check_installation, same
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.launch.folder_lock import take_folder
 from zero_mpi.launch.stopping import PREPARING, STEPS, signals
@@ -99,7 +99,6 @@ def read_options(arguments: Sequence[str]) -> Namespace:
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the missing parts of the folder. Return the exit status."""
-    check_not_alone(world)
     check_installation(world)
     options = world.together(lambda: read_options(arguments))
     log.install(world.rank, world.size)

@@ -1,51 +1,85 @@
-"""`zero-mpi verify`: from the flags to a yes or to the first difference, on all ranks."""
+"""`zero-mpi verify`: from the flags to a yes or to the first difference, on all ranks.
+
+Segments of the run are recomputed by the steps that training makes. Settings, data and first weights must be
+the run's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import secrets
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint.parallel_write import PIECE_ELEMENTS
+from zero_mpi.checkpoint.saver import Parts, parts_of
+from zero_mpi.checkpoint.sound import open_checkpoint
+from zero_mpi.checkpoint.state import STATE, read_json, read_state
+from zero_mpi.checkpoint.weights import WeightSource
 from zero_mpi.cli.parser import Parser
-from zero_mpi.cli.text import few, plural, write
-from zero_mpi.commands.verify.compute import check_config, check_facts, compute
+from zero_mpi.cli.text import elapsed, few, plural, write
 from zero_mpi.commands.verify.history import (
     Differs,
     History,
     Segment,
-    Steps,
     agreed,
     check_tensors,
+    differing,
     gaps,
     of_root,
+    other,
     read_history,
+    records_of,
     steps_of,
 )
 from zero_mpi.config import toml
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given, joined
-from zero_mpi.config.settings import Config
+from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type, read_toml
 from zero_mpi.data.conversations.chat_template import DAY
 from zero_mpi.data.tokenizers.byte import NEVER
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import shown
+from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists
 from zero_mpi.launch.consistency import check as check_same
-from zero_mpi.launch.consistency import check_installation, check_not_alone
+from zero_mpi.launch.consistency import check_installation
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
+from zero_mpi.sharding.precision import LossScale
 from zero_mpi.telemetry import log
-from zero_mpi.telemetry.proof import PROOF
-from zero_mpi.train.description import FACTS, NAMES, SETTINGS, obey_early, settings
+from zero_mpi.telemetry.metrics import METRICS, finite_or_none
+from zero_mpi.telemetry.proof import PROOF, bits_of
+from zero_mpi.train import observers
+from zero_mpi.train.description import (
+    CODE,
+    FACTS,
+    MACHINE,
+    NAMES,
+    SETTINGS,
+    changes,
+    identity,
+    obey_early,
+    settings,
+    settings_of,
+)
+from zero_mpi.train.observers import HeldOutLoss, Observer, StepMade
 from zero_mpi.train.resolve import RunSpec, resolve
+from zero_mpi.train.resume import CORPUS, SINCE, ResumePoint, differences
+from zero_mpi.train.setup import Session, build, fill_parameters
+from zero_mpi.train.steps import Steps
 
 PLACES = ("data", "val_data", "init", "lora_init", "teacher", "tokenizer", "chat_template")
 MEANS = ("strategy", "transport", "prefetch", "device", "timeout")  # ways of computing, which affect no bit
@@ -54,6 +88,9 @@ OWN = {
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
+INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
+SAY_SECONDS = 30.0  # seconds between progress lines
+Facts = Mapping[str, Any]
 EXAMPLES = """\
 Examples:
 
@@ -116,12 +153,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     return Request(run, config, *map(own.get, ("from", "to", "sample", "seed", "expect")))
 
 
-INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
-
-
 def command(world: World, arguments: Sequence[str]) -> int:
     """Verify a run, and print the result. Return the exit status."""
-    check_not_alone(world)
     check_installation(world)
     request: Request = world.together(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
@@ -162,7 +195,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         segments = list(group)
         watchdog.beat("reading the data")
         spec = look(world, request, history, segments)
-        compute(world, request.run, spec, segments, watchdog, lambda text: say(world, text))
+        compute(world, request.run, spec, segments, watchdog)
     inexact = [(one.start, one.last) for one in asked if one not in exact]
     missing = gaps(asked, *bounds)
     parts = ["its files are unchanged" if history.head else "its files agree"]
@@ -178,7 +211,9 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
 
 
-def choose(world: World, request: Request, bounds: Steps, chosen: Sequence[Segment]) -> Sequence[Segment]:
+def choose(
+    world: World, request: Request, bounds: tuple[int, int], chosen: Sequence[Segment]
+) -> Sequence[Segment]:
     """Return the segments to compute, the same on all ranks. Collective; raises UsageError."""
     if (request.first, request.last) != (None, None):
         if bounds[0] >= bounds[1]:
@@ -224,6 +259,167 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
 def say(world: World, *texts: str) -> None:
     """Print lines on rank 0. Collective."""
     world.on_root(lambda: write(texts))
+
+
+# ------------------------------------------------------------------------------------------- recomputation
+
+
+def check_config(run: Path, config: Config, history: History) -> None:
+    """Raise Differs unless config.toml and checkpoints have the settings of the chain, if there is one."""
+    if SETTINGS in (said := history.runs[-1]):  # a setting that was added later had its default
+        refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
+        stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
+        kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
+        for step in history.kept:
+            with differing():
+                state = open_checkpoint(folders.step_folder(run, step)).state
+                found = read_json(state, "training.settings")
+            refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
+
+
+def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
+    """Raise Differs unless data and first weights are those of a job of the run and of its checkpoints.
+
+    Returns notes on what may change bits all the same: the machine and the package.
+    """
+    now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
+    if FACTS in run:
+        refuse("here", now[FACTS], run[FACTS])
+    machine = run.get(MACHINE)
+    for step in sorted({step for one in segments for step in (one.start, one.last * one.ends) if step}):
+        state = open_checkpoint(folders.step_folder(folder, step)).state
+        said = {**SINCE, **read_json(state, "training.settings")}
+        refuse("here", dict(spec.description.settings), said, f"the checkpoint of step {step}")
+        machine = machine or read_json(state, "training.machine")
+    notes = list(changes(machine or now[MACHINE], now[MACHINE], "the run"))
+    if run.get(CODE, now[CODE]) != now[CODE]:
+        found = f"{quoted(run[CODE])}, now {quoted(now[CODE])}"
+        notes.append(f"the package differs from that of the run ({found}): bits may differ")
+    return notes
+
+
+def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {PROOF}") -> None:
+    """Raise Differs with the first value that is not the recorded one."""
+    for key, before, now in differences(said, found):
+        label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
+        place = where if where == "here" else f"in {where}"
+        raise Differs(f"{label} is {quoted(now)} {place}, and {quoted(before)} in {whose}")
+
+
+class Recomputation(Steps, Observer):
+    """Makes steps of a run again, up to the first that differs from its record; rank 0 has the records."""
+
+    def __init__(self, session: Session, watchdog: Watchdog) -> None:
+        super().__init__(session)
+        self._watchdog, self._said = watchdog, time.monotonic()
+        self._records: Iterator[Facts] | None = None
+        self.found = ""  # the first difference
+
+    def make(self, segment: Segment, records: Iterator[Facts] | None) -> None:
+        """Make the steps of a segment. Collective."""
+        session, config = self.session, self.session.config
+        self.progress, self._records = session.progress, records
+        goes_on = config.init is not None
+        self.observers = [
+            observers.SkippedSteps(session.module.loss_scale, lambda: session.optimizer.skipped),
+            observers.Evaluation(config.eval_every, config.steps, self.evaluate, first=goes_on),
+            self,
+        ]
+        while self.progress.step < segment.last and not self.step():
+            if time.monotonic() - self._said > SAY_SECONDS:
+                self._said = time.monotonic()
+                log.info("step %d of %s", self.progress.step, segment.text)
+
+    def ends(self, step: StepMade) -> None:
+        if self._records is None or self.found:
+            return
+        said = next(self._records, {})
+        if said.get("step") != step.number:
+            self.found = f"step {step.number} has no record at its position in {METRICS}"
+        elif found := other(bits_of(finite_or_none(step.record)), bits_of(said)):
+            name, now, before = found
+            self.found = f"step {step.number}: {name} is {before} in the records, but {now} when recomputed"
+
+    def step(self) -> bool:
+        self._watchdog.beat(f"step {self.progress.step + 1}")
+        return super().step()
+
+    def evaluate(self) -> HeldOutLoss | None:
+        self._watchdog.beat("evaluation")
+        return super().evaluate()
+
+    def wants_to_stop(self) -> bool:
+        return bool(self.found)
+
+
+def compute(
+    world: World, folder: Path, spec: RunSpec, segments: Sequence[Segment], watchdog: Watchdog
+) -> None:
+    """Compute segments of one job of a run; raises Differs on all ranks at the first difference. Collective.
+
+    One session serves all of them: each begins by reading its state.
+    """
+    session: Session | None = None
+    for segment in segments:
+        watchdog.beat(f"reading the state of step {segment.start}")
+        begun = time.monotonic()
+        place = folders.step_folder(folder, segment.start)
+        files = world.together(partial(open_checkpoint, place)) if segment.start else None
+        start = replace(spec, checkpoint=ResumePoint(place, files) if files else None)
+        if session is None:
+            session = build(world, start)
+            steps = Recomputation(session, watchdog)
+        else:
+            scale = session.module.loss_scale
+            fresh = LossScale.start(scale.dynamic)
+            scale.exponent, scale.good_steps = fresh.exponent, fresh.good_steps
+            session.progress = fill_parameters(world, session.optimizer, start)
+        records = (record for record in records_of(folder) if record["step"] > segment.start)
+        steps.make(segment, records if world.rank == 0 else None)
+        if told := world.comm.broadcast_object(steps.found):
+            raise Differs(told)
+        if segment.ends:
+            watchdog.beat(f"comparing the state of step {segment.last}")
+            compare_state(world, folder, session, segment.last)
+        say(world, f"{segment.text}: the same bits, {elapsed(time.monotonic() - begun)}")
+    if session is not None:
+        comm = session.comm
+        del session, steps  # freed before the memory that they lie in
+        comm.close()
+
+
+def compare_state(world: World, folder: Path, session: Session, step: int) -> None:
+    """Raise Differs unless all tensors are those of the checkpoint of a step. Collective."""
+    parts, place = parts_of(session.optimizer, session.description), folders.step_folder(folder, step)
+    found = agreed(world, lambda: min(others(place, parts, session.comm.rank), default=None))
+    first = min(filter(None, world.comm.allgather_object(found)), default=None)
+    if first is not None:
+        raise Differs(f"step {step}: {first[-1]}")
+
+
+def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
+    """Yield (file, tensor, element, text) where this rank's slices are not the checkpoint's; FileError.
+
+    It is the first such element of each tensor and piece.
+    """
+    files = open_checkpoint(folder)
+    sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}
+    for number, (role, owned) in enumerate(parts.items()):
+        file = sources[role]
+        read = partial(read_state, files.state) if role == STATE else file.read
+        order = {name: place for place, name in enumerate(file.tensors)}
+        pieces = ((one, at) for one in owned for at in range(0, one.values.size, PIECE_ELEMENTS))
+        runs = (
+            one.runs(one.partition.bounds[rank] + at, one.on_host(slice(at, at + PIECE_ELEMENTS)))
+            for one, at in pieces
+        )
+        for name, first, values in chain.from_iterable(runs):
+            stored = read(name, first, first + values.size)
+            odd = np.flatnonzero(values.view(f"u{values.itemsize}") != stored.view(f"u{values.itemsize}"))[:1]
+            for place in odd.tolist():
+                text = f"element {first + place} of {shown(name)} is {stored[place]:.9g} in {folder.name}/"
+                text += f"{file.path.name}, but {values[place]:.9g} when recomputed"
+                yield number, order[name], first + place, text
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""Limits of a run by the system and the batch system: memory, processor time, files, and time.
+"""Time limit of a run: its own, or that of the batch system.
 
-`environment.control_groups` has the limits that containers and batch systems set. Slurm and PBS end a job at
-its limit with a signal and, seconds later, with SIGKILL: too late to save a large model. So rank 0 asks for
-the end time beforehand. A job's variables have the end as of the start; squeue and qstat print the time left
-now, since limits get extended. A thread calls them, because a busy batch system is slow and no step should
-wait for it; without an answer nothing changes.
+Slurm and PBS end a job at its limit with a signal and, seconds later, with SIGKILL: too late to save a large
+model. So rank 0 asks for the end time beforehand. A job's variables have the end as of the start; squeue and
+qstat print the time left now, since limits get extended. A thread calls them, because a busy batch system is
+slow; without an answer nothing changes.
 """
 
 from __future__ import annotations
@@ -12,86 +11,18 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from zero_mpi import environment
-from zero_mpi.environment.control_groups import group_limits
-
-MEMINFO = Path("/proc/meminfo")
-INFINIBAND = Path("/sys/class/infiniband")
+from zero_mpi.environment.limits import process_age
 
 INTERVAL = 240.0  # seconds between two questions
 PATIENCE = 30.0  # seconds for an answer
 NOTICE = 30.0  # seconds before a job's end reserved for the job script and for an inexact end
-
-_imported = time.monotonic()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a process and its host, in bytes, cores and files; None for no limit."""
-
-    available: int  # memory available without swapping, as the system says
-    group_memory: int | None  # limit of the control group
-    group_room: int | None  # the rest of it
-    group_cores: float | None
-    address_space: int | None
-    data: int | None  # private memory that can be written to
-    locked: int | None  # matters only if a network needs locked memory
-    files: int | None
-    cores: int
-
-    @property
-    def memory(self) -> int:
-        return self.available if self.group_room is None else min(self.available, self.group_room)
-
-
-def look() -> Limits:
-    """Return the limits of this process."""
-
-    def soft(which: int) -> int | None:
-        limit = resource.getrlimit(which)[0]
-        return None if limit == resource.RLIM_INFINITY else limit
-
-    memory, room, cores = group_limits()
-    return Limits(
-        available=available_memory(),
-        group_memory=memory,
-        group_room=room,
-        group_cores=cores,
-        address_space=soft(resource.RLIMIT_AS),
-        data=soft(resource.RLIMIT_DATA),
-        locked=soft(resource.RLIMIT_MEMLOCK) if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()) else None,
-        files=soft(resource.RLIMIT_NOFILE),
-        cores=environment.cores(),
-    )
-
-
-def available_memory(meminfo: Path = MEMINFO) -> int:
-    """Return MemAvailable of /proc/meminfo in bytes."""
-    for line in meminfo.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def process_age(process: int | str = "self") -> float:
-    """Return the seconds since the start of a process; for this process they include imports."""
-    try:
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
-        return time.monotonic() - _imported
-
-
-# ------------------------------------------------------------------------------------------------- time
 
 
 @dataclass(frozen=True)
@@ -150,19 +81,10 @@ def clock_seconds(text: str) -> float | None:
 
 
 def ask(job: BatchJob) -> float | None:
-    """Return the seconds left according to the batch system, or None without an answer.
-
-    Starting a process from one in which MPI runs is safe: Python uses vfork, which copies no pages.
-    """
-    try:
-        answer = subprocess.run(
-            job.question,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PATIENCE,
-            encoding="utf-8",
-            errors="replace",
-        )
+    """Return the seconds left according to the batch system, or None without an answer."""
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
+    try:  # safe beside MPI: Python uses vfork, which copies no pages
+        answer = subprocess.run(job.question, capture_output=True, timeout=PATIENCE, **how)
     except (OSError, subprocess.SubprocessError):  # no such command; no answer in time
         return None
     return job.read(answer.stdout) if answer.returncode == 0 else None
@@ -177,9 +99,8 @@ class TimeLimit:
         if job is not None:
             if job.at_start is not None and job.at_start > 0:  # a limit that is already past was extended
                 self._job_end = time.monotonic() + job.at_start
-            asking = threading.Thread(target=self._keep_asking, args=(job, interval), name="zero_mpi batch")
-            asking.daemon = True
-            asking.start()
+            args = job, interval
+            threading.Thread(target=self._keep_asking, args=args, name="zero_mpi batch", daemon=True).start()
 
     def left(self) -> float:
         """Return the seconds until the run should end; infinite if there is no limit."""

@@ -1,16 +1,69 @@
-"""Limits of control groups, which containers and batch systems set: memory and processor time.
+"""Limits of a process and its host: memory, processor time, files.
 
-The numbers that programs usually ask for do not show these limits: a process that exceeds the memory limit is
-killed, one that exceeds its share of processor time is stopped for the rest of each tenth of a second.
+Containers and batch systems set them by control groups, which the numbers that programs usually ask for do
+not show: a process that exceeds the memory limit is killed, one that exceeds its share of processor time is
+stopped for the rest of each tenth of a second.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+INFINIBAND = Path("/sys/class/infiniband")
 NO_LIMIT = 1 << 60  # the older interface writes a number near 2^63 for no limit
+
+_imported = time.monotonic()
+
+
+class Limits(NamedTuple):
+    """Limits of a process and its host, in bytes, cores and files; None for no limit."""
+
+    available: int  # memory available without swapping, as the system says
+    group_memory: int | None  # limit of the control group
+    group_room: int | None  # the rest of it
+    group_cores: float | None
+    address_space: int | None
+    data: int | None  # private memory that can be written to
+    locked: int | None  # matters only if a network needs locked memory
+    files: int | None
+    cores: int
+
+    @property
+    def memory(self) -> int:
+        return self.available if self.group_room is None else min(self.available, self.group_room)
+
+
+def look() -> Limits:
+    """Return the limits of this process."""
+    names = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
+    soft = [resource.getrlimit(getattr(resource, name))[0] for name in names]
+    space, data, locked, files = (None if each == resource.RLIM_INFINITY else each for each in soft)
+    if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
+        locked = None
+    cores = len(os.sched_getaffinity(0))
+    return Limits(available_memory(), *group_limits(), space, data, locked, files, cores)
+
+
+def available_memory() -> int:
+    """Return MemAvailable of /proc/meminfo in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def process_age(process: int | str = "self") -> float:
+    """Return the seconds since the start of a process; for this process they include imports."""
+    try:
+        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # no such file system, no such clock
+        return time.monotonic() - _imported
 
 
 def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:

@@ -1,0 +1,83 @@
+"""New tokens for the tokenizer of a model (`--add-tokens FILE`), as user-defined tokens of its GGUF keys.
+
+They are cut out of a text before anything else, as in llama.cpp. They take the places of unused `[PADn]` at
+the end of the vocabulary first, and it grows by the others.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_mpi.data import tokenizer_from_metadata
+from zero_mpi.data.tokenizers.gguf_tokenizer import KEY, NORMAL, UNUSED, USER_DEFINED
+from zero_mpi.errors import UsageError, prefixed
+from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import ARCHITECTURE, THE_FILE, TOKENS, TYPES, GGUFKeys
+from zero_mpi.files.open import read_file
+from zero_mpi.files.parse import parse_json
+
+MOST_BYTES, MOST_TOKENS, LONGEST = 1 << 22, 1 << 16, 256  # limits of a file, and letters of a token
+SCORES = KEY + "scores"
+LEAST_LIKELY = -1000.0  # score of a token that is cut out of the text before scores count, as in llama.cpp
+
+
+def read_tokens(path: str | Path) -> list[str]:
+    """Return the tokens of a file: a JSON list, or one on each line; raises UsageError for invalid ones."""
+    place = f"--add-tokens {shown(path)}"
+    with prefixed(f"{place}:"):
+        raw = read_file(path, MOST_BYTES, "a file of tokens")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{place}: expected UTF-8, found other bytes") from None
+    try:
+        found = parse_json(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list):
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+    wrong = next((t for t in found if not is_token(t)), None) if found else "no token"
+    if wrong is not None or len(found) > MOST_TOKENS:
+        what = f"{len(found):,} tokens" if wrong is None else shown(wrong, 40)
+        raise UsageError(
+            f"{place}: expected 1 to {MOST_TOKENS:,} tokens of 1 to {LONGEST} letters, found {what}"
+        )
+    token, count = Counter(found).most_common(1)[0]
+    if count > 1:
+        raise UsageError(f"{place}: expected each token once, found {show(token)} {count} times")
+    return list(found)
+
+
+def is_token(text: Any) -> bool:
+    """Return whether a value can be a token: a text that UTF-8 and strings ended by zero can hold."""
+    is_text = isinstance(text, str) and 0 < len(text) <= LONGEST and "\0" not in text
+    return is_text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def with_tokens(
+    metadata: Mapping[str, Any], tokens: Sequence[str], place: str = THE_FILE
+) -> tuple[dict[str, Any], int]:
+    """Return a model's keys with new tokens, and the first new id; raises UsageError for existing ones."""
+    keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
+    known = keys.texts(TOKENS) or []
+    taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]
+    if taken:
+        names = ", ".join(show(token) for token in taken[:3])
+        raise UsageError(f"--add-tokens: {place} has {names} already: leave out {len(taken)} of the tokens")
+    size, new = len(known), len(tokens)
+    types = keys.wholes(TYPES, size) or [NORMAL] * size
+    first = size
+    while first and types[first - 1] == UNUSED and known[first - 1] == f"[PAD{first - 1}]":
+        first -= 1
+    grown: dict[str, Any] = {**metadata, TOKENS: [*known[:first], *tokens, *known[first + new :]]}
+    types[first : first + new] = [USER_DEFINED] * new
+    grown[TYPES] = np.array(types, np.int32)
+    scores = keys.numbers(SCORES, size)
+    if scores is not None:
+        rest = scores[first + new :]
+        grown[SCORES] = np.concatenate((scores[:first], np.full(new, LEAST_LIKELY, np.float32), rest))
+    key = f"{keys.text(ARCHITECTURE)}.vocab_size"
+    return grown | ({key: np.uint32(len(types))} if key in metadata else {}), first

@@ -1,0 +1,75 @@
+"""Last rows of a frozen embedding or head, trained as a parameter of their own: those of added tokens."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from zero_mpi import device, ops
+from zero_mpi.device.arrays import namespace, pool_of
+from zero_mpi.nn.layer import Gradients, Param, Weights
+
+ADDED = ".added"  # ending of the parameter's name, behind that of the matrix
+
+
+class AddedRows:
+    """The last `rows` of a matrix (O, C): `NAME.weight.added` (rows, C). It takes an adapter's place."""
+
+    kind = None
+
+    def __init__(self, weight: str, rows: int, width: int) -> None:
+        self.name, self.rows = weight + ADDED, rows
+        self._params = {self.name: Param((rows, width))}
+
+    def params(self) -> dict[str, Param]:
+        """Return the rows by name."""
+        return self._params
+
+    def adds(self, p: Weights) -> bool:
+        """Return True; see `LowRank.adds`."""
+        return True
+
+    def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
+        """Return x, which `add_to` multiplies with."""
+        return x
+
+    def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
+        """Return the columns y (..., O - rows) with those of the added rows beside them."""
+        size = y.shape[-1]
+        joined = like(y, size + self.rows)
+        joined[..., :size] = y
+        joined[..., size:] = via.linear(x, p[self.name])
+        return joined
+
+    def first_columns(self, dy: Any) -> Any:
+        """Return the columns of dy (..., O) that belong to the frozen matrix."""
+        return copied(dy[..., : -self.rows])
+
+    def backward(
+        self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
+    ) -> Any:
+        """Add the share of the added rows to dx and return it; add their gradient into g."""
+        dy = copied(dy[..., -self.rows :])
+        if self.name in g:
+            via.linear_backward_w(dy, saved[0], g[self.name])
+        return via.linear_backward_x(dy, p[self.name], dx)
+
+
+def like(x: Any, width: int) -> Any:
+    """Return an array (..., width) in the shape of x but for its last axis, of recycled memory."""
+    return pool_of(device.in_use()).take((*x.shape[:-1], width), x.dtype)
+
+
+def copied(x: Any) -> Any:
+    """Return a copy of columns, contiguous and in recycled memory."""
+    out = like(x, x.shape[-1])
+    out[...] = x
+    return out
+
+
+@singledispatch
+def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
+    """Return tokens with 0 for ids from `first` on; the places of these in flattened tokens; their rows."""
+    flat = tokens.reshape(-1)
+    places = namespace(tokens).flatnonzero(flat >= first)
+    return tokens * (tokens < first), places, flat[places] - first

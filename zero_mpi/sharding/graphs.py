@@ -1,0 +1,90 @@
+"""CUDA graphs of micro-batches: what the GPU does is recorded once, and later launched by one call.
+
+ZERO_MPI_GPU_GRAPH=1 asks for them. They need one rank, a cross-entropy of all rows and no trace; others run
+as always. Memory: arrays of a recorded micro-batch are in a pool of its own, which nothing else uses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from zero_mpi import device
+from zero_mpi.device import Cuda
+from zero_mpi.device.arrays import Recycler, Scalar
+from zero_mpi.nn.loss import CrossEntropy, rows_that_count
+from zero_mpi.sharding.actions import Actions
+from zero_mpi.telemetry import spans
+
+WARM_UP = 2  # micro-batches before the first recording: plans, kernels and buffers are there then
+MOST = 8  # forms of micro-batches that are recorded
+
+Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
+
+
+class Graphs:
+    """The recorded micro-batches of a module."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._seen = Counter[Any]()
+        self._recorded: dict[Any, Recorded] = {}
+
+    def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
+        """Return the loss of a micro-batch, whose work is done, recorded and launched, or launched."""
+        form = self._form(x, loss)
+        recorded = self._recorded.get(form)
+        if recorded is not None:
+            for unit in self._module.units:
+                unit.gradient.rounds += unit.unit.trainable
+            work(None, None, ())
+            return recorded.launch(x, loss)
+        self._seen[form] += 1
+        if form is None or self._seen[form] <= WARM_UP or len(self._recorded) == MOST:
+            return work(x, loss, actions)
+        self._recorded[form] = recorded = Recorded(x, loss, partial(work, actions=actions))
+        return recorded.launch(x, loss)
+
+    def _form(self, x: Any, loss: Any) -> Any:
+        """Return what decides which work a micro-batch is; None if it cannot be recorded."""
+        plain = isinstance(x, np.ndarray) and type(loss) is CrossEntropy and spans.active is None
+        if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
+            return None
+        rounds = [unit.gradient.rounds > 0 for unit in self._module.units]
+        shapes = [(given.shape, given.dtype) for given in (x, loss.targets)]
+        return (*shapes, loss.scale, self._module.loss_scale.factor, *rounds)
+
+
+class Recorded:
+    """The graph of a micro-batch, its inputs, and its loss."""
+
+    def __init__(self, x: Any, loss: CrossEntropy, work: Callable[[Any, Any], Any]) -> None:
+        gpu = device.in_use()
+        assert isinstance(gpu, Cuda), "a graph is of a GPU"
+        self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
+        others, gpu.activations = gpu.activations, Recycler(gpu)
+        self._pool, (ids, targets) = gpu.activations, self._inputs
+        try:
+            recorded = gpu.record(partial(work, ids, replace(loss, targets=targets)))
+            self._graph, self._loss, self._memory = recorded
+        finally:
+            gpu.activations = others
+
+    def launch(self, x: Any, loss: CrossEntropy) -> Scalar:
+        gpu = device.in_use()
+        for held, given in zip(self._inputs, (x, loss.targets), strict=True):
+            held[...] = gpu.from_host(given)
+        self._graph.launch(gpu.stream)
+        return self._loss.copy()  # the next launch overwrites it
+
+
+def graphs_for(module: Any) -> Graphs | None:
+    """Return what records a module's micro-batches, if this was asked for and is possible."""
+    wanted = os.environ.get("ZERO_MPI_GPU_GRAPH") == "1" and isinstance(device.in_use(), Cuda)
+    return Graphs(module) if wanted and module.comm.size == 1 else None
