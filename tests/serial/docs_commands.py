@@ -69,6 +69,7 @@ MIXTURE = of("serial/test_lora_files", "base_with_adapter_is_the_merged_model_an
 SAME_BYTES = of("serial/test_quantize", "bytes_are_the_same_on_three_ranks")
 DISTILLED = of("serial/test_distill", "predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks")
 LOCAL = of("serial/test_hostfiles", "local8_runs_ranks_on_this_machine")
+BY_HAND = ("peers", "finetune", "ops", "generate", "step_hosts", "plan_check", "plan_scale", "qat")
 SPEED = Nobody("it measures speed, of another library or over hosts that it makes: by hand")
 PROVED = f"{TINY} --steps 12 --save-every 4"
 
@@ -224,14 +225,7 @@ ROWS: dict[str, How] = {
     "FLAGS=": PBS,
     # ------------------------------------------------------------------------------ benchmarks, examples
     "python3 benchmarks/gpu_check.py": of("serial/test_gpu_check", "the_parts_that_need_no_gpu"),
-    "python benchmarks/peers.py": SPEED,
-    "python benchmarks/finetune.py": SPEED,
-    "python benchmarks/ops.py": SPEED,
-    "python benchmarks/generate.py": SPEED,
-    "python benchmarks/step_hosts.py": SPEED,
-    "python benchmarks/plan_check.py": SPEED,
-    "python benchmarks/plan_scale.py": SPEED,
-    "python benchmarks/qat.py": SPEED,
+    **dict.fromkeys(map("python benchmarks/{}.py".format, BY_HAND), SPEED),
     "python benchmarks/losses.py": of("serial/test_benchmarks", "losses_of_two_precisions_are_compared"),
     "python benchmarks/step.py": of("serial/test_benchmarks", "steps_are_timed_for_each_variant"),
     "python benchmarks/overlap.py": of("cluster/test_hosts", "most_of_the_transfers_hide_behind_computation"),

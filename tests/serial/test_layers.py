@@ -28,6 +28,7 @@ from zero_mpi.nn.fusions import (
     loss_and_backward,
 )
 from zero_mpi.nn.layer import Composite
+from zero_mpi.nn.linear import observing
 
 STEP = 1e-5  # of the difference quotient: rounding costs 1e-16 / STEP, curvature STEP^4
 TOLERANCE = 1e-7
@@ -331,7 +332,10 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     g = {name: np.zeros_like(array) for name, array in p.items()}
     loss = linear_loss(x, rng)
     plain = run(Setting(inner, p, x, g, loss))
-    again = run(Setting(nn.Recompute(inner), p, x, g, loss))
+    seen: list[str] = []
+    with observing(lambda name, *_: seen.append(name)):
+        again = run(Setting(nn.Recompute(inner), p, x, g, loss))
+    assert [seen.count(f"blk.0.ffn_{name}.weight") for name in ("up", "down")] == [2, 1]
     assert nn.Recompute(inner).forward(p, x)[1] is x
     assert fingerprint((plain.y, plain.dx)) == fingerprint((again.y, again.dx))
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]

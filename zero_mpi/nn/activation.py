@@ -57,14 +57,13 @@ class SwiGLU(Composite):
         return self.linears
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        gate, _ = self.gate.forward(p, x)
-        up, _ = self.up.forward(p, x)
-        return self._join(gate, up), (x, gate, up)
+        (gate, kept_gate), (up, kept_up) = self.gate.forward(p, x), self.up.forward(p, x)
+        return self._join(gate, up), (gate, up, kept_gate, kept_up)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        x, gate, up = saved
+        gate, up, kept_gate, kept_up = saved
         dgate, dup = self._split(dy, gate, up)
-        return self.up.backward(p, x, dup, g, self.gate.backward(p, x, dgate, g))
+        return self.up.backward(p, kept_up, dup, g, self.gate.backward(p, kept_gate, dgate, g))
 
     def _join(self, gate: Any, up: Any) -> Any:
         return ops.swiglu(gate, up)

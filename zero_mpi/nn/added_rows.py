@@ -25,6 +25,14 @@ class AddedRows:
         """Return the rows by name."""
         return self._params
 
+    def adds(self, p: Weights) -> bool:
+        """Return True; see `LowRank.adds`."""
+        return True
+
+    def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
+        """Return x, which `add_to` multiplies with."""
+        return x
+
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
         """Return the columns y (..., O - rows) with those of the added rows beside them."""
         size = y.shape[-1]
@@ -38,12 +46,12 @@ class AddedRows:
         return copied(dy[..., : -self.rows])
 
     def backward(
-        self, p: Weights, x: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
+        self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
         """Add the share of the added rows to dx and return it; add their gradient into g."""
         dy = copied(dy[..., -self.rows :])
         if self.name in g:
-            via.linear_backward_w(dy, x, g[self.name])
+            via.linear_backward_w(dy, saved[0], g[self.name])
         return via.linear_backward_x(dy, p[self.name], dx)
 
 

@@ -69,12 +69,13 @@ class ProjectQKV(Composite):
         return self.whole
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        return self.heads.split(*(linear.forward(p, x)[0] for linear in self.linears)), x
+        results, saved = zip(*(linear.forward(p, x) for linear in self.linears), strict=True)
+        return self.heads.split(*results), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         dx = None
-        for linear, d in zip(self.linears, dy, strict=True):
-            dx = linear.backward(p, saved, merge(d), g, dx)
+        for linear, kept, d in zip(self.linears, saved, dy, strict=True):
+            dx = linear.backward(p, kept, merge(d), g, dx)
         return dx
 
 
@@ -103,14 +104,14 @@ class FusedQKV(Composite):
         return [self.linear]
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        qkv, _ = self.linear.forward(p, x)
+        qkv, saved = self.linear.forward(p, x)
         a, b, _ = self.heads.widths
-        return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), x
+        return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         joined = side_by_side(dy)  # attention's backward returns them concatenated
         if joined is None:
-            joined = namespace(saved).concatenate([merge(d) for d in dy], axis=-1)
+            joined = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
         return self.linear.backward(p, saved, joined, g)
 
 
@@ -243,7 +244,6 @@ class RoPE(Layer):
         return self._turn(p, dy, 0, -1)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`; see `generation.infer`."""
         return self._turn(p, x, cache.position, 1)
 
 
@@ -277,7 +277,6 @@ class CausalAttention(Layer):
         return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`; see `generation.infer`."""
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
         keys, values = cache.room(self, k, v, stop)

@@ -58,6 +58,13 @@ class Chain(Composite, AddsInForward, AddsInBackward):
             saved.append(kept)
         return x, saved
 
+    def saved(self, p: Weights, x: Any) -> Any:
+        found = []
+        for layer in self.layers[:-1]:
+            x, kept = layer.forward(p, x)
+            found.append(kept)
+        return [*found, self.layers[-1].saved(p, x)]
+
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
         for layer, kept, onto in zip(
             reversed(self.layers), reversed(saved), self._at_end(residual), strict=True
@@ -70,7 +77,6 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         return [None] * (len(self.layers) - 1) + [residual]
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
-        """Return (loss, dx) with the last layer as the head; see `fusions.Head.loss`."""
         if self.but_last is None:
             return loss_and_backward(self.layers[-1], p, x, targets, scale, g)
         y, saved = self.but_last.forward(p, x)
@@ -78,12 +84,10 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         return loss, self.but_last.backward(p, saved, dy, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         y = x if self.but_last is None else self.but_last.forward(p, x)[0]
         return loss_alone(self.layers[-1], p, y, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`, one layer after the other; see `generation.infer`."""
         for layer in self.layers:
             x = infer(layer, p, x, cache)
         return x
@@ -106,18 +110,20 @@ class Residual(Wrapper):
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return forward_onto(self.inner, p, x, x)
 
+    def saved(self, p: Weights, x: Any) -> Any:
+        return self.inner.saved(p, x)
+
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         return backward_onto(self.inner, p, saved, dy, g, dy)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`; see `generation.infer`."""
         return ops.add(x, infer(self.inner, p, x, cache))
 
 
 class Recompute(Wrapper):
-    """inner(x): it saves only x and runs forward again in backward (activation checkpointing).
+    """inner(x): it saves only x, and backward computes again what it needs (activation checkpointing).
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The second run has the same bits.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Bits are the same.
     """
 
     def __init__(self, inner: Layer) -> None:
@@ -131,17 +137,14 @@ class Recompute(Wrapper):
         return self.inner.forward(p, x)[0], x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        kept = self.inner.forward(p, saved)[1]
-        return self.inner.backward(p, kept, dy, g)
+        return self.inner.backward(p, self.inner.saved(p, saved), dy, g)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """Return (loss, dx) without recomputing, as backward follows at once; see `fusions.Head.loss`."""
         return loss_and_backward(self.inner, p, x, targets, scale, g)
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         return loss_alone(self.inner, p, x, targets, scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
-        """Return y of the positions after `cache`; see `generation.infer`."""
         return infer(self.inner, p, x, cache)

@@ -84,7 +84,7 @@ class Experts(Composite, AddsInForward):
 
     def route(self, p: Weights, x: Any) -> Routing:
         """Return the choice of experts for x (T, C)."""
-        logits = self.router.rows(p, x, ALL, via=WIDE)
+        logits = self.router.rows(p, self.router.saved(p, x, WIDE), ALL, via=WIDE)
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
@@ -99,12 +99,15 @@ class Experts(Composite, AddsInForward):
             if part.start == part.stop:
                 continue
             via = grouped(starts)
-            gate, up = (linear.rows(weights, rows[part], ALL, via=via) for linear in (self.gate, self.up))
+            gate, up = (
+                each.rows(weights, each.saved(weights, rows[part], via), ALL, via=via)
+                for each in (self.gate, self.up)
+            )
             kept[members.start] = gate, up
             if OBSERVERS:
                 bounds = routing.starts.clip(part.start, part.stop) - part.start
                 self._observe(rows[part], gate, up, bounds)
-            inner = ops.weighted_swiglu(gate, up, routing.weights[part])
+            inner = self.down.saved(weights, ops.weighted_swiglu(gate, up, routing.weights[part]), via)
             rows = placed(rows, part, self.down.rows(weights, inner, ALL, via=via))
         if self.shared is not None:
             y, of_shared = forward_onto(self.shared, p, x, residual)
@@ -122,11 +125,11 @@ class Experts(Composite, AddsInForward):
             if part.start == part.stop:
                 continue
             (gate, up), of_rows, via = kept[members.start], routing.weights[part], grouped(starts)
-            down = ops.weighted_swiglu(gate, up, of_rows), rows[part]
+            down = (ops.weighted_swiglu(gate, up, of_rows), None), rows[part]
             dgate, dup, dw = ops.weighted_swiglu_backward(
                 self.down.backward_of_rows(weights, *down, gradients, ALL, via=via), gate, up, of_rows
             )
-            here = ops.embedding(routing.tokens[part], flat)
+            here = ops.embedding(routing.tokens[part], flat), None
             drows = self.gate.backward_of_rows(weights, here, dgate, gradients, ALL, via=via)
             drows = self.up.backward_of_rows(weights, here, dup, gradients, ALL, drows, via)
             rows = placed(rows, part, drows)
@@ -149,7 +152,7 @@ class Experts(Composite, AddsInForward):
             dw, routing.weights, routing.p, routing.chosen, routing.rows, self.normalized
         )
         self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
-        return self.router.backward(p, x, dlogits, g)
+        return self.router.backward(p, (x, None), dlogits, g)
 
     def _observe(self, rows: Any, gate: Any, up: Any, starts: Any) -> None:
         """Let observers see the inputs of the experts whose rows these are; others have none."""

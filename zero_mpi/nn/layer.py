@@ -101,6 +101,10 @@ class Layer:
         """Return (y, saved): the output, and the values that backward needs."""
         raise NotImplementedError
 
+    def saved(self, p: Weights, x: Any) -> Any:
+        """Return the values that backward needs, alone: forward without products that only y needs."""
+        return self.forward(p, x)[1]
+
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         """Return dx; add the parameters' gradients into g. x and dy are not changed."""
         raise NotImplementedError

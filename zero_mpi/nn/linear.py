@@ -83,52 +83,55 @@ class Linear(AddsInForward):
         return self._params if self.adapter is None else self._params | self.adapter.params()
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        return self.rows(p, x, ALL, residual), x
+        saved = self.saved(p, x)
+        return self.rows(p, saved, ALL, residual), saved
 
-    def rows(self, p: Weights, x: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
+    def saved(self, p: Weights, x: Any, via: Any = ops) -> tuple[Any, Any]:
+        """Return x and, if an adapter's product is added, its `narrow`."""
+        adapter = self.adapter
+        return x, None if adapter is None or not adapter.adds(p) else adapter.narrow(p, x, via)
+
+    def rows(self, p: Weights, saved: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
         """Return y of a part of the rows of W."""
+        x, narrow = saved
         for observe in OBSERVERS if via is ops and not part.start else ():
             observe(self.weight, x, None)
         bias = p[self.bias][part] if self.bias else None
         w = self._matrix(p, part)
         packed = isinstance(w, PackedMatrix)
         y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
-        return y if self.adapter is None else self.adapter.add_to(y, p, x, part, via)
-
-    def _bias(self, p: Weights) -> Any:
-        return p[self.bias] if self.bias else None
+        return y if self.adapter is None or narrow is None else self.adapter.add_to(y, p, narrow, part, via)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
         """Return dx; if several layers share an input, add it to `into` and return that."""
         return self.backward_of_rows(p, saved, dy, g, ALL, into)
 
     def backward_of_rows(
-        self, p: Weights, x: Any, dy: Any, g: Gradients, part: slice, into: Any = None, via: Any = ops
+        self, p: Weights, saved: Any, dy: Any, g: Gradients, part: slice, into: Any = None, via: Any = ops
     ) -> Any:
         """Return dx of the result of `rows`; otherwise like `backward`."""
         adapter = self.adapter
         own = adapter.first_columns(dy) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
-            via.linear_backward_w(own, x, g[self.weight][part])
+            via.linear_backward_w(own, saved[0], g[self.weight][part])
         if self.bias and self.bias in g:
             ops.linear_backward_b(own, g[self.bias][part])
         dx = via.linear_backward_x(own, self._matrix(p, part), into)
-        return dx if adapter is None else adapter.backward(p, x, dy, g, dx, part, via)
+        return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         """Return (loss, dx), with logits computed in chunks; see `fusions.Head.loss`."""
         if self.adapter is not None:
             return self._adapted_loss(p, x, targets, scale, g)
-        dw, db = g.get(self.weight), g.get(self.bias) if self.bias else None
-        loss, dx = ops.linear_cross_entropy(x, p[self.weight], self._bias(p), targets, scale, dw, db)
+        b, db = (p[self.bias], g.get(self.bias)) if self.bias else (None, None)
+        loss, dx = ops.linear_cross_entropy(x, p[self.weight], b, targets, scale, g.get(self.weight), db)
         return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
-        """Return the loss without a backward; see `fusions.Head.evaluate`."""
         if self.adapter is not None:
             return self._adapted_loss(p, x, targets, scale, None)[0]
-        weight, bias = p[self.weight], self._bias(p)
-        return ops.linear_cross_entropy(x, weight, bias, targets, scale, need_dx=False)[0]
+        bias = p[self.bias] if self.bias else None
+        return ops.linear_cross_entropy(x, p[self.weight], bias, targets, scale, need_dx=False)[0]
 
     def _adapted_loss(
         self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None
@@ -138,10 +141,11 @@ class Linear(AddsInForward):
         loss, flat, ids = 0.0, x.reshape(-1, x.shape[-1]), targets.reshape(-1)
         step = chunk_rows(len(flat), self._params[self.weight].shape[0])
         for part in (slice(start, start + step) for start in range(0, len(flat), step)):
-            added, dy = ops.cross_entropy(self.rows(p, flat[part], ALL), ids[part], scale)
+            y, saved = self.forward(p, flat[part])
+            added, dy = ops.cross_entropy(y, ids[part], scale)
             loss = loss + added
             if g is not None:
-                self.backward(p, flat[part], dy, g, dx.reshape(flat.shape)[part])
+                self.backward(p, saved, dy, g, dx.reshape(flat.shape)[part])
         return loss, dx
 
 
@@ -155,11 +159,10 @@ class Rows:
         self.linear, self.part = linear, slice(start, stop)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        """Return (y, saved); see `Linear.forward`."""
-        return self.linear.rows(p, x, self.part), x
+        saved = self.linear.saved(p, x)
+        return self.linear.rows(p, saved, self.part), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
-        """Return dx; see `Linear.backward`."""
         return self.linear.backward_of_rows(p, saved, dy, g, self.part, into)
 
 
