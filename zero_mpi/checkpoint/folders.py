@@ -21,7 +21,7 @@ from pathlib import Path
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
-AVERAGE = "ema.gguf"  # of the model, or of adapters
+AVERAGE = "ema.gguf"  # moving average of the model, or of adapters
 LATEST, BEST = "latest", "best"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.(latest|best)\.partial")
@@ -162,7 +162,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return what is in a run's folder; nothing if it is not there, or is moved at this moment."""
+    """Return the entries of a run's folder; none if it is missing or is being moved."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -222,12 +222,12 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk. Raise OSError with the folder's name."""
+    """Flush a folder's entries to disk. Raise OSError with the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        error.filename = str(folder)  # the system names no file where it is given a handle
+        error.filename = str(folder)  # for a handle, the system's error has no file name
         raise
     finally:
         os.close(handle)

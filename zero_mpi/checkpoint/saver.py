@@ -201,7 +201,7 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: all ranks' slices, and `said`, progress and description. Collective.
+    """Write all files into `folder`: all ranks' slices, and `said`: progress and description. Collective.
 
     Return the keys of the state, on rank 0. Raise JobError on all ranks if one fails.
     """
@@ -283,7 +283,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def begin(final: Path) -> None:
-    """Make the temporary folder of `save`; give a checkpoint its name back that no new one replaced."""
+    """Make the temporary folder of `save`; restore the name of a checkpoint that was never replaced."""
     aside = folders.moved_aside(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
@@ -292,7 +292,7 @@ def begin(final: Path) -> None:
 
 
 def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
-    """Return the folder without links, and the facts that ranks must share; raise ValueError if invalid."""
+    """Return the folder with links resolved, and facts that ranks must share; raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)
