@@ -56,7 +56,7 @@ def status(name: str) -> int:
 
 
 def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, ranks: int) -> str:
-    """Return why some node has no room for the run, or an empty text."""
+    """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # the planned memory lies on the GPU, which reports itself when it is full
     least = STATE * elements(model) // len(nodes)  # bytes of a node, however the model is sharded
@@ -77,7 +77,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
 
 
 def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
-    """Return why this node has no room, or an empty text.
+    """Return why this node lacks memory, or an empty text.
 
     arrays and text: bytes that each rank takes; shared: bytes that its node takes beside them
     """

@@ -46,7 +46,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # what an objective keeps of the initial model; bytes
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file of numbers that an objective keeps; bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -162,7 +162,7 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """Return what other ranks must know of an array before they have it, or all of one kept in files."""
+    """Return what other ranks need to receive an array, or to read one that stays in files."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 

@@ -179,7 +179,7 @@ class Trainer(Steps):
             self.saving.save(self.progress)
 
     def begin(self) -> Start:
-        """Announce what is about to happen, to the user and in the run's records. Collective."""
+        """Announce the start to the user and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)

@@ -112,7 +112,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` in runs of `counts`: those of each question."""
+    """Return `values` in runs of `counts`, one run for each question."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -121,7 +121,7 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def opened_module(
     world: World, config: Config, candidate: Candidate, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
-    """Yield a model over all ranks with its weights; nothing of it is kept. Collective; raises UsageError."""
+    """Yield a model over all ranks with its weights, then free it. Collective; raises UsageError."""
     watchdog.beat(f"reading {candidate.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm

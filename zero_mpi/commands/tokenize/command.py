@@ -257,7 +257,7 @@ def begin(
 def finish(
     folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
 ) -> None:
-    """Write the manifest, and log the result. Raises UsageError where there is nothing."""
+    """Write the manifest, and log the result. Raises UsageError if there is no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")

@@ -1,6 +1,6 @@
 """Formats of text, inputs cut into parts by their bytes alone, assignment of parts to ranks, encoding.
 
-The end of a file's name tells its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
+A file's suffix decides its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
 pieces, by which work is dealt out, and the texts between two places.
 
 Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
@@ -86,7 +86,7 @@ def check_unchanged(file: InputFile) -> None:
 
 
 class Reading:
-    """Settings by which texts are read, and findings: for one part, or one look at files.
+    """Settings for reading texts, and counts of what was read: for one part, or one look at files.
 
     field       the field of a line or row that is the text
     skips       whether lines and rows in error are left out, and counted in `skipped`

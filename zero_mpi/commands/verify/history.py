@@ -1,7 +1,7 @@
 """History of a run: its files compared with each other, and the segments of steps to compute again.
 
 The chain, metrics.jsonl, the checkpoints and `latest` are read by rank 0, a line at a time; the tensors of
-the checkpoints are looked at by all ranks. A segment begins at a state which is in the run folder: a
+the checkpoints are checked by all ranks. A segment begins at a state which is in the run folder: a
 checkpoint, or the first weights. It ends at the next checkpoint that is there, so what `--keep` has removed
 lies within one; the last may end where the records do.
 """
@@ -60,7 +60,7 @@ def differing() -> Iterator[None]:
 def agreed(world: World, action: Callable[[], T]) -> T:
     """Return action() of this rank; raise the first difference of any rank on all of them. Collective.
 
-    It must not communicate. Raises as `World.together` as well.
+    `action` must not communicate. Errors of `World.together` are raised as well.
     """
     found: list[T] = []
 
