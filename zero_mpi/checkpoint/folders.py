@@ -45,7 +45,7 @@ def beside(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder as far as possible. `shutil.rmtree` would wait for ever on a pipe in its place."""
+    """Remove a folder as far as possible. `shutil.rmtree` would wait forever if a pipe is in its place."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -196,10 +196,10 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the folders to resume from, the best first: that of `latest`, then older ones, newest first.
+    """Return the folders to resume from, the best first: `latest`, then older ones, newest first.
 
     A later step written after `latest` precedes it: its job ended before it replaced the link. Other later
-    ones belong to an abandoned run. Without a usable link the highest step comes first.
+    ones belong to an abandoned run. Without a valid link the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():

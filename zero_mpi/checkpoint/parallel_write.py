@@ -359,7 +359,7 @@ def write_together(
 ) -> None:
     """Write and sync all files. Collective; raise JobError on all ranks if one fails.
 
-    `tick` is called often with a text that says what is being done.
+    `tick` is called often with a description of the current work.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]

@@ -72,7 +72,7 @@ def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
-MODEL, AVERAGE = "model", "ema"  # roles of files beside optimizer.gguf
+MODEL, AVERAGE = "model", "ema"  # roles of files besides optimizer.gguf
 DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
 READ_AT_ONCE = 1 << 22  # bytes digested at a time
 

@@ -253,7 +253,7 @@ class Windows(WindowSource):
 
 
 class MixedWindows(WindowSource):
-    """Windows of several sources with one context, in one numbering: those of the first source come first."""
+    """Windows of several sources with one context, in one numbering that begins with the first source."""
 
     kind = "window"
 
@@ -339,7 +339,7 @@ class StepLoader:
         return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
-        """Return how many times so many steps go through the windows of each source."""
+        """Return how many times `steps` steps go through the windows of each source."""
         return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:

@@ -55,7 +55,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     The name is relative to the given folder, with forward slashes; for a file given by itself, its last part,
     with `NANOGPT` before it if the path has that. Hidden files and folders inside a folder are skipped; links
     are followed. A repeated file is taken once, or its text could be trained on and held out too. Files that
-    the package datasets adds beside its data are left out. Raises UsageError, which names the `flag`, for a
+    the package datasets adds to its data are left out. Raises UsageError, which names the `flag`, for a
     missing path.
     """
     found: dict[str, tuple[str, Path]] = {}

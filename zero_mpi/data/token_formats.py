@@ -50,7 +50,7 @@ NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with field names in UTF-
 class TokenLayout(NamedTuple):
     """Places of the ids in a file."""
 
-    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of them, in their order
+    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
     dtype: np.dtype[Any]  # of an id, little-endian
     ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
 

@@ -51,7 +51,7 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do the full run on this rank. Return the exit status, 75 where the run was asked to stop."""
+    """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))
     if config.dry_run:

@@ -173,7 +173,7 @@ REMEDY = "use the same --threads N and CPU type (or --bits portable) on all rank
 
 
 def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
-    """Return what this rank computes with: names, and the digest of a trial with the threads that are set.
+    """Return facts on this rank's machine: names, and the digest of a trial with the threads that are set.
 
     kind: the dtype that the run computes in.
     """

@@ -1,10 +1,10 @@
 """Checks that there is memory for a run, before anything large is allocated.
 
 The memory planned for the ranks of each node is compared with what the system allows them: by a control
-group, by limits of a process, by free memory. A run that exceeds one of them is killed without a
-message, minutes later. The first two are compared with what is still to be allocated: interpreters and
-libraries are there already. Space in /dev/shm is checked where it is taken (`comm.shared.memory`): without it
-a run uses messages.
+group, by limits of a process, by free memory. A run that exceeds one of them is killed without a message,
+minutes later. The first two are compared with what is still to be allocated: interpreters and libraries are
+loaded already. Space in /dev/shm is checked where it is taken (`comm.shared.memory`): without it a run uses
+messages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
 def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank takes; shared: bytes that its node takes beside them
+    arrays and text: bytes that each rank takes; shared: further bytes that its node takes
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

@@ -54,13 +54,13 @@ class RunSpec:
     tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are ids
     model: ModelConfig
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
-    description: Description  # what the run's checkpoints store beside their tensors
+    description: Description  # what the run's checkpoints store besides their tensors
     adapter: WeightSource | None = None  # source of the initial adapter weights
     unsaid: frozenset[str] = frozenset()  # settings that are left to the data
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    no_room: str = ""  # why there is no memory for the run, which a dry run prints at its end; on rank 0
+    no_room: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -118,7 +118,7 @@ def look(
 ) -> tuple[RunSpec, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: index of the rank on its node, where the launcher does not tell it. `begun`: as for `resolve`.
+    `number`: index of the rank on its node, if the launcher does not give it. `begun`: as for `resolve`.
     """
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)

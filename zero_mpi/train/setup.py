@@ -167,7 +167,7 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return why ranks cannot read the files themselves, alike on all; "" where they can. Collective."""
+    """Return why ranks cannot read the files themselves, the same for all; "" if they can. Collective."""
     told = comm.allgather_object((platform.node(), looked_at(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]), None)
     if rank is None:
@@ -223,7 +223,7 @@ class Session:
     tokenizer: Tokenizer | None
     notes: list[str]
     transport: str = ""  # description of the transport between ranks; empty for a single rank
-    nodes: int = 0  # number of nodes that the transport tells apart, 0 where it does not
+    nodes: int = 0  # number of nodes that the transport distinguishes; 0 if it does not
     resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
     weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
 

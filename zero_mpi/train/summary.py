@@ -44,14 +44,14 @@ SHOWN = 3  # kinds of memory that are named
 
 @dataclass(frozen=True)
 class Start:
-    """Facts that are known when a job starts, beside its session; 0, None or "": not known."""
+    """Facts that are known when a job starts, and its session; 0, None or "": not known."""
 
     session: Session
     hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
     peak: float  # FLOP/s of all ranks together
     memory: Memory | None = None  # planned for the largest rank
     flop: float = 0.0  # of a step's products
-    ask: int = 0  # bytes of a node's host
+    ask: int = 0  # bytes of host memory to request per node
     base: str = ""  # where a base in blocks lies
 
     @property

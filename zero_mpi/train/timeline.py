@@ -4,12 +4,12 @@ Clocks: on one host all ranks read the same one. The offsets of other hosts' clo
 recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
 changes no bit and no order of collectives; what is collective here happens before the first step that is
 recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
-room for one piece.
+memory for one piece.
 
 The file is in the Trace Event Format, which Perfetto and chrome://tracing read (a document of the Chromium
 project). A rank is a process and a track one of its threads. Everything is a complete event ("X": `ts` and
-`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are dealt out
-to as many lanes of a kind as are needed, each of which is a track.
+`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are put into as
+many lanes of a kind as needed, each of which is a track.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRAVELS = ("parameters", "gradients")  # first words of labels that continue wit
 
 @contextmanager
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
-    """Record what happens inside on all ranks of `comm`, and write it to `path` at the end. Collective.
+    """Record what happens in the body on all ranks of `comm`, and write it to `path` at the end. Collective.
 
     For custom training loops; call `step` where steps begin, or all of it counts as one step:
 

@@ -164,7 +164,7 @@ MIXTURES = {  # family -> module of experts, tensors of one, joint tensors
     "olmoe": ("mlp", _SINGLE, _JOINT),
     "granitemoe": ("", {}, _JOINT_GRANITE),
 }
-GGUF_NAMES = {"mixtral": "llama"}  # architectures of families that are no architecture of their own
+GGUF_NAMES = {"mixtral": "llama"}  # families without an architecture of that name in GGUF
 _OLMO2 = replace(
     _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}

@@ -178,7 +178,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 Ids = NDArray[np.int64]
 MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # per question; all answers with their questions
-QUESTION = ("question", "context")  # names of the field before an answer: one of them
+QUESTION = ("question", "context")  # names of the field before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 

@@ -263,7 +263,7 @@ def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
 
 
 class Importance:
-    """Sums of the squares of each matrix's inputs, and the number of these, over all micro-batches in order.
+    """Sums of the squares of each matrix's inputs, and the number of inputs, over all micro-batches in order.
 
     They are summed as gradients are: the result does not depend on the number of ranks.
     """
@@ -317,7 +317,7 @@ class Importance:
 
 # ------------------------------------------------------------------------------------------- predictions
 # `--top-k-out`: a rank writes the records of its micro-batches to their places, so the bytes do not depend on
-# the number of ranks, and a job that is started again leaves out the micro-batches whose records are there.
+# the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
 LEAST = 1e-12  # of the mass of all other ids
 
@@ -352,7 +352,7 @@ def write_top_k(
     part, top = out.with_name(f"{out.name}.part"), TopK(teacher)
 
     def is_done(i: int) -> bool:
-        """Return whether the last record that micro-batch i writes is there."""
+        """Return whether the last record that micro-batch i writes exists."""
         places = windows.places(i)
         return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
 

@@ -110,7 +110,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
     """Return `model` minus `base`, figure by figure; the standard error is that of the difference.
 
-    Windows are the same for both, so what they have in common is no error.
+    Windows are the same for both, so differences between windows are not part of the error.
     """
     found: Figures = {}
     if "text" in model:

@@ -206,7 +206,7 @@ class Opened:
 def look(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: index of the rank on its node, where the launcher does not tell it.
+    `number`: index of the rank on its node, if the launcher does not give it.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

@@ -194,7 +194,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
 def of_experts(
     source: WeightSource, spec: TensorSpec, parts: list[tuple[str, tuple[int, ...], list[str]]]
 ) -> Iterator[Outgoing]:
-    """Yield tensors of experts: one for each, or one with those of all."""
+    """Yield tensors of experts: one for each expert, or one for all."""
     stack = spec.shape[0] if len(spec.shape) == 3 else 1
     for place, (there, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
@@ -432,7 +432,7 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return one factor by PEFT's name and in its order of rows; FileError for one without a place there."""
+    """Return one factor by PEFT's name and in its order of rows; FileError if PEFT has no place for it."""
     target, dot, end = spec.name.rpartition(".")
     order, head = order_and_head(spec, target, dot + end, keys)
     name = f"{PREFIX}{layer_of(keys.architecture or '', target)}{ENDS[dot + end]}"

@@ -194,9 +194,9 @@ def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
 def look_at_files(
     world: World, encoding: Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Look at all files, each by one rank, and say which are no text. Collective; raises UsageError.
+    """Look at all files, each by one rank, and report which are not text. Collective; raises UsageError.
 
-    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is no text).
+    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is not text).
     """
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()

@@ -96,7 +96,7 @@ class WorkFolder:
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def end(self, manifest: Table) -> None:
-        """Write the manifest, and remove files that are no part of the result. OSError with a file's name."""
+        """Write the manifest, and remove files that are not in the result. OSError with a file's name."""
         sync_folder(self.out)
         write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)

@@ -88,7 +88,7 @@ OWN = {
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
-INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
+INCOMPLETE = 3  # exit status: some of the requested steps could not be computed again
 SAY_SECONDS = 30.0  # seconds between progress lines
 Facts = Mapping[str, Any]
 EXAMPLES = """\

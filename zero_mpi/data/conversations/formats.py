@@ -10,7 +10,7 @@ Rows of preferences hold a better and a worse answer to one prompt, or one answe
     {"prompt": "...", "chosen": "...", "rejected": "..."} or lists of messages {"chosen": "...", "rejected":
     "..."} the prompt is their common beginning {"prompt": "...", "completion": "...", "label": true} for KTO
 
-`tools` may stand beside each form. Other keys of a line are ignored; those of a message are passed to the
+Each form may also have `tools`. Other keys of a line are ignored; those of a message are passed to the
 template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
 """
 

@@ -170,9 +170,9 @@ class ConversationReader:
     def _marked(
         self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
-        """Return a conversation with marks on the tokens (n,) of answers, which stand for so many bytes.
+        """Return a conversation with marks on the tokens (n,) of answers; `lengths`: bytes of each token.
 
-        Bos in front stands for none. Raises UsageError if the tokens do not stand for all of the text.
+        A bos in front has length 0. Raises UsageError if the tokens do not stand for all of the text.
         """
         ends, size = np.cumsum(lengths), len(each.text.encode())
         if lengths.sum() != size:

@@ -144,8 +144,8 @@ class BPETokenizer(GGUFTokenizer):
 
         Merges join the pair of the least rank first, and of equal ones the leftmost. So a row of tokens
         encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both agree on tokens and words from there on for a while, the tokens of
-        the first up to there and all of the second form such a row; else a larger window is taken.
+        token of the previous one. If both agree on tokens and words for a while from there on, the tokens of
+        the first up to there and all of the second form such a row; otherwise a larger window is taken.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:

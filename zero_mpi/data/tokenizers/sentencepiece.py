@@ -1,7 +1,7 @@
 """SentencePiece's tokenizers as model files describe them: merges by score, and the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
+those of SentencePiece itself: a space is put before each text that follows a token spelt out in the text,
 and sums are in float64. The loops are in `segmentation`, which is compiled when it is imported. If no token
 crosses the beginning of a word, long texts are cut there and processed by all threads.
 """

@@ -86,7 +86,7 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is no text
+    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is not text
     named = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
