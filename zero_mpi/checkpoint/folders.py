@@ -25,7 +25,7 @@ AVERAGE = "ema.gguf"  # moving average of the model, or of adapters
 LATEST, BEST = "latest", "best"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.(latest|best)\.partial")
-AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
+AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:

@@ -154,7 +154,7 @@ class Content:
     architecture: str
     tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)  # that all ranks have: rank 0 writes them
+    constants: Mapping[str, Array] = field(default_factory=dict)  # rank 0 writes them: all have them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
@@ -400,7 +400,7 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
     pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
-    totals = defaultdict[str, Any](hashlib.sha256)  # of a tensor's pieces, in the order of units and ranks
+    totals = defaultdict[str, Any](hashlib.sha256)  # over a tensor's pieces, in the order of units and ranks
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(pieces.send(given))

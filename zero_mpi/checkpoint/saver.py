@@ -64,7 +64,7 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # by the role of the file
+Parts = dict[str, list[Contribution]]  # contributions by the role of the file
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Saved:
 
     folder: Path
     step: int
-    digest: str  # of all its tensors, the same at any number of ranks
+    digest: str  # digest of all its tensors, the same at any number of ranks
     id: str  # a hash of all keys of its files, digests included
     seconds: float
 

@@ -85,7 +85,7 @@ def read_best(keys: GGUFKeys) -> Best:
     return Best(math.inf if loss is None else loss, keys.whole(STEP) or 0, keys.whole(SINCE) or 0)
 
 
-ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
+ARCHITECTURE = "zero_mpi"  # value in optimizer.gguf, which llama.cpp refuses with a clear message
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 
@@ -98,7 +98,7 @@ class TrainingProgress:
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None  # of the loss scale (`sharding.precision`); None: there is none
+    scale_exponent: int | None = None  # exponent of the loss scale (`sharding.precision`), if any
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 

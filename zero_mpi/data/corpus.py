@@ -158,7 +158,7 @@ class _Split(NamedTuple):
     notes: list[str]
     digest: str
     bos: int | None
-    counts: tuple[int, int]  # of documents: all, and those held out in full
+    counts: tuple[int, int]  # number of documents: all, and those held out in full
 
 
 def load_corpus(

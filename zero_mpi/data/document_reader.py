@@ -123,7 +123,7 @@ class DocumentReader(NamedTuple):
         return documents
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
-        """Return the function that encodes files: conversations or text."""
+        """Return the function that encodes these files, which hold conversations or text."""
         if self.preferences or are_conversations(files):
             loss_on = ANSWERS if self.preferences else self.loss_on
             reader = ConversationReader(text.tokenizer, loss_on, self.bos, self.inputs)

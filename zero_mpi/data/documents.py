@@ -228,8 +228,8 @@ class Remark(str):
 class Document(NamedTuple):
     """Ids in their order, and their origin."""
 
-    name: str  # of the file or line, for messages and for the digest of the corpus
-    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; those of text include the separator
+    name: str  # name of the file or line, for messages and for the digest of the corpus
+    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; a text's include the separator
     digest: bytes  # sha256 of the source bytes and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
     # (D,) ends of the documents in a token file, none of them empty; None: a single document, or ends
@@ -263,7 +263,7 @@ class Document(NamedTuple):
 class Stream:
     """Documents one after the other."""
 
-    ids: Tokens  # of all documents (n,), uint16 or uint32, held or in files
+    ids: Tokens  # (n,) ids of all documents, uint16 or uint32, held or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts a token as a target; None: text, all count
     runs: NDArray[np.int64] | None = None  # (2 R,) starts of runs: (in the stream, in the data) of each

@@ -115,7 +115,7 @@ class SampleOrder:
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 
     def windows(self, samples: Places) -> Places:
-        """Return the windows (n,) of samples (n,), numbered among those of all sources."""
+        """Return the windows (n,) of samples (n,), numbered over all sources."""
         sources, numbers = self.places(samples)
         found = np.empty_like(samples)
         for source, count in enumerate(self._counts):
@@ -265,7 +265,7 @@ class MixedWindows(WindowSource):
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
-        """Yield (part, rows of these indices in it, its own numbers of them) for parts that have any."""
+        """Yield (part, rows of these indices in it, their numbers in it) for parts that have any."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         for number, part in enumerate(self.parts):

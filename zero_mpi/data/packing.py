@@ -256,9 +256,9 @@ class PairWindows(PackedWindows):
 
 
 def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return the prompts of a micro-batch with answers to others: those of the sequence before in its row.
+    """Return a micro-batch whose prompts are followed by the answer of the sequence before in the row.
 
-    The order is first that of better sides, then that of worse ones; the row has the same length.
+    For this order better sides precede worse ones; the length of the row stays the same.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -1,4 +1,4 @@
-"""Files of a corpus, those of --data or of Python's own library, and their kinds by the first bytes.
+"""Files of a corpus, from --data or Python's own library, and their kinds by the first bytes.
 
 Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") count
 only together with bytes that no text has. Text in another encoding, such as Latin-1 or Shift JIS, is read
@@ -92,12 +92,12 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raise the UsageError for a file of --data that the system does not let us read."""
+    """Raise the UsageError for a file of --data that cannot be read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
 BLOCK = 1 << 20
-HEAD = 8192  # bytes that tell text from binary, as in git and grep
+HEAD = 8192  # bytes that show whether a file is text, as in git and grep
 LINES = (".jsonl", ".ndjson")
 
 

@@ -51,7 +51,7 @@ class TokenLayout(NamedTuple):
     """Places of the ids in a file."""
 
     runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
-    dtype: np.dtype[Any]  # of an id, little-endian
+    dtype: np.dtype[Any]  # dtype of an id, little-endian
     ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
 
 

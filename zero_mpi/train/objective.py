@@ -110,7 +110,7 @@ class PairStep(StepLoss):
         self.preference, self.windows, self.batches = preference, windows, batches
         found = [windows.sequences(each) for each in batches]
         ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
-        self.places = list(map(slice, [0, *ends], ends))  # of each micro-batch's sequences
+        self.places = list(map(slice, [0, *ends], ends))  # slices of each micro-batch's sequences
         self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
         self.is_better, count = self.numbers % 2 == 0, self.numbers.size
         self.terms = count if preference.is_unpaired else count // 2

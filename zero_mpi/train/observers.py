@@ -230,7 +230,7 @@ class RankReport(NamedTuple):
     """Figures of a rank; all but the first cover the time since its last report."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # of computing, per micro-batch; None: it had none, or a GPU computes meanwhile
+    seconds: float | None  # computing, per micro-batch; None: it had none, or a GPU computes meanwhile
     waited: float  # seconds in waits for other ranks
     joules: (
         float | None

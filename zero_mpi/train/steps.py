@@ -37,7 +37,7 @@ class Steps:
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
         self.losses: StepLoss
-        self.sums: list[float] = []  # of the current step
+        self.sums: list[float] = []  # sums of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 

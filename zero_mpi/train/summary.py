@@ -50,7 +50,7 @@ class Start:
     hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
     peak: float  # FLOP/s of all ranks together
     memory: Memory | None = None  # planned for the largest rank
-    flop: float = 0.0  # of a step's products
+    flop: float = 0.0  # FLOP of a step's products
     ask: int = 0  # bytes of host memory to request per node
     base: str = ""  # where a base in blocks lies
 

@@ -192,7 +192,7 @@ class EncodedChoices:
     counts: list[int] = field(default_factory=list)  # sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
     answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
-    span: str = ANSWERS  # which tokens count, as above
+    span: str = ANSWERS  # the tokens that count, as above
     cut: int = 0  # number of sequences whose beginnings are left out, since they exceed the context
 
     @property

@@ -44,7 +44,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
-ROWS = 64  # of logits compared at a time
+ROWS = 64  # rows of logits compared at a time
 FIGURES = 3  # sums of a window: divergence, squares of changes of probability, equal most likely tokens
 
 
@@ -319,7 +319,7 @@ class Importance:
 # `--top-k-out`: a rank writes the records of its micro-batches to their places, so the bytes do not depend on
 # the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
-LEAST = 1e-12  # of the mass of all other ids
+LEAST = 1e-12  # least mass of all other ids
 
 
 class TopK(HeadLoss):

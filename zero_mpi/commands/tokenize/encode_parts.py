@@ -137,10 +137,10 @@ class TextFormat(NamedTuple):
     """Format of text."""
 
     name: str
-    suffixes: tuple[str, ...]  # of its files, without a compression suffix
+    suffixes: tuple[str, ...]  # suffixes of its files, before that of a compression
     # Bytes of text, or nearly: of the file or each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # of a file between two places
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # texts of a file between two places
     divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
 
 

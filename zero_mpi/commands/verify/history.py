@@ -104,7 +104,7 @@ class History:
 
     folders: Mapping[int, Path]  # existing checkpoints, by step
     runs: list[Record] = field(default_factory=list)  # what the bits of each job depend on, if recorded
-    segments: list[Segment] = field(default_factory=list)  # that can be computed again
+    segments: list[Segment] = field(default_factory=list)  # segments that can be computed again
     saved: list[int] = field(default_factory=list)  # steps of checkpoints, by records of saves and resumes
     at: int = -1  # the last step
     head: str = ""  # digest of the chain's last line; empty if there is no chain

@@ -209,7 +209,7 @@ class ConversationReader:
                 facts["unread"] = int(not finder.reads_tools(conversation, text))
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        if self._all:  # what is not silent: before, between and after these turns
+        if self._all:  # all that is not silent: before, between and after these turns
             starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(text)]
             spans = list(zip(starts, stops, strict=True))
         return RenderedConversation(conversation.name, text, spans, facts)
