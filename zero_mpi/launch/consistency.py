@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
 
 Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train differently on each rank. So ranks compare these facts, in one short message if all agree.
+train differently on each rank. So ranks compare these facts; if all agree, one short message suffices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def installation(world: World) -> dict[str, str]:
 
 
 def blas() -> str:
-    """Return NumPy's BLAS library and its kernels in use: others give other last bits."""
+    """Return NumPy's BLAS library and its kernels in use: different kernels round differently."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
     about = (pool.get(key) for key in ("internal_api", "version", "architecture"))

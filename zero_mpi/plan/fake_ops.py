@@ -2,8 +2,8 @@
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
 order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
-takes its results alone, as its signature says. (Float32 copies on the host, for float16 or without a bfloat16
-matmul library, are not counted.)
+takes memory only for the results in its signature. (Float32 copies on the host, for float16 or without a
+bfloat16 matmul library, are not counted.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
-NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mmap has no name for it yet
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, address space without memory; `mmap` does not name it yet
 LEAST_ARENA = 1 << 30  # bytes
 
 
@@ -121,7 +121,7 @@ class FakeMemory:
 
 
 class NoMemory(Host):
-    """Device whose arrays are fake and not counted: the memory that a module keeps is counted apart."""
+    """Device whose arrays are fake and not counted: the memory that a module keeps is counted elsewhere."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.activations = memory
@@ -293,7 +293,7 @@ def _(
     return 0.0, dx
 
 
-# ------------------------------------------------------------------------------------- what one line can say
+# ------------------------------------------------------------------------------------ operations of one line
 
 
 @merged.register(FakeArray)
@@ -306,7 +306,7 @@ def _(w: Array, a: Array, b: Array, scale: float, kind: str) -> Array:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
+    none = tokens.reshape(-1)[:0]  # a text has few added tokens
     return tokens, none, none
 
 
