@@ -1,8 +1,8 @@
 """Checks of settings: bounds of each by itself, contradictions between them, and flags without effect.
 
 A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
-noted in one line at the start: files of settings hold more than a run needs. A flag counts as given if its
-value is not the default, because OUT/config.toml of a run gives all of them.
+noted in one line at the start, because a settings file often has more than a run needs. A flag counts as
+given if its value is not the default, because OUT/config.toml contains all flags.
 """
 
 from __future__ import annotations

@@ -107,6 +107,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a file's settings and flags; flags win: --steps also replaces the file's epochs, and vice versa."""
+    """Join a file's settings and flags; flags win: --steps also replaces a file's epochs, and the reverse."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

@@ -1,7 +1,7 @@
 """Flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
 
 A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks the settings that a
-resumed run must keep, beside the sizes of its model, because another value would make it another run.
+resumed run must keep, like the sizes of its model, because another value would make it another run.
 """
 
 from __future__ import annotations

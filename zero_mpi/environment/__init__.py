@@ -45,7 +45,7 @@ threads_were_set = any(name in os.environ for name in THREADS)
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that `environ` lacks. Thread counts are left alone once numpy has read them."""
+    """Set the variables that `environ` lacks. Thread counts stay unchanged once numpy has read them."""
     if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
         environ.update(dict.fromkeys(THREADS, "1"))
     if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # Open MPI's UCX warns without a device

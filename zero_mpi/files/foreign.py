@@ -1,4 +1,4 @@
-"""Text from others (names, values, flags), shown with care.
+"""Shows text from others (names, values, flags) safely.
 
 The displayed part is one line of bounded length without terminal control characters.
 """

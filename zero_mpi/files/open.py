@@ -1,4 +1,4 @@
-"""Opens and reads files with care, because others may have put them in their place.
+"""Opens and reads files safely, because other programs may have put anything in their place.
 
 Only a regular file is opened, because a pipe would wait forever and a device never ends; reads are
 bounded. Files that are written in place, appended to or cut are opened by `open_in_place` alone.

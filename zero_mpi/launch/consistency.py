@@ -101,7 +101,7 @@ def short_digest(value: Any) -> str:
 
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of started ranks if each takes itself for the only one; otherwise 0."""
+    """Return the number of started ranks if each believes that it is the only one; otherwise 0."""
     started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
     return started if size == 1 < started else 0
 
@@ -112,7 +112,7 @@ def is_first(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if a launcher has started several ranks and each takes itself for the only one.
+    """Raise UsageError if a launcher has started several ranks and each believes it is alone.
 
     Then mpi4py has loaded another MPI library than the launcher's. Only the first rank prints it.
     """

@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of all writers together, and of each writer."""
+    """Rates of a disk in bytes per second: of all writers together, and of each writer."""
 
     rate: float
     writer_rate: float
