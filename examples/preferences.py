@@ -3,10 +3,10 @@
     mpirun -n 2 python examples/preferences.py
 
 The pairs are questions such as "What does str.split do?": the chosen answer is the first paragraph of the
-documentation, the rejected one that of another name, or the first half of the chosen one. A tenth of the
-pairs is held out. Their accuracy and margin, printed before and after, say how often and by how much the
-model prefers the chosen answer more than the initial model does. Only adapters are trained; more flags of
-training may follow. It takes two minutes on two cores.
+documentation, the rejected one describes another name or is half of the chosen one. A tenth of the pairs is
+held out. Their accuracy and margin, printed before and after, say how often and by how much the model prefers
+the chosen answer more than the initial model does. Only adapters are trained; more flags of training may
+follow. It takes two minutes on two cores.
 """
 
 import json

@@ -62,7 +62,7 @@ class GradAccum(Accumulator):
     def __iter__(self) -> Iterator[int | None]:
         """Yield this rank's micro-batch, or None, of each remaining round of the step.
 
-        After a `break` the next loop continues with the same round; `reset` restarts the step, also inside
+        After a `break` the next loop continues where that one stopped; `reset` restarts the step, also inside
         the loop. Raises ValueError if the gradients of a complete step were not used, and for a round that
         was not accumulated.
         """
@@ -138,7 +138,7 @@ class GradAccum(Accumulator):
         return self.totals()[0]
 
     def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError unless a round can begin, and if `given` is None where it must not, or reverse."""
+        """Raise ValueError unless a round can begin and `given` is None just on ranks without micro-batch."""
         self._check_ready()
         mine = self.next_micro_batch
         if (given is None) != (mine is None):

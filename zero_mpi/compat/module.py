@@ -295,7 +295,7 @@ class ShardedModule(engine.ShardedModule):
         return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return a copy of the full model, name -> parameter, on every rank. Collective; takes that memory."""
+        """Return a copy of every full parameter by name: each rank holds the full model. Collective."""
         return {name: self.all_gather_param(name) for name in self.params}
 
     def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
