@@ -247,7 +247,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return the slices of the optimizer's states, views: float64's masters, one state after the other."""
+    """Return slices of float64 masters, if any, and of the optimizer's states, one after the other; views."""
     wide = optimizer.module.units if optimizer.module.precision is FP64 else []
     return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
@@ -273,10 +273,10 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # a mark behind the last copies
+        self.complete: Any = Done()  # a mark after the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return the same contributions to one file; they have copied values once `complete` has come."""
+        """Return copies of the contributions to one file; their values are valid once `complete` has come."""
         given = list(contributions)
         copies = [replace(each, values=self._room(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
