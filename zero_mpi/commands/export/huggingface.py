@@ -404,15 +404,16 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
     """Write the tokenizer's files, from a folder or from keys; none where there is no tokenizer."""
-    if isinstance(source, HuggingFaceFolder):
+    keys = GGUFKeys(source.metadata, str(source.path))
+    if keys.tokenizer == "gpt2":
+        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
+    elif keys.tokenizer is None and os.path.isdir(source.path):
         more = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
         for name in [*COPIED, *(f"{MORE_TEMPLATES}/{each}" for each in more)]:
             if os.path.isfile(source.path / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
-    elif (keys := GGUFKeys(source.metadata, str(source.path))).tokenizer == "gpt2":
-        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
 
 
 def write_json(path: Path, content: Any) -> None:
