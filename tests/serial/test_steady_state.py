@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
+from zero_mpi.device.arrays import recycled_stats  # noqa: F401 (used by the programs below)
 from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend

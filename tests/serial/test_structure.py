@@ -19,10 +19,6 @@ def load_check():
 structure = load_check()
 
 
-def test_the_tree_is_clean():
-    assert structure.violations(ROOT) == []
-
-
 def violations(root, files):
     """Those of a small tree; each file gets a docstring in its first line."""
     for name, text in files.items():

@@ -333,9 +333,9 @@ for _definition, _function in OF_ONE_LINE.items():
     fake(_definition)(_function)
 
 
-def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
+def one_pass(operation: Any, taken: inspect.Signature, *given: Any, **named: Any) -> Any:
     """Return the results that an operation's signature says; count a pass over each of its arrays."""
-    arguments, memory = inspect.signature(operation).bind(*given, **named).arguments, given[0].memory
+    arguments, memory = taken.bind(*given, **named).arguments, given[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]
     memory.passes(*(x for x in (*arguments.values(), *results) if isinstance(x, np.ndarray)))
@@ -344,4 +344,4 @@ def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
 
 for _operation in OPERATIONS.values():
     if FakeArray not in _operation.registry:
-        _operation.register(FakeArray, partial(one_pass, _operation))
+        _operation.register(FakeArray, partial(one_pass, _operation, inspect.signature(_operation)))

@@ -21,6 +21,7 @@ nodes other formulas hold (`comm.nodes`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,9 +161,10 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     rounds = case.rounds
     kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
+    gathers = gathers_of(case)
     for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
         gathered = np.stack(gathering.gathered(partition))
-        parameters += case.kept_bytes(number) * gathers_of(case, number) * gathered
+        parameters += case.kept_bytes(number) * gathers[number] * gathered
         if unit.trainable and case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
@@ -178,13 +180,14 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     return Traffic(a, b, c, d, np.full(case.ranks, vectors, np.int64))
 
 
-def gathers_of(case: Case, unit: int) -> int:
-    """Return how often a unit's parameters are gathered in a step; shared memory needs no gathers."""
+def gathers_of(case: Case) -> Sequence[int]:
+    """Return how often each unit's parameters are gathered in a step; shared memory needs no gathers."""
+    units = case.layout.units
     if case.shares_wholes or not case.strategy.shards_moments:
-        return 0
+        return [0] * len(units)
     if not case.strategy.shards_parameters:
-        return int(case.layout.units[unit].trainable)  # once, after the update
+        return [int(unit.trainable) for unit in units]  # once, after the update
     schedule = case.layout.schedule
     passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
-    started = [action.unit for actions in passes for action in actions if isinstance(action, Gather)]
-    return started.count(unit) * len(case.rounds)  # g_u per round
+    started = Counter(action.unit for actions in passes for action in actions if isinstance(action, Gather))
+    return [started[number] * len(case.rounds) for number in range(len(units))]  # g_u per round

@@ -10,6 +10,7 @@ import math
 from zero_mpi import device
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
+from zero_mpi.ops.elementary import power
 from zero_mpi.ops.gpu.launch import (
     ARRAY,
     F32,
@@ -62,7 +63,7 @@ def adamw(
     size, run = int(p.size), run_length(p, decay)
     runs = packed(device.in_use().from_host(decay))
     shift = run.bit_length() - 1 if run & (run - 1) == 0 else -1
-    root_c2, rate = math.sqrt(1.0 - beta2**step), lr / (1.0 - beta1**step)
+    root_c2, rate = math.sqrt(1.0 - power(beta2, step)), lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
     update = chosen(ADAMW, "adamw", p if low is None else low)
     update(
