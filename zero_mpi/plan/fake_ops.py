@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -333,9 +333,12 @@ for _definition, _function in OF_ONE_LINE.items():
     fake(_definition)(_function)
 
 
-def one_pass(operation: Any, taken: inspect.Signature, *given: Any, **named: Any) -> Any:
+signature = cache(inspect.signature)
+
+
+def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
     """Return the results that an operation's signature says; count a pass over each of its arrays."""
-    arguments, memory = taken.bind(*given, **named).arguments, given[0].memory
+    arguments, memory = signature(operation).bind(*given, **named).arguments, given[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]
     memory.passes(*(x for x in (*arguments.values(), *results) if isinstance(x, np.ndarray)))
@@ -344,4 +347,4 @@ def one_pass(operation: Any, taken: inspect.Signature, *given: Any, **named: Any
 
 for _operation in OPERATIONS.values():
     if FakeArray not in _operation.registry:
-        _operation.register(FakeArray, partial(one_pass, _operation, inspect.signature(_operation)))
+        _operation.register(FakeArray, partial(one_pass, _operation))
