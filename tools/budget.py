@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one in each line
 # Lines of Python.
-TOTAL = {"engine": 10210, "package": 53252, "tests": 51509}
+TOTAL = {"engine": 10210, "package": 53255, "tests": 51510}
 ROOMS = {
     "checkpoint": 4639,
     "cli": 357,
@@ -35,7 +35,7 @@ ROOMS = {
     "nn": 2484,
     "ops": 7795,
     "optim": 765,
-    "plan": 2343,
+    "plan": 2346,
     "sharding": 2937,
     "telemetry": 1361,
     "train": 3633,
