@@ -122,6 +122,6 @@ def test_a_sample_answers_the_first_question_that_is_held_out(folder):
     model(folder, 128)
     train(1, folder / "out", *FLAGS[:6], "--val-data", "chat.jsonl", "--steps", "1", "--sample", "5")
     records = map(json.loads, (folder / "out" / "events.jsonl").read_text().splitlines())
-    (text,) = (record["text"] for record in records if record["event"] == "sample")
-    assert TALK[0]["content"] in text[: text.rindex("assistant")]
+    ((prompt, text),) = ((e["prompt"], e["text"]) for e in records if e["event"] == "sample")
+    assert TALK[0]["content"] in prompt == text[: len(prompt)]
     assert TALK[1]["content"] not in text

@@ -10,7 +10,6 @@ rank is raised on all of them, at the end.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 from collections import defaultdict, deque
@@ -400,17 +399,17 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
     pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
-    totals = defaultdict[str, Any](hashlib.sha256)  # over a tensor's pieces, in the order of units and ranks
+    parts = defaultdict[str, list[bytes]](list)  # over a tensor's pieces, in the order of units and ranks
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(pieces.send(given))
         if given.by_pieces:
             for name, part in (entry for rank in found or [] for entry in rank):
-                totals[name].update(part)
+                parts[name].append(part)
         else:
             odd += [given.prefix + name for name in given.unit.params]
     pieces.finish()
-    digests |= {name: total.hexdigest() for name, total in totals.items()}
+    digests |= {name: digest_of_pieces(found) for name, found in parts.items()}
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)

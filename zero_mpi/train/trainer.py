@@ -272,14 +272,15 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
         return
     base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
-    prompt, ends = question(session) if config.prompt == FIELDS["prompt"].default else None, tokenizer.ends
-    if prompt is None:
-        prompt, ends = tokenizer.encode_prompt(config.prompt), frozenset()
+    prompt, ends, asked = question(session), tokenizer.ends, config.prompt
+    if prompt is None or asked != FIELDS["prompt"].default:
+        prompt, ends = tokenizer.encode_prompt(asked), frozenset()
+    else:
+        asked = tokenizer.decode(prompt).decode("utf-8", "replace")
     answer = takewhile(lambda id: id not in ends, model.generate(prompt, config.sample, seed=config.seed))
-    ids = [*prompt.tolist(), *answer]
-    text = tokenizer.decode(ids).decode("utf-8", "replace")
+    text = tokenizer.decode([*prompt.tolist(), *answer]).decode("utf-8", "replace")
     log.info_text(f"sample of {path}:", text)
-    noted.note(events.SAMPLE, folder=path.parent.name, prompt=config.prompt, text=text)
+    noted.note(events.SAMPLE, folder=path.parent.name, prompt=asked, text=text)
 
 
 def question(session: Session) -> Array | None:
