@@ -11,7 +11,7 @@ import pytest
 RANK = """
 import os, signal, sys
 from zero_mpi.launch import ending
-ending.HOLD, ending.LATER = 0.2, 0.1
+ending.HOLD, ending.LATER = 5.0, 0.1
 ending.hold_launcher()
 stat = open(f"/proc/{os.getppid()}/stat").read()
 print("launcher", stat.rpartition(")")[2].split()[0], flush=True)
