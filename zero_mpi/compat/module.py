@@ -60,7 +60,7 @@ class ShardedModule(engine.ShardedModule):
 
     rounds_open = NOTHING  # the state of the gradients, checked before a use
     forgotten = 0  # how often gradients were forgotten: counts of rounds then begin anew
-    _trains = True
+    is_training = True  # whether `forward` keeps what backward needs, where its caller does not say
 
     def __init__(
         self,
@@ -105,15 +105,10 @@ class ShardedModule(engine.ShardedModule):
 
     # ------------------------------------------------------------------------------------ a micro-batch
 
-    @property
-    def is_training(self) -> bool:
-        """True if `forward` keeps what backward needs where its caller does not say."""
-        return self._trains
-
     def train(self, mode: bool = True) -> Self:
         """Let `forward` keep what backward needs, unless `mode` is False; for all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
-        self._trains = mode
+        self.is_training = mode
         return self
 
     def eval(self) -> Self:
@@ -122,7 +117,7 @@ class ShardedModule(engine.ShardedModule):
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
         """Return the model's output for x; see the engine. If `training` is None, `is_training` decides."""
-        return super().forward(x, self._trains if training is None else training)
+        return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
         """Return dx of the first trained stage; see the engine."""
@@ -371,7 +366,7 @@ class GivenGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._given_gradients, self._added = gradients or {}, set[str]()
+        self._given_gradients, self._added = gradients or {}, set[int]()
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
@@ -379,18 +374,16 @@ class GivenGradients(MicroBatch):
 
     def turn(self, turn: Turn) -> None:
         """Add the gradients of a part of a stage's stacked parameters."""
-        self._add(self.module.parts[turn.stage].units[turn.number] if turn.adds else ())
+        self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        factor = self.module.loss_scale.factor
-        for unit in (self.module.units[each] for each in numbers if self._given_gradients):
+        for unit in (self.module.units[each] for each in {*numbers} - self._added if self._given_gradients):
             for name, total in unit.gradients().items():
-                if (label := unit.unit.label(name)) not in self._added:
-                    self._added.add(label)
-                    first = unit.unit.firsts.get(name, 0)
-                    given = self._given_gradients[name].reshape(-1)[first : first + total.size]
-                    given = device.in_use().from_host(given).reshape(total.shape)
-                    total += (given * factor).astype(total.dtype)
+                first = unit.unit.firsts.get(name, 0)
+                given = self._given_gradients[name].reshape(-1)[first : first + total.size]
+                given = device.in_use().from_host(given).reshape(total.shape)
+                total += (given * self.module.loss_scale.factor).astype(total.dtype)
+        self._added.update(numbers)
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

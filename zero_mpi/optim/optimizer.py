@@ -9,7 +9,7 @@ This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +33,6 @@ class StepResult:
 
     grad_norm: float
     skipped: bool
-
-
-class MovingAverage:
-    """Averages of the parameters of some units, flat, by their names; zeros until `begin`.
-
-    After each update e = keep e + (1 - keep) p, in float32, of what the rank updates.
-    """
-
-    def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
-        zeros = device.in_use().zeros
-        self.keep = keep
-        self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
-
-    def begin(self, units: Iterable[ShardedUnit]) -> None:
-        for unit in units:
-            device.in_use().copy(self.values[unit.name], unit.updated[0])
-
-    def follow(self, unit: ShardedUnit) -> None:
-        ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -101,7 +82,10 @@ class ShardedOptimizer:
         self.check_units()
         self._rates = ParameterRates(self.units, scales["lr_scale"], scales["decay_scale"], self.rule_of)
         self.states = self._make_states()
-        self.average = None if ema is None else MovingAverage(self.units, ema)
+        self.ema, zeros = ema, device.in_use().zeros
+        self.average: dict[str, Array] = {}  # of what the rank updates, by unit; zeros until `averages`
+        for unit in self.units if ema is not None else ():
+            self.average[unit.name] = zeros(unit.updated[0].size, unit.updated[0].dtype)
 
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
         """Raise for impossible arguments, where a class checks them."""
@@ -127,10 +111,9 @@ class ShardedOptimizer:
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit, where they are kept; before any update, the parameters."""
-        assert self.average is not None, "made with ema=X"
-        if not self.steps:
-            self.average.begin(self.units)
-        return self.average.values
+        for unit in () if self.steps or self.ema is None else self.units:
+            device.in_use().copy(self.average[unit.name], unit.updated[0])
+        return self.average
 
     def begin(self) -> None:
         """Let rules prepare the parameters of a new run, once these have values. Collective."""
@@ -156,8 +139,7 @@ class ShardedOptimizer:
         finite = math.isfinite(norm)
         if finite:
             device.in_use().before_update()
-            if self.average is not None:
-                self.averages()
+            self.averages()
             self.steps += 1
             self.module.drop_gathered()
             self.module.update_buffers()
@@ -168,8 +150,8 @@ class ShardedOptimizer:
                 for unit in self.units:
                     for part, rate, rule in self._parts(unit, lr):
                         rule.update(part, rate, scale, self.steps)
-                    if self.average is not None:
-                        self.average.follow(unit)
+                    if self.ema is not None:
+                        ops.moving_average(self.average[unit.name], unit.updated[0], self.ema)
                 if self._offload is not None and self._offload.masters:
                     self._offload.finish()
             self.module.start_updates()
@@ -252,8 +234,7 @@ class ShardedOptimizer:
 
     def memory_bytes(self) -> int:
         """Return the bytes of states and averages on this rank, wherever they are."""
-        averages = [] if self.average is None else [self.average.values]
-        return sum(map(bytes_of, [*self.states.values(), *averages]))
+        return sum(map(bytes_of, [*self.states.values(), self.average]))
 
 
 def bytes_of(states: States) -> int:

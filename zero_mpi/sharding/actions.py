@@ -125,10 +125,10 @@ class Backward(StageAction):
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Let a stage go on with a part of its stacked parameters; `adds`: and of their gradients."""
+    """Let a stage go on with a part of its stacked parameters; in backward it adds gradients of `adds`."""
 
     number: int
-    adds: bool = False
+    adds: tuple[int, ...] = ()  # units
     verb, method = "go on with", "turn"
 
     def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:

@@ -44,6 +44,7 @@ class Context:
 
     unpacked   pool for arrays unpacked from gathered bytes
     masters    makes arrays for float32 parameters in low precision, if not the device
+    read       units whose shared parameters ranks may have read since all of them last met
     """
 
     comm: Comm
@@ -53,6 +54,7 @@ class Context:
     unpacked: BufferPool = field(default_factory=BufferPool)
     precision: Precision = FP32
     masters: Callable[[int], Array] | None = None
+    read: set[str] = field(default_factory=set)
 
 
 class Parameters:
@@ -63,10 +65,8 @@ class Parameters:
     master   float32 of `master_part` of the unit, all that this rank updates; where layers compute in float32
              a view of `shard` or `full`
     low      what `master` is rounded to after an update; None where layers read what is updated
-    in_use   whether a rank may have read `full` since all ranks last met (`NodeSharedParameters`)
     """
 
-    in_use = False
     state = State.SHARDED
     master: Array
     low: Array | None = None
@@ -227,7 +227,7 @@ class NodeSharedParameters(Parameters):
             self.full, self.state = self._memory, State.GATHERING
 
     def wait_gather(self) -> None:
-        self.in_use = True
+        self.context.read.add(self.unit.name)
         self.context.comm.wait_written()
         super().wait_gather()
 
@@ -307,14 +307,6 @@ class BlockParameters(Parameters):
         if was_sharded:
             self.stored.release()
         return copy
-
-    @property
-    def in_use(self) -> bool:
-        return self.stored.in_use
-
-    @in_use.setter
-    def in_use(self, value: bool) -> None:
-        self.stored.in_use = value
 
     def load(self, read: ReadBytes) -> None:
         """Fill the bytes that this rank keeps."""

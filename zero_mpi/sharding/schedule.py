@@ -146,7 +146,7 @@ class Parts:
         for _ in range(self.again):
             yield from self.forward(stage, reads)
         for number, units in reversed([*enumerate(self.units)]):
-            yield Step(Turn(stage, number, adds=True), reads + units, adds + units)
+            yield Step(Turn(stage, number, units), reads + units, adds + units)
 
 
 def make_schedule(
