@@ -97,9 +97,8 @@ class ShardedModule(engine.ShardedModule):
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
             raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
-        by_rows = bool(config.by_rows)
-        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb, "by_rows": by_rows}
-        config = replace(config, frozen=frozen, whole=undivided, **numbers)
+        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
+        config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
         check_stored(config, params)
         return stages, config
 
@@ -373,7 +372,6 @@ class GivenGradients(MicroBatch):
         self._add(self.module.uses[stage])
 
     def turn(self, turn: Turn) -> None:
-        """Add the gradients of a part of a stage's stacked parameters."""
         self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:

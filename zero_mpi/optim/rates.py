@@ -62,7 +62,6 @@ class ParameterRates:
         return self._units[unit]
 
     def factor(self, name: str) -> float:
-        """Return the factor of a parameter's learning rate."""
         return matched(self.scales, name, 1.0)
 
     def _of(self, unit: ShardedUnit) -> UnitRates:

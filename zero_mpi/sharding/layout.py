@@ -176,8 +176,9 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
     schedule = replace(schedule, unit_names=names[0], stage_names=names[1])
     gradients, gathers = buffer_lengths(Lending(units, uses, config.precision), schedule)
-    gathers = gathers if strategy.shards_parameters else ()
-    return Layout(config, units, uses, parts, schedule, gradients, gathers)
+    return Layout(
+        config, units, uses, parts, schedule, gradients, gathers if strategy.shards_parameters else ()
+    )
 
 
 def cut_stacks(

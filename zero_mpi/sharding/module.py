@@ -262,7 +262,7 @@ class ShardedModule:
 
     @cached_property
     def _squares(self) -> SquaresSum:
-        runs = runs_of([sharded.unit for sharded in self.units], list(self.params), self.owners.size)
+        runs = runs_of([sharded.unit for sharded in self.units], self.params, self.owners.size)
         return SquaresSum(runs, self.owners.rank)
 
     def gradient_norm(self) -> float:
@@ -317,7 +317,6 @@ class ShardedModule:
         return together.views(total)
 
     def zero_gradients(self) -> None:
-        """Forget the step's gradients."""
         self.tallies.rounds.clear()
         for unit in self.units:
             unit.gradient.reset()

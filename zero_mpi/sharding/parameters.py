@@ -51,9 +51,9 @@ class Context:
     strategy: Strategy
     parameters: BufferPool
     gradients: BufferPool
-    unpacked: BufferPool = field(default_factory=BufferPool)
-    precision: Precision = FP32
-    masters: Callable[[int], Array] | None = None
+    unpacked: BufferPool
+    precision: Precision
+    masters: Callable[[int], Array] | None
     read: set[str] = field(default_factory=set)
 
 
@@ -172,7 +172,7 @@ class Parameters:
     @property
     def nbytes_whole(self) -> int:
         """Bytes that would be kept without sharding."""
-        return self.unit.length * int(self.master.itemsize)
+        return self.unit.dealt[0] * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
         """Round `master` to what layers read, after others than the optimizer wrote it."""
@@ -291,7 +291,6 @@ class BlockParameters(Parameters):
         return found
 
     def _raw(self, name: str) -> Array:
-        """Return the gathered bytes of a parameter."""
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
@@ -309,7 +308,6 @@ class BlockParameters(Parameters):
         return copy
 
     def load(self, read: ReadBytes) -> None:
-        """Fill the bytes that this rank keeps."""
         for target, part in self.stored.filled:
             for segment in self.unit.words.segments(part):
                 name, start = segment.name, segment.offset * target.itemsize
@@ -319,10 +317,6 @@ class BlockParameters(Parameters):
     @property
     def nbytes(self) -> int:
         return self.stored.nbytes
-
-    @property
-    def nbytes_whole(self) -> int:
-        return self.stored.nbytes_whole
 
     @property
     def _written(self) -> NoReturn:

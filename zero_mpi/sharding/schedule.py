@@ -108,7 +108,6 @@ class Moves:
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
-        """Return the actions of a stage."""
         before = (*map(Gather, self.start), *map(Wait, self.need))
         return (*before, compute, *map(Release, self.drop), *reductions, Progress())
 
@@ -198,10 +197,8 @@ def steps_of(
     for stage, units in enumerate(uses):
         ascent.append(Step(Forward(stage), units))
         ascent += parts[stage].forward(stage, units) if stage in parts else ()
-    trained = [step.compute.stage for step in ascent if any(trainable[unit] for unit in step.reads)]
-    for stage in (
-        range(len(uses) - 1, trained[0] - 1, -1) if trained else ()
-    ):  # the stages that backward visits
+    trained = (step.compute.stage for step in ascent if any(trainable[unit] for unit in step.reads))
+    for stage in reversed(range(next(trained, len(uses)), len(uses))):
         reads = uses[stage] if reads_in_backward[stage] else ()
         descent.append(Step(Backward(stage), reads, uses[stage]))
         descent += parts[stage].backward(stage, reads, uses[stage]) if stage in parts else ()

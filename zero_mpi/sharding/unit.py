@@ -201,19 +201,18 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
     The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """
-    wholes = [(unit.label(name), p) for unit in units if unit.whole for name, p in unit.params.items()]
-    costs = {label: cost(param.shape) for label, param in wholes}
+    whole = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
     load, owner = [0] * ranks, dict[str, int]()
-    for name in sorted(costs, key=lambda name: -costs[name]):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += costs[name]
+    for unit, name, param in sorted(whole, key=lambda each: -cost(each[2].shape)):
+        owner[unit.label(name)] = rank = load.index(min(load))
+        load[rank] += cost(param.shape)
 
     def dealt(unit: Unit) -> Unit:
-        names = sorted(unit.params, key=lambda name: owner[unit.label(name)])
+        owners = {name: owner[unit.label(name)] for name in unit.params}
         sizes = [0] * ranks
-        for name in names:
-            sizes[owner[unit.label(name)]] += unit.chunks(name) * unit.quantum
-        params = {name: unit.params[name] for name in names}
+        for name, rank in owners.items():
+            sizes[rank] += unit.chunks(name) * unit.quantum
+        params = {name: unit.params[name] for name in sorted(owners, key=owners.__getitem__)}
         return replace(unit, params=params, ends=tuple(accumulate(sizes)))
 
     return [dealt(unit) if unit.whole else unit for unit in units]
