@@ -19,7 +19,7 @@ from zero_mpi.comm import AllOf, Handle
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
-from zero_mpi.optim.rates import ParameterRates, matched
+from zero_mpi.optim.rates import matched, unit_rates
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
@@ -75,12 +75,13 @@ class ShardedOptimizer:
 
         self._offload = agreed(module.comm, f"this {what}", look)
         self.module, self.rules = module, dict(rules)
-        self.lr, self.weight_decay = float(lr), float(weight_decay)
+        self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
         self._chosen: dict[str, Rule] = {}  # by name: patterns are matched once, and not in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
-        self._rates = ParameterRates(self.units, scales["lr_scale"], scales["decay_scale"], self.rule_of)
+        wanted = self.rate_factor, scales["decay_scale"], self.rule_of
+        self._rates = {unit.name: unit_rates(unit, *wanted) for unit in self.units}
         self.states = self._make_states()
         self.ema, zeros = ema, device.in_use().zeros
         self.average: dict[str, Array] = {}  # of what the rank updates, by unit; zeros until `averages`
@@ -104,6 +105,10 @@ class ShardedOptimizer:
             raise ValueError(f"rules: none matches {name}: add one for the pattern *")
         self._chosen[name] = rule
         return rule
+
+    def rate_factor(self, name: str) -> float:
+        """Return the factor of a parameter's learning rate."""
+        return matched(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether owners turn a unit's gradients into directions: its rules take whole matrices."""
@@ -181,13 +186,10 @@ class ShardedOptimizer:
             part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]
             names = tuple(dict.fromkeys(name for rule in rules for name in rule.states))
             sizes[unit.name] = part.stop - part.start, unit.unit.quantum, names
-        if self._offload is None:
-            zeros, kind = device.in_use().zeros, self.module.precision.master
-            made: dict[str, States] = {}
-            for unit_name, (size, _, names) in sizes.items():
-                made[unit_name] = {name: zeros(size, kind) for name in names}
-            return made
-        return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
+        if self._offload is not None:
+            return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
+        zeros, kind = device.in_use().zeros, self.module.precision.master
+        return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
         """Let owners of whole matrices turn gradients into directions, and send them to updating ranks."""
@@ -199,7 +201,7 @@ class ShardedOptimizer:
                 inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
                 assert isinstance(rule, MatrixRule), "a unit of whole matrices has such rules alone"
                 own = {name: states[name][inside] for name in rule.states}
-                rate = lr * self._rates.factor(segment.name)
+                rate = lr * self.rate_factor(segment.name)
                 shape = unit.unit.params[segment.name].shape
                 rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
             handles.append(unit.gradient.start_publish())

@@ -105,7 +105,7 @@ class Backward(StageAction):
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Let a stage go on with a part of its stacked parameters; in backward it adds gradients of `adds`."""
+    """Let a stage go on with part `number` of its stacked parameters; backward adds gradients of `adds`."""
 
     number: int
     adds: tuple[int, ...] = ()  # units

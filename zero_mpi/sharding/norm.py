@@ -2,8 +2,8 @@
 
 The values are float64 sums over chunks of each parameter, in the model's order, and they are added as NumPy's
 `sum` adds a vector. It cuts a vector in halves down to leaves of at most LEAF values. A rank that has all
-values of a leaf sends their sum, and only of leaves that are dealt out the values themselves: about one
-number for 100,000 parameters.
+values of a leaf sends their sum. Of a leaf that several ranks share, the values themselves travel. That is
+about one number for 100,000 parameters.
 """
 
 from __future__ import annotations

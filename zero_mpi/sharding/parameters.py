@@ -88,7 +88,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Make `master` for what layers read of it: a float32 copy, or the array itself."""
+        """Make `master`, a float32 copy of `updated` in low precision, else that array itself."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -156,12 +156,12 @@ class Parameters:
 
     @property
     def _written(self) -> tuple[Array, slice]:
-        """The array of what layers read that this rank keeps, and which part of the unit it is."""
+        """The persistent array that layers read, and the part of the unit that it holds."""
         return self.shard, self.part
 
     @property
     def filled(self) -> list[tuple[Array, slice]]:
-        """All arrays that a rank fills when parameters are loaded, and which parts of the unit they are."""
+        """Arrays that a load fills, each with the part of the unit that it holds."""
         return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
 
     @property
@@ -175,7 +175,7 @@ class Parameters:
         return self.unit.dealt[0] * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to what layers read, after others than the optimizer wrote it."""
+        """Round `master` into `low`, after anything but the optimizer has written it."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 

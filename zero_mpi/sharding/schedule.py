@@ -61,12 +61,12 @@ class Schedule:
 
     @cached_property
     def reductions(self) -> Indices:
-        """The units whose gradients are reduced, in the order in which that starts."""
+        """Units in the order in which their reductions start."""
         return tuple(action.unit for action in self.backward if isinstance(action, Reduce))
 
     @cached_property
     def first_gathers(self) -> Indices:
-        """The units whose gathers start before the first stage computes."""
+        """Units whose gathers start before the first stage computes."""
         leading = takewhile(lambda action: isinstance(action, Gather), self.forward)
         return tuple(action.unit for action in leading if isinstance(action, Gather))
 
@@ -122,10 +122,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The stacked parameters of a stage, of which it needs a part at a time, by turns.
+    """Stacked parameters of a stage, which it takes part by part, in turns.
 
-    names     the parameters, also those of which it has all
-    members   which of their first dimension each part is
+    names     all stacked parameters, also those that are not cut into parts
+    members   each part's range of the first dimension
     units     the units of each part
     again     how often forward runs once more in the stage's backward
     """

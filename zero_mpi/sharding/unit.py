@@ -41,7 +41,7 @@ class Unit:
     """Names and shapes of the parameters of a flat buffer, and where each starts.
 
     whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
-    firsts: where in a parameter the part of it begins that the unit has; none: it has all of it.
+    firsts: offset of the unit's part in each parameter that lies in several units.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Unit:
 
     @property
     def dealt(self) -> tuple[int, int]:
-        """The number of elements that are cut into slices, and the number that divides each slice."""
+        """Number of elements that are cut into slices, and the quantum that divides each slice."""
         return self.length, self.quantum
 
     def partition(self, ranks: int) -> Partition:
@@ -105,7 +105,7 @@ class Unit:
         return Partition(room, ranks, quantum, ends=ends) if ends else dealt_out(room, ranks, quantum)
 
     def kept_bytes(self, compute: Any) -> int:
-        """Return the bytes of an element of what ranks have slices of."""
+        """Return the bytes per element of a slice."""
         return int(compute.itemsize)
 
     def views(self, flat: Array) -> dict[str, Array]:
@@ -128,8 +128,7 @@ class Unit:
         return found
 
 
-Kind = tuple[str, bool, bool]  # how the name of a unit ends, whether it is trainable, whether it is whole
-KINDS: dict[str, Kind] = {
+KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters stay whole)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
