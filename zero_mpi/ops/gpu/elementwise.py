@@ -1,7 +1,7 @@
 """Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, rotary positions.
 
-One pass over memory each, 16 bytes per thread at a time; parts that are not aligned to that, or are shorter,
-are processed element by element.
+Each makes one pass over memory, 16 bytes per thread at a time; parts that are not aligned to that, or are
+shorter, are processed element by element.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
 
 
 def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
-    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once. Rows may have a larger stride than
-    O.
-    """
+    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once; rows may have a larger stride."""
     kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
     found, rows, width, step = by_rows(y)
     if found is not y:
