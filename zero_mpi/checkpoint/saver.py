@@ -188,7 +188,7 @@ class Saver:
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
     """Return the contributions of this rank to each file of a checkpoint, views, in the files' order."""
     trained = description.is_adapter
-    average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.average is not None else {}
+    average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
     return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
 
 
@@ -358,7 +358,7 @@ def check(what: str, folder: Any, module: ShardedModule, optimizer: Any) -> None
     instance(f"{what}: optimizer", optimizer, ShardedOptimizer, example)
     if optimizer.module is not module:
         raise ValueError(f"{what}: expected the optimizer of this module, got one of another module")
-    if module.precision is FP64 and optimizer.average is not None:
+    if module.precision is FP64 and optimizer.ema is not None:
         raise UsageError(f"{what}: ema: files hold averages in float32: make it without ema in FP64")
     if any(isinstance(unit.unit, BlockUnit) for unit in module.units):
         raise ValueError(f"{what}: expected float parameters, got quantized ones (stored)")

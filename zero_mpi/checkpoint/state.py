@@ -320,7 +320,7 @@ def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     """Raise UsageError unless the files hold exactly the states of all trained parameters, and their averages
     if the optimizer keeps them."""
     state, average, module = files.state, files.average, optimizer.module
-    if (average is None) != (optimizer.average is None):
+    if (average is None) != (optimizer.ema is None):
         found = "no moving average, expected one" if average is None else "a moving average, expected none"
         raise UsageError(f"{state.path.parent}: found {found}: use the ema setting of the saved run")
     kinds = {name: kind for name, _, kind in state_tensors(optimizer)}
@@ -379,9 +379,9 @@ def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingP
         target, part = optimizer.states[unit.name][kept], optimizer.state_part(unit)
         fill(unit, target, part, lambda name, *at, kept=kept: stored(f"optimizer.{kept}.{name}", *at), having)
     for unit in optimizer.units:
-        if optimizer.average is not None and files.average is not None:
+        if optimizer.ema is not None and files.average is not None:
             read = finite(files.average.read, files.average.path)
-            fill(unit, optimizer.average.values[unit.name], unit.updated[2], read)
+            fill(unit, optimizer.average[unit.name], unit.updated[2], read)
     progress, scale = read_progress(state), module.loss_scale
     optimizer.steps, optimizer.skipped = progress.updates, progress.skipped
     if scale.dynamic and progress.scale_exponent is not None:

@@ -60,7 +60,7 @@ class ShardedModule(engine.ShardedModule):
 
     rounds_open = NOTHING  # state of the gradients, checked before they are used
     forgotten = 0  # number of times gradients were cleared; counts of rounds then restart
-    _trains = True
+    is_training = True  # whether `forward` keeps what backward needs by default
 
     def __init__(
         self,
@@ -97,23 +97,17 @@ class ShardedModule(engine.ShardedModule):
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
             raise ValueError("ShardedModule: whole: by_rows splits parameters between rows; use one of them")
-        by_rows = bool(config.by_rows)
-        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb, "by_rows": by_rows}
-        config = replace(config, frozen=frozen, whole=undivided, **numbers)
+        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
+        config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
         check_stored(config, params)
         return stages, config
 
     # ------------------------------------------------------------------------------------ a micro-batch
 
-    @property
-    def is_training(self) -> bool:
-        """True if `forward` keeps what backward needs by default."""
-        return self._trains
-
     def train(self, mode: bool = True) -> Self:
         """Let `forward` keep what backward needs, unless `mode` is False. Call on all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
-        self._trains = mode
+        self.is_training = mode
         return self
 
     def eval(self) -> Self:
@@ -122,7 +116,7 @@ class ShardedModule(engine.ShardedModule):
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
         """Return the model's output for x; see the engine. If `training` is None, `is_training` decides."""
-        return super().forward(x, self._trains if training is None else training)
+        return super().forward(x, self.is_training if training is None else training)
 
     def backward(self, dy: Any, *, contributors: int | None = None, last: bool = True) -> Any:
         """Return dx of the first trained stage; see the engine."""
@@ -371,26 +365,23 @@ class GivenGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._given_gradients, self._added = gradients or {}, set[str]()
+        self._given_gradients, self._added = gradients or {}, set[int]()
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
         self._add(self.module.uses[stage])
 
     def turn(self, turn: Turn) -> None:
-        """Add the gradients of a part of a stage's stacked parameters."""
-        self._add(self.module.parts[turn.stage].units[turn.number] if turn.adds else ())
+        self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        factor = self.module.loss_scale.factor
-        for unit in (self.module.units[each] for each in numbers if self._given_gradients):
+        for unit in (self.module.units[each] for each in {*numbers} - self._added if self._given_gradients):
             for name, total in unit.gradients().items():
-                if (label := unit.unit.label(name)) not in self._added:
-                    self._added.add(label)
-                    first = unit.unit.firsts.get(name, 0)
-                    given = self._given_gradients[name].reshape(-1)[first : first + total.size]
-                    given = device.in_use().from_host(given).reshape(total.shape)
-                    total += (given * factor).astype(total.dtype)
+                first = unit.unit.firsts.get(name, 0)
+                given = self._given_gradients[name].reshape(-1)[first : first + total.size]
+                given = device.in_use().from_host(given).reshape(total.shape)
+                total += (given * self.module.loss_scale.factor).astype(total.dtype)
+        self._added.update(numbers)
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

@@ -104,7 +104,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             self._plain[key] = states, steps + 1
             known = self.module.params.get(str(key))
             decays = p.ndim >= 2 if known is None else known.decays
-            decay, rate = np.array([self.weight_decay * decays]), lr * self._rates.factor(str(key))
+            decay, rate = np.array([self.weight_decay * decays]), lr * self.rate_factor(str(key))
             rule.update(Part(p.reshape(-1), given[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
 
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:

@@ -9,7 +9,7 @@ This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from zero_mpi.comm import AllOf, Handle
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
-from zero_mpi.optim.rates import ParameterRates, matched
+from zero_mpi.optim.rates import matched, unit_rates
 from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
@@ -33,25 +33,6 @@ class StepResult:
 
     grad_norm: float
     skipped: bool
-
-
-class MovingAverage:
-    """Moving averages of parameters, flat, by unit name; zeros until `begin`.
-
-    After each update e = keep e + (1 - keep) p, in float32, for the parameters that this rank updates.
-    """
-
-    def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
-        zeros = device.in_use().zeros
-        self.keep = keep
-        self.values: dict[str, Array] = {u.name: zeros(u.updated[0].size, u.updated[0].dtype) for u in units}
-
-    def begin(self, units: Iterable[ShardedUnit]) -> None:
-        for unit in units:
-            device.in_use().copy(self.values[unit.name], unit.updated[0])
-
-    def follow(self, unit: ShardedUnit) -> None:
-        ops.moving_average(self.values[unit.name], unit.updated[0], self.keep)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -94,14 +75,18 @@ class ShardedOptimizer:
 
         self._offload = agreed(module.comm, f"this {what}", look)
         self.module, self.rules = module, dict(rules)
-        self.lr, self.weight_decay = float(lr), float(weight_decay)
+        self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
         self._chosen: dict[str, Rule] = {}  # by name, so that patterns are not matched in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
-        self._rates = ParameterRates(self.units, scales["lr_scale"], scales["decay_scale"], self.rule_of)
+        wanted = self.rate_factor, scales["decay_scale"], self.rule_of
+        self._rates = {unit.name: unit_rates(unit, *wanted) for unit in self.units}
         self.states = self._make_states()
-        self.average = None if ema is None else MovingAverage(self.units, ema)
+        self.ema, zeros = ema, device.in_use().zeros
+        self.average: dict[str, Array] = {}  # of what the rank updates, by unit; zeros until `averages`
+        for unit in self.units if ema is not None else ():
+            self.average[unit.name] = zeros(unit.updated[0].size, unit.updated[0].dtype)
 
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
         """Raise for impossible arguments, in subclasses that check them."""
@@ -121,16 +106,19 @@ class ShardedOptimizer:
         self._chosen[name] = rule
         return rule
 
+    def rate_factor(self, name: str) -> float:
+        """Return the factor of a parameter's learning rate."""
+        return matched(self._scales, name, 1.0)
+
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether owners turn a unit's gradients into directions: its rules need full matrices."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit (not copies); before any update these are the parameters."""
-        assert self.average is not None, "made with ema=X"
-        if not self.steps:
-            self.average.begin(self.units)
-        return self.average.values
+        for unit in () if self.steps or self.ema is None else self.units:
+            device.in_use().copy(self.average[unit.name], unit.updated[0])
+        return self.average
 
     def begin(self) -> None:
         """Let rules prepare the parameters of a new run, once they have values. Collective."""
@@ -156,8 +144,7 @@ class ShardedOptimizer:
         finite = math.isfinite(norm)
         if finite:
             device.in_use().before_update()
-            if self.average is not None:
-                self.averages()
+            self.averages()
             self.steps += 1
             self.module.drop_gathered()
             self.module.update_buffers()
@@ -168,8 +155,8 @@ class ShardedOptimizer:
                 for unit in self.units:
                     for part, rate, rule in self._parts(unit, lr):
                         rule.update(part, rate, scale, self.steps)
-                    if self.average is not None:
-                        self.average.follow(unit)
+                    if self.ema is not None:
+                        ops.moving_average(self.average[unit.name], unit.updated[0], self.ema)
                 if self._offload is not None and self._offload.masters:
                     self._offload.finish()
             self.module.start_updates()
@@ -199,13 +186,10 @@ class ShardedOptimizer:
             part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]
             names = tuple(dict.fromkeys(name for rule in rules for name in rule.states))
             sizes[unit.name] = part.stop - part.start, unit.unit.quantum, names
-        if self._offload is None:
-            zeros, kind = device.in_use().zeros, self.module.precision.master
-            made: dict[str, States] = {}
-            for unit_name, (size, _, names) in sizes.items():
-                made[unit_name] = {name: zeros(size, kind) for name in names}
-            return made
-        return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
+        if self._offload is not None:
+            return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
+        zeros, kind = device.in_use().zeros, self.module.precision.master
+        return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
         """Let owners of whole matrices turn gradients into directions, and send them to updating ranks."""
@@ -217,7 +201,7 @@ class ShardedOptimizer:
                 inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
                 assert isinstance(rule, MatrixRule), "a unit of whole matrices has such rules alone"
                 own = {name: states[name][inside] for name in rule.states}
-                rate = lr * self._rates.factor(segment.name)
+                rate = lr * self.rate_factor(segment.name)
                 shape = unit.unit.params[segment.name].shape
                 rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
             handles.append(unit.gradient.start_publish())
@@ -252,8 +236,7 @@ class ShardedOptimizer:
 
     def memory_bytes(self) -> int:
         """Return the bytes of states and averages of this rank, in device and host memory."""
-        averages = [] if self.average is None else [self.average.values]
-        return sum(map(bytes_of, [*self.states.values(), *averages]))
+        return sum(map(bytes_of, [*self.states.values(), self.average]))
 
 
 def bytes_of(states: States) -> int:

@@ -6,7 +6,7 @@ rarely, so a unit is cut into segments of one factor. The cuts do not change the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -42,54 +42,36 @@ class UnitRates:
                 yield slice(start, stop), factor, rule
 
 
-class ParameterRates:
-    """Factors of all units, by unit name.
+def unit_rates(
+    unit: ShardedUnit,
+    factor_of: Callable[[str], float],
+    decays: Mapping[str, float],
+    rule_of: Callable[[str], Rule],
+) -> UnitRates:
+    """Return the factors of what an optimizer updates of a unit.
 
-    scales, decays: pattern -> factor of the learning rate, or of the decay; the last match wins.
+    factor_of   name -> factor of the learning rate
+    decays      name pattern -> factor of the decay; the last match wins
     """
-
-    def __init__(
-        self,
-        units: Iterable[ShardedUnit],
-        scales: Mapping[str, float],
-        decays: Mapping[str, float],
-        rule_of: Callable[[str], Rule],
-    ) -> None:
-        self.scales, self._decays, self._rule_of = scales, decays, rule_of
-        self._units = {unit.name: self._of(unit) for unit in units}
-
-    def __getitem__(self, unit: str) -> UnitRates:
-        return self._units[unit]
-
-    def factor(self, name: str) -> float:
-        """Return the factor of a parameter's learning rate."""
-        return matched(self.scales, name, 1.0)
-
-    def _of(self, unit: ShardedUnit) -> UnitRates:
-        part, whole = unit.updated[2], unit.unit
-        here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
-        decays, updates = list[float](), list[tuple[float, Rule]]()
-        for name, param in whole.params.items():
-            count = whole.chunks(name)
-            decays += [matched(self._decays, name, float(param.decays))] * count
-            updates += [(self.factor(name), self._rule_of(name))] * count
-        table = device.in_use().from_host(np.array(decays[here], np.float64))
-        return UnitRates(table, tuple(segments(updates[here], whole.quantum)))
+    part, whole = unit.updated[2], unit.unit
+    here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
+    of_chunks, updates = list[float](), list[tuple[float, Rule]]()
+    for name, param in whole.params.items():
+        count = whole.chunks(name)
+        of_chunks += [matched(decays, name, float(param.decays))] * count
+        updates += [(factor_of(name), rule_of(name))] * count
+    segments, start = list[tuple[slice, float, Rule]](), 0
+    for (factor, rule), same in groupby(updates[here]):
+        stop = start + whole.quantum * sum(1 for _ in same)
+        segments.append((slice(start, stop), factor, rule))
+        start = stop
+    return UnitRates(device.in_use().from_host(np.array(of_chunks[here], np.float64)), tuple(segments))
 
 
 def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
     """Return the value of the last pattern that matches a name."""
     found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return found[-1] if found else otherwise
-
-
-def segments(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
-    """Yield (elements, factor, rule) for each run of adjacent chunks with the same factor and rule."""
-    start = 0
-    for (factor, rule), same in groupby(updates):
-        stop = start + quantum * sum(1 for _ in same)
-        yield slice(start, stop), factor, rule
-        start = stop
 
 
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:

@@ -7,9 +7,8 @@ source.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +188,7 @@ def read_machine(path: Path) -> MachineFile:
         checked(f"{place}: [{name}]", found.get(name), keys) if name in found or name != "disk" else {}
         for name, keys in TABLES.items()
     )
-    levels = tuple(read_levels(place, found.get("network")))
+    levels = read_levels(place, found.get("network"))
     numbers = {
         "alpha_node": node["alpha_seconds"],
         "beta_node": 1 / node["bytes_per_second"],
@@ -200,29 +199,28 @@ def read_machine(path: Path) -> MachineFile:
         "memory_bandwidth": rates["memory_bytes_per_second"],
         "memory": node["memory_bytes"] / node["ranks"],
     }
-    return MachineFile(node["ranks"], numbers, levels, Disk(*disk.values()) if disk else None)
+    return MachineFile(node["ranks"], numbers, tuple(levels), Disk(*disk.values()) if disk else None)
 
 
-def read_levels(place: str, found: Any) -> Iterator[Level]:
-    """Yield the levels of the network from the inside out; each joins more nodes than the one before."""
+def read_levels(place: str, found: Any) -> list[Level]:
+    """Return the levels of the network from the inside out; each joins more nodes than the one before."""
     if not isinstance(found, list) or not found:
         raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
-    tables = []
+    levels = list[Level]()
     for number, table in enumerate(found, 1):
-        where = f"{place}: [[network]] {number}"
-        last = number == len(found)
+        where, last = f"{place}: [[network]] {number}", number == len(found)
         if last and isinstance(table, dict) and "nodes" in table:
             raise UsageError(f"{where}: nodes: not for the last level, which joins all nodes; leave it out")
-        tables.append(checked(where, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last}))
-    for number, (inner, outer) in enumerate(pairwise(tables[:-1]), 2):
-        if outer["nodes"] <= inner["nodes"]:
+        level = checked(where, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last})
+        nodes, inside = level.get("nodes"), levels[-1].nodes if levels else 0
+        if nodes is not None and inside is not None and nodes <= inside:
             raise UsageError(
-                f"{place}: [[network]] {number}: nodes is {outer['nodes']}: expected more than the "
-                f"{inner['nodes']} of the level before; levels go from the inside out"
+                f"{where}: nodes is {nodes}: expected more than the {inside} of the level before; levels go "
+                "from the inside out"
             )
-    for table in tables:
-        link = Link(table["alpha_seconds"], 1 / table["bytes_per_second"])
-        yield Level(table["name"], table.get("nodes"), link)
+        link = Link(level["alpha_seconds"], 1 / level["bytes_per_second"])
+        levels.append(Level(level["name"], nodes, link))
+    return levels
 
 
 def refuse_unknown(place: str, table: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -66,7 +66,6 @@ class Simulation:
 
     @property
     def activations(self) -> int:
-        """Bytes that layers make and keep, without the logits."""
         return self.recycled + self.small - self.logits
 
 

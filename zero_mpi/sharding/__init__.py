@@ -8,15 +8,12 @@ checks arguments.
 
 Units. A unit is the parameters of one scope (`token_embd`, `blk.3`, `output`) in one flat buffer, or under
 `no-shard` a bucket of bytes filled in reverse order. Frozen parameters of a scope form a separate unit, which
-needs no gradient. A tied head has the embedding's scope, so it is in the same unit. In its unit each
-parameter starts at a multiple of 1024 elements, and slices end at such multiples (with row sharding: at
-rows). A slice may be empty. The gaps are zeros and stay zeros.
+needs no gradient. A tied head has the embedding's scope, so it is in the same unit. A slice may be empty.
 
 Exactness. docs/exact.md lists what could move bits and what is done about it. In the code: the owner adds
-slices in rank order (`device.ordered_sum`). The norm is made of float64 sums of squares over chunks of 1024
-elements, each inside one slice, added in one order (`norm`); an allreduce adds nothing but zeros to what a
-rank sends. Losses of the micro-batches travel in the same way. They are divided by the tokens of the whole
-step before backward, so nothing is divided by the number of ranks.
+slices in rank order (`device.ordered_sum`), and the squares of the norm are added in one order (`norm`). An
+allreduce adds nothing but zeros to what a rank sends. Losses travel in the same way; they are divided by the
+tokens of the whole step before backward, so nothing is divided by the number of ranks.
 """
 
 from zero_mpi.sharding.module import ShardedModule

@@ -1,7 +1,7 @@
 """Actions of a rank in a step, one at a time, and the only loop that does them.
 
-A schedule is lists of actions. Training, evaluation, the sizes of buffers, plans and pictures take the same
-lists through `run`, and differ in what their units and stages do.
+A schedule is lists of actions. Training, evaluation and plans take the same lists through `run`; the sizes of
+buffers and pictures are made of them.
 """
 
 from __future__ import annotations
@@ -9,39 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class UnitVerbs(Protocol):
-    """Methods that actions call on a unit; `contributors` ranks, the first ones, contribute to a sum."""
-
-    def start_gather(self) -> None: ...
-    def wait_gather(self) -> None: ...
-    def release(self) -> None: ...
-    def start_reduce(self, contributors: int) -> None: ...
-    def wait_reduce(self) -> None: ...
-
-
-class StageVerbs(Protocol):
-    """Methods that actions call on whoever takes a micro-batch through the stages."""
-
-    contributors: int  # number of ranks with a micro-batch in this round: the first ones
-    rest: Iterator[Action]  # what `run` has not done yet; a stage that computes may do it up to its next turn
-
-    def forward(self, stage: int) -> None: ...
-    def loss_and_backward(self, stage: int) -> None: ...
-    def evaluate(self, stage: int) -> None: ...
-    def backward(self, stage: int) -> None: ...
-    def turn(self, turn: Turn) -> None: ...
-    def progress(self) -> None: ...
+if TYPE_CHECKING:
+    from zero_mpi.sharding.module import ShardedUnit
+    from zero_mpi.sharding.passes import MicroBatch
 
 
 class Action:
-    """One thing to do: `verb` says it in words, `method` is what it calls."""
+    """One thing to do: `verb` says it in words, `method` of a unit or a micro-batch does it."""
 
     verb = method = ""
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+    def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
         """Do the action; only `run` calls this."""
         getattr(work, self.method)()
 
@@ -52,7 +32,7 @@ class UnitAction(Action):
 
     unit: int
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+    def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
         getattr(units[self.unit], self.method)()
 
 
@@ -62,7 +42,7 @@ class StageAction(Action):
 
     stage: int
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+    def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
         getattr(work, self.method)(self.stage)
 
 
@@ -89,7 +69,7 @@ class Reduce(UnitAction):
 
     verb, method = "reduce", "start_reduce"
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+    def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
         units[self.unit].start_reduce(work.contributors)
 
 
@@ -125,13 +105,13 @@ class Backward(StageAction):
 
 @dataclass(frozen=True)
 class Turn(StageAction):
-    """Let a stage go on with a part of its stacked parameters; `adds`: and of their gradients."""
+    """Let a stage go on with part `number` of its stacked parameters; backward adds gradients of `adds`."""
 
     number: int
-    adds: bool = False
+    adds: tuple[int, ...] = ()  # units
     verb, method = "go on with", "turn"
 
-    def do(self, units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+    def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
         work.turn(self)
 
 
@@ -147,7 +127,7 @@ GATHERING = Gather | Wait | Release
 REDUCING = Reduce | WaitReduce
 
 
-def run(actions: Iterable[Action], units: Sequence[UnitVerbs], work: StageVerbs) -> None:
+def run(actions: Iterable[Action], units: Sequence[ShardedUnit], work: MicroBatch) -> None:
     """Do the actions of a list, in order."""
     work.rest = iter(actions)
     for action in work.rest:

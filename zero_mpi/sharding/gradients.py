@@ -53,7 +53,7 @@ class Gradients:
         return DONE
 
     def start_publish(self) -> Handle:
-        """Start to bring what owners wrote into their slices of the sum to ranks that keep the whole."""
+        """Start to send slices of the sum, which their owners have overwritten, to ranks that keep all."""
         return self.start_gather()
 
     def reset(self) -> None:

@@ -37,7 +37,7 @@ class Graphs:
         self._recorded: dict[Any, Recorded] = {}
 
     def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
-        """Return the loss of a micro-batch, whose work is done, recorded and launched, or launched."""
+        """Return the loss of a micro-batch: run its work, record and launch it, or launch it again."""
         form = self._form(x, loss)
         recorded = self._recorded.get(form)
         if recorded is not None:
@@ -52,7 +52,7 @@ class Graphs:
         return recorded.launch(x, loss)
 
     def _form(self, x: Any, loss: Any) -> Any:
-        """Return what decides which work a micro-batch is; None if it cannot be recorded."""
+        """Return a key that micro-batches of the same work share; None if it cannot be recorded."""
         plain = isinstance(x, np.ndarray) and type(loss) is CrossEntropy and spans.active is None
         if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
             return None
@@ -85,6 +85,6 @@ class Recorded:
 
 
 def graphs_for(module: Any) -> Graphs | None:
-    """Return what records a module's micro-batches, if this was asked for and is possible."""
+    """Return a recorder of micro-batches, if ZERO_MPI_GPU_GRAPH asks for one and one rank runs."""
     wanted = os.environ.get("ZERO_MPI_GPU_GRAPH") == "1" and isinstance(device.in_use(), Cuda)
     return Graphs(module) if wanted and module.comm.size == 1 else None

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from zero_mpi import device
 from zero_mpi.device import Cuda
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.sharding.precision import Precision
+from zero_mpi.sharding.precision import FLOAT32, Precision
 
 NONE, MOMENTS, STATE = CHOICES = ("none", "moments", "state")  # values of --offload
-FLOAT = np.dtype(np.float32)
 
 
 def gpu_to_spare(name: str) -> Cuda:
@@ -34,12 +31,11 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
     if not precision.is_low:
         none = f"with --precision {precision.name} there are no separate fp32 weights"
         raise UsageError(f"--offload {STATE}: {none}; use --offload {MOMENTS}, or bf16")
-
     return partial(pinned_zeros, where)
 
 
 def pinned_zeros(where: Cuda, size: int) -> Array:
     """Return flat zeros, float32, in pinned memory of the host."""
-    array = where.pinned(size * FLOAT.itemsize).view(FLOAT)
+    array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
     array.fill(0)
     return array

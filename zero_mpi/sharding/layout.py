@@ -20,7 +20,17 @@ from zero_mpi.device import Host
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 from zero_mpi.nn.layer import Param, Stack, Stage, stage_params
-from zero_mpi.sharding.actions import Action, Actions, Gather, Turn, run
+from zero_mpi.sharding.actions import (
+    Actions,
+    Backward,
+    Gather,
+    Loss,
+    Reduce,
+    Release,
+    Turn,
+    Wait,
+    WaitReduce,
+)
 from zero_mpi.sharding.precision import FP32, Precision, floats
 from zero_mpi.sharding.schedule import Indices, Parts, Schedule, make_schedule
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
@@ -165,9 +175,10 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     )
     names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
     schedule = replace(schedule, unit_names=names[0], stage_names=names[1])
-    gradients, gathers = buffer_lengths(units, uses, schedule, config.precision, parts)
-    gathers = gathers if strategy.shards_parameters else ()
-    return Layout(config, units, uses, parts, schedule, gradients, gathers)
+    gradients, gathers = buffer_lengths(Lending(units, uses, config.precision), schedule)
+    return Layout(
+        config, units, uses, parts, schedule, gradients, gathers if strategy.shards_parameters else ()
+    )
 
 
 def cut_stacks(
@@ -205,7 +216,7 @@ def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[
     return facts
 
 
-# ------------------- lengths of buffers that are lent at once: the schedule, run by units that only borrow
+# ------------------------------------------------------------------- lengths of buffers that are lent at once
 
 ROUNDS = 3  # rounds of a step, after which the same buffers are lent again
 
@@ -218,110 +229,74 @@ class LengthOnly(Host):
         return np.lib.stride_tricks.as_strided(np.empty(1, dtype), (size,), (0,))
 
 
-LENGTH_ONLY = LengthOnly()
+class Lending:
+    """The buffers that a rank borrows as it follows actions, where nothing is shared or summed in place."""
+
+    def __init__(self, units: Sequence[Unit], uses: Sequence[Indices], precision: Precision) -> None:
+        self._units, self._uses, self._precision = units, uses, precision
+        self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
+        self._full, self._sums = dict[int, Array](), dict[int, Array]()  # unit -> its borrowed buffer
+        self._unpacked, self._added = set[int](), set[int]()  # `_added`: gradients not on their way yet
+
+    def follow(self, actions: Actions, idle: bool) -> None:
+        """Borrow and give back as the actions do; idle: without a micro-batch, so that backward adds nothing.
+
+        A gathered buffer goes back once it is unpacked into another one.
+        """
+        kind = self._precision.compute
+        for action in actions:
+            match action:
+                case Gather(unit) if unit not in self._full and unit not in self._unpacked:
+                    self._full[unit] = self.parameters.take(self._units[unit].room(kind))
+                case Wait(unit) if unit in self._full and self._units[unit].room_unpacked(kind):
+                    self.parameters.give(self._full.pop(unit))
+                    self._unpacked.add(unit)
+                case Release(unit) if unit in self._full:
+                    self.parameters.give(self._full.pop(unit))
+                case Release(unit):
+                    self._unpacked.discard(unit)
+                case Backward(stage) | Loss(stage) if not idle:
+                    self._add(self._uses[stage])
+                case Turn(adds=units) if not idle:
+                    self._add(units)
+                case Reduce(unit):
+                    self._add((unit,))
+                    self._added.remove(unit)
+                case WaitReduce(unit):
+                    self._end(unit)
+
+    def _add(self, units: Indices) -> None:
+        """Borrow the buffers that gradients are added in, once the round before is summed."""
+        for unit in units:
+            if self._units[unit].trainable and unit not in self._added:
+                self._end(unit)
+                length = floats(self._units[unit].length, self._precision.reduce)
+                self._sums[unit] = self.gradients.take(length)
+                self._added.add(unit)
+
+    def _end(self, unit: int) -> None:
+        """Give back the buffer of a gradient whose sum is complete."""
+        if unit in self._sums and unit not in self._added:
+            self.gradients.give(self._sums.pop(unit))
+
+    def end_step(self) -> None:
+        for unit in range(len(self._units)):
+            self._end(unit)
 
 
-class BufferOnlyUnit:
-    """A unit that borrows as a `ShardedUnit` does where nothing is shared and nothing is summed in place."""
-
-    def __init__(
-        self, unit: Unit, parameters: BufferPool, gradients: BufferPool, precision: Precision
-    ) -> None:
-        self._room, self._trainable = unit.room(precision.compute), unit.trainable
-        self._of_gradient = floats(unit.length, precision.reduce)
-        self._unpacks = unit.room_unpacked(precision.compute) > 0
-        self._parameters, self._gradients, self._unpacked = parameters, gradients, False
-        self._whole: Array | None = None
-        self._gradient: Array | None = None  # the buffer that backward adds to
-        self._reducing: Array | None = None
-
-    def start_gather(self) -> None:
-        if self._whole is None and not self._unpacked:
-            self._whole = self._parameters.take(self._room)
-
-    def wait_gather(self) -> None:
-        """Give back the gathered buffer if it was unpacked into another one."""
-        if self._unpacks and self._whole is not None:
-            self.release()
-            self._unpacked = True
-
-    def release(self) -> None:
-        self._unpacked = False
-        if self._whole is not None:
-            self._parameters.give(self._whole)
-            self._whole = None
-
-    def open_gradient(self) -> None:
-        """Borrow the buffer that backward adds to, unless it is there, once the round before is summed."""
-        if self._trainable and self._gradient is None:
-            self.wait_reduce()
-            self._gradient = self._gradients.take(self._of_gradient)
-
-    def start_reduce(self, contributors: int) -> None:
-        """Keep the gradient until its sum is complete; a rank without a micro-batch borrows it only now."""
-        self.open_gradient()
-        self._reducing, self._gradient = self._gradient, None
-
-    def wait_reduce(self) -> None:
-        if self._reducing is not None:
-            self._gradients.give(self._reducing)
-            self._reducing = None
-
-
-class BufferOnlyStages:
-    """Stages that compute nothing; their backward opens the gradients of their units."""
-
-    contributors = 0
-    rest: Iterator[Action]
-
-    def __init__(
-        self,
-        units: Sequence[BufferOnlyUnit],
-        uses: Sequence[Indices],
-        idle: bool,
-        parts: Mapping[int, Parts],
-    ) -> None:
-        self._units, self._uses, self._idle, self._parts = units, uses, idle, parts
-
-    def backward(self, stage: int) -> None:
-        self._open(self._uses[stage])
-
-    def turn(self, turn: Turn) -> None:
-        self._open(self._parts[turn.stage].units[turn.number] if turn.adds else ())
-
-    def _open(self, units: Indices) -> None:
-        for unit in () if self._idle else units:
-            self._units[unit].open_gradient()
-
-    def forward(self, stage: int) -> None: ...
-
-    def progress(self) -> None: ...
-
-    loss_and_backward, evaluate = backward, forward
-
-
-def buffer_lengths(
-    units: Sequence[Unit],
-    uses: Sequence[Indices],
-    schedule: Schedule,
-    precision: Precision,
-    parts: Mapping[int, Parts],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def buffer_lengths(lending: Lending, schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return lengths of all buffers that steps and evaluations in any order hold: (gradients, parameters).
 
     Float32 elements, longest first; what is unpacked from stored units is not among them.
     """
-    parameters, gradients = BufferPool(where=LENGTH_ONLY), BufferPool(where=LENGTH_ONLY)
-    borrowers = [BufferOnlyUnit(unit, parameters, gradients, precision) for unit in units]
-    known = -1
-    while known != parameters.nbytes + gradients.nbytes:
-        known = parameters.nbytes + gradients.nbytes
+    known, lengths = None, (lending.gradients.lengths, lending.parameters.lengths)
+    while known != lengths:
         for rounds in kinds_of_steps(schedule):
             for actions, idle in rounds:
-                run(actions, borrowers, BufferOnlyStages(borrowers, uses, idle, parts))
-            for borrower in borrowers:
-                borrower.wait_reduce()
-    return gradients.lengths, parameters.lengths
+                lending.follow(actions, idle)
+            lending.end_step()
+        known, lengths = lengths, (lending.gradients.lengths, lending.parameters.lengths)
+    return lengths
 
 
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:

@@ -123,6 +123,7 @@ class ShardedModule:
         self.unpacked_pool = BufferPool()
         pools = memory.gathers, memory.buffers, self.unpacked_pool
         context = Context(self.owners, self.strategy, *pools, self.precision, masters)
+        self._read = context.read
         dealt = layout.dealt(self.owners.size).units
         self.units = [
             ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
@@ -247,14 +248,9 @@ class ShardedModule:
         for unit in self.units:
             unit.release()
             unit.parameters.wait_update()
-        if any(unit.parameters.in_use for unit in self.units):
+        if self._read:
             self.owners.barrier_readers()
-            self._all_met()
-
-    def _all_met(self) -> None:
-        """Note that no rank uses parameters now, and that all know it."""
-        for unit in self.units:
-            unit.parameters.in_use = False
+            self._read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
         """Complete the step's reductions; return a handle of what gradients of NO_SHARD need: a gather."""
@@ -266,7 +262,7 @@ class ShardedModule:
 
     @cached_property
     def _squares(self) -> SquaresSum:
-        runs = runs_of([sharded.unit for sharded in self.units], list(self.params), self.owners.size)
+        runs = runs_of([sharded.unit for sharded in self.units], self.params, self.owners.size)
         return SquaresSum(runs, self.owners.rank)
 
     def gradient_norm(self) -> float:
@@ -280,7 +276,7 @@ class ShardedModule:
             if unit.unit.trainable and unit.gradient.sum.size:
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
         total = self.owners.sum_vector(self._squares.part(squares))
-        self._all_met()  # no rank has the sum before all have come here
+        self._read.clear()  # no rank has the sum before all have come here
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
@@ -321,7 +317,6 @@ class ShardedModule:
         return together.views(total)
 
     def zero_gradients(self) -> None:
-        """Forget the step's gradients."""
         self.tallies.rounds.clear()
         for unit in self.units:
             unit.gradient.reset()

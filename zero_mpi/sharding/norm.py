@@ -2,14 +2,15 @@
 
 The values are float64 sums over chunks of each parameter, in the model's order, and they are added as NumPy's
 `sum` adds a vector. It cuts a vector in halves down to leaves of at most LEAF values. A rank that has all
-values of a leaf sends their sum, and only of leaves that are dealt out the values themselves: about one
-number for 100,000 parameters.
+values of a leaf sends their sum. Of a leaf that several ranks share, the values themselves travel. That is
+about one number for 100,000 parameters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,20 +21,19 @@ from zero_mpi.device.types import Array
 from zero_mpi.sharding.unit import Unit
 
 
-def runs_of(units: Sequence[Unit], names: Iterable[str], ranks: int) -> Array:
+def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
     """Return (first value in the model, end, place among the rank's own values, rank) of each run, (4, N).
 
     A run is what one rank has of a unit without a gap in the model. names: the model's parameters in order.
     A rank's values are those of the trained units, one unit after the other.
     """
+    trained = [unit for unit in units if unit.trainable]
     chunks = Counter[str]()  # of a stacked parameter in several units
-    for unit in filter(lambda unit: unit.trainable, units):
+    for unit in trained:
         chunks.update({name: unit.chunks(name) for name in unit.params})
-    trained = [name for name in names if name in chunks]
-    ends = np.cumsum([0, *(chunks[name] for name in trained)])
-    first = dict(zip(trained, ends, strict=False))
+    first = dict(zip(names, accumulate((chunks[name] for name in names), initial=0), strict=False))
     runs, here = [np.zeros((4, 0), np.int64)], np.zeros(ranks, np.int64)
-    for unit in filter(lambda unit: unit.trainable, units):
+    for unit in trained:
         owned = -(-np.array(unit.partition(ranks).bounds) // unit.quantum)
         places = [
             (first[name] + unit.firsts.get(name, 0) // unit.quantum, offset // unit.quantum)

@@ -44,15 +44,17 @@ class Context:
 
     unpacked   pool for arrays unpacked from gathered bytes
     masters    makes arrays for float32 parameters in low precision, if not the device
+    read       units whose shared parameters ranks may have read since all of them last met
     """
 
     comm: Comm
     strategy: Strategy
     parameters: BufferPool
     gradients: BufferPool
-    unpacked: BufferPool = field(default_factory=BufferPool)
-    precision: Precision = FP32
-    masters: Callable[[int], Array] | None = None
+    unpacked: BufferPool
+    precision: Precision
+    masters: Callable[[int], Array] | None
+    read: set[str] = field(default_factory=set)
 
 
 class Parameters:
@@ -63,10 +65,8 @@ class Parameters:
     master   float32 of `master_part` of the unit, all that this rank updates; where layers compute in float32
              a view of `shard` or `full`
     low      what `master` is rounded to after an update; None where layers read what is updated
-    in_use   whether a rank may have read `full` since all ranks last met (`NodeSharedParameters`)
     """
 
-    in_use = False
     state = State.SHARDED
     master: Array
     low: Array | None = None
@@ -88,7 +88,7 @@ class Parameters:
         self._make_master(self.shard)
 
     def _make_master(self, updated: Array) -> None:
-        """Make `master` for what layers read of it: a float32 copy, or the array itself."""
+        """Make `master`, a float32 copy of `updated` in low precision, else that array itself."""
         self.master = updated
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
@@ -156,12 +156,12 @@ class Parameters:
 
     @property
     def _written(self) -> tuple[Array, slice]:
-        """The array of what layers read that this rank keeps, and which part of the unit it is."""
+        """The persistent array that layers read, and the part of the unit that it holds."""
         return self.shard, self.part
 
     @property
     def filled(self) -> list[tuple[Array, slice]]:
-        """All arrays that a rank fills when parameters are loaded, and which parts of the unit they are."""
+        """Arrays that a load fills, each with the part of the unit that it holds."""
         return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
 
     @property
@@ -172,10 +172,10 @@ class Parameters:
     @property
     def nbytes_whole(self) -> int:
         """Bytes that would be kept without sharding."""
-        return self.unit.length * int(self.master.itemsize)
+        return self.unit.dealt[0] * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
-        """Round `master` to what layers read, after others than the optimizer wrote it."""
+        """Round `master` into `low`, after anything but the optimizer has written it."""
         if self.low is not None:
             device.in_use().copy(self.low, self.master)
 
@@ -227,7 +227,7 @@ class NodeSharedParameters(Parameters):
             self.full, self.state = self._memory, State.GATHERING
 
     def wait_gather(self) -> None:
-        self.in_use = True
+        self.context.read.add(self.unit.name)
         self.context.comm.wait_written()
         super().wait_gather()
 
@@ -291,7 +291,6 @@ class BlockParameters(Parameters):
         return found
 
     def _raw(self, name: str) -> Array:
-        """Return the gathered bytes of a parameter."""
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
 
     def _unpack(self, name: str, out: Array) -> None:
@@ -308,16 +307,7 @@ class BlockParameters(Parameters):
             self.stored.release()
         return copy
 
-    @property
-    def in_use(self) -> bool:
-        return self.stored.in_use
-
-    @in_use.setter
-    def in_use(self, value: bool) -> None:
-        self.stored.in_use = value
-
     def load(self, read: ReadBytes) -> None:
-        """Fill the bytes that this rank keeps."""
         for target, part in self.stored.filled:
             for segment in self.unit.words.segments(part):
                 name, start = segment.name, segment.offset * target.itemsize
@@ -327,10 +317,6 @@ class BlockParameters(Parameters):
     @property
     def nbytes(self) -> int:
         return self.stored.nbytes
-
-    @property
-    def nbytes_whole(self) -> int:
-        return self.stored.nbytes_whole
 
     @property
     def _written(self) -> NoReturn:

@@ -48,7 +48,7 @@ class MicroBatch:
         self.dy: Any = None
         self.loss: Scalar | None = None
         self.losses: list[Scalar] = []
-        self.rest: Iterator[Action] = iter(())
+        self.rest: Iterator[Action] = iter(())  # which `run` has not done; a stage does it up to its turn
 
     def _given(self, stage: int, reads: bool = True) -> Given:
         """Return what a stage's layer is given beside its input; no weights where none are gathered."""
@@ -124,7 +124,6 @@ class MicroBatch:
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 
     def progress(self) -> None:
-        """Push on the transfers in flight."""
         self.module.owners.progress()
 
 

@@ -97,12 +97,10 @@ class LossScale:
 
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
-        """Return the loss scale at the beginning of training."""
         return cls(dynamic, FIRST_EXPONENT if dynamic else 0)
 
     @property
     def factor(self) -> float:
-        """The factor of losses."""
         return math.ldexp(1.0, self.exponent)
 
     @property

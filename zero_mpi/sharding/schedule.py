@@ -61,12 +61,12 @@ class Schedule:
 
     @cached_property
     def reductions(self) -> Indices:
-        """The units whose gradients are reduced, in the order in which that starts."""
+        """Units in the order in which their reductions start."""
         return tuple(action.unit for action in self.backward if isinstance(action, Reduce))
 
     @cached_property
     def first_gathers(self) -> Indices:
-        """The units whose gathers start before the first stage computes."""
+        """Units whose gathers start before the first stage computes."""
         leading = takewhile(lambda action: isinstance(action, Gather), self.forward)
         return tuple(action.unit for action in leading if isinstance(action, Gather))
 
@@ -108,7 +108,6 @@ class Moves:
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
-        """Return the actions of a stage."""
         before = (*map(Gather, self.start), *map(Wait, self.need))
         return (*before, compute, *map(Release, self.drop), *reductions, Progress())
 
@@ -123,10 +122,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The stacked parameters of a stage, of which it needs a part at a time, by turns.
+    """Stacked parameters of a stage, which it takes part by part, in turns.
 
-    names     the parameters, also those of which it has all
-    members   which of their first dimension each part is
+    names     all stacked parameters, also those that are not cut into parts
+    members   each part's range of the first dimension
     units     the units of each part
     again     how often forward runs once more in the stage's backward
     """
@@ -146,7 +145,7 @@ class Parts:
         for _ in range(self.again):
             yield from self.forward(stage, reads)
         for number, units in reversed([*enumerate(self.units)]):
-            yield Step(Turn(stage, number, adds=True), reads + units, adds + units)
+            yield Step(Turn(stage, number, units), reads + units, adds + units)
 
 
 def make_schedule(
@@ -198,10 +197,8 @@ def steps_of(
     for stage, units in enumerate(uses):
         ascent.append(Step(Forward(stage), units))
         ascent += parts[stage].forward(stage, units) if stage in parts else ()
-    trained = [step.compute.stage for step in ascent if any(trainable[unit] for unit in step.reads)]
-    for stage in (
-        range(len(uses) - 1, trained[0] - 1, -1) if trained else ()
-    ):  # the stages that backward visits
+    trained = (step.compute.stage for step in ascent if any(trainable[unit] for unit in step.reads))
+    for stage in reversed(range(next(trained, len(uses)), len(uses))):
         reads = uses[stage] if reads_in_backward[stage] else ()
         descent.append(Step(Backward(stage), reads, uses[stage]))
         descent += parts[stage].backward(stage, reads, uses[stage]) if stage in parts else ()

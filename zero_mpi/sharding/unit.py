@@ -41,7 +41,7 @@ class Unit:
     """Names and shapes of the parameters of a flat buffer, and where each starts.
 
     whole: no parameter is cut; ends: then, where each rank's slice ends (`dealt_whole`).
-    firsts: where in a parameter the part of it begins that the unit has; none: it has all of it.
+    firsts: offset of the unit's part in each parameter that lies in several units.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Unit:
 
     @property
     def dealt(self) -> tuple[int, int]:
-        """The number of elements that are cut into slices, and the number that divides each slice."""
+        """Number of elements that are cut into slices, and the quantum that divides each slice."""
         return self.length, self.quantum
 
     def partition(self, ranks: int) -> Partition:
@@ -105,7 +105,7 @@ class Unit:
         return Partition(room, ranks, quantum, ends=ends) if ends else dealt_out(room, ranks, quantum)
 
     def kept_bytes(self, compute: Any) -> int:
-        """Return the bytes of an element of what ranks have slices of."""
+        """Return the bytes per element of a slice."""
         return int(compute.itemsize)
 
     def views(self, flat: Array) -> dict[str, Array]:
@@ -128,8 +128,7 @@ class Unit:
         return found
 
 
-Kind = tuple[str, bool, bool]  # how the name of a unit ends, whether it is trainable, whether it is whole
-KINDS: dict[str, Kind] = {
+KINDS = {  # (end of the unit's name, whether it is trainable, whether its parameters stay whole)
     TRAINED: ("", True, False),
     WHOLE: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
@@ -201,19 +200,18 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
     The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """
-    wholes = [(unit.label(name), p) for unit in units if unit.whole for name, p in unit.params.items()]
-    costs = {label: cost(param.shape) for label, param in wholes}
+    whole = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
     load, owner = [0] * ranks, dict[str, int]()
-    for name in sorted(costs, key=lambda name: -costs[name]):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += costs[name]
+    for unit, name, param in sorted(whole, key=lambda each: -cost(each[2].shape)):
+        owner[unit.label(name)] = rank = load.index(min(load))
+        load[rank] += cost(param.shape)
 
     def dealt(unit: Unit) -> Unit:
-        names = sorted(unit.params, key=lambda name: owner[unit.label(name)])
+        owners = {name: owner[unit.label(name)] for name in unit.params}
         sizes = [0] * ranks
-        for name in names:
-            sizes[owner[unit.label(name)]] += unit.chunks(name) * unit.quantum
-        params = {name: unit.params[name] for name in names}
+        for name, rank in owners.items():
+            sizes[rank] += unit.chunks(name) * unit.quantum
+        params = {name: unit.params[name] for name in sorted(owners, key=owners.__getitem__)}
         return replace(unit, params=params, ends=tuple(accumulate(sizes)))
 
     return [dealt(unit) if unit.whole else unit for unit in units]
