@@ -124,10 +124,4 @@ class HostStopwatch:
         return stamp
 
 
-class _Owner:
-    """An object that lives as long as the memory of a lent array is referred to."""
-
-    __slots__ = ("__weakref__",)
-
-
 HOST = Host()
