@@ -63,7 +63,7 @@ class MPIComm(MessageComm):
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
-        self._patient = patient  # sleeps where others would spin
+        self._patient = patient
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)  # by contributors and type
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)

@@ -256,17 +256,14 @@ class DeviceComm(ProgressingWrapper):
             return super().broadcast(array, root, label)
         flat = array.reshape(-1)
         starts = range(0, flat.size, self.backend.largest(array.itemsize, summed=False))
-        pieces = [flat[start : start + starts.step] for start in starts]
-        exchanges = [
+        pieces = (flat[start : start + starts.step] for start in starts)
+        exchanges = (
             Exchange(sends=[(piece, self._others)])
             if self.rank == root
             else Exchange(receives=[(piece, root)])
             for piece in pieces
-        ]
-
-        def running(tags: Iterator[int]) -> Running:
-            return self.backend.run(iter(exchanges), tags)
-
+        )
+        running = partial(self.backend.run, exchanges)
         return self._start(running, len(starts), Result(array), "broadcast", label)
 
     # ---------------------------------------------------------------------------------- everything else

@@ -69,7 +69,7 @@ class NodesComm(ProgressingWrapper):
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
-        self._pools: list[weakref.ref[GatherPool]] = []
+        self._pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
         self._started = self._launched = self._gathered = 0  # gathers
         self._released = 0  # shared buffers that this rank has given back
 
@@ -87,7 +87,7 @@ class NodesComm(ProgressingWrapper):
     ) -> ModuleMemory:
         arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
         pool = GatherPool(arrays, self._release)
-        self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
+        self._pools.add(pool)
         return ModuleMemory([None] * len(wholes), slots, pool)
 
     def _release(self) -> int:
@@ -110,8 +110,8 @@ class NodesComm(ProgressingWrapper):
         )
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        pools = [pool for known in self._pools if (pool := known()) is not None]
-        found = [pool.lent_after[address(full)] for pool in pools if address(full) in pool.lent_after]
+        place = address(full)
+        found = [pool.lent_after[place] for pool in self._pools if place in pool.lent_after]
         if not found or shard is None:
             return super().allgather(shard, full, partition, label)
         self.meter.sent_bytes += shard.nbytes * (self.topology.nodes - 1)
