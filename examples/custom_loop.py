@@ -2,9 +2,9 @@
 
     mpirun -n 3 python examples/custom_loop.py
 
-The data are sentences that count: each token is the one before plus a step of the sentence's own. The loss is
-printed in full precision and is the same, digit for digit, at any number of ranks. In a notebook, or where
-there is no MPI, the lines of `command` work as they are.
+The data are counting sequences: each token is the previous one plus the step of its sequence. The loss is
+printed in full precision and is the same, digit for digit, at any number of ranks. The lines of `command`
+also work in a notebook, and without MPI.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ MODEL = {"vocab_size": VOCABULARY, "context": CONTEXT, "dim": 48, "layers": 2, "
 
 
 def micro_batch(step: int, index: int | None) -> tuple[Array | None, Any]:
-    """Tokens and criterion of a micro-batch; what it holds depends on step and index, not on the rank.
+    """Return tokens and criterion of a micro-batch, which depend on step and index, not on the rank.
 
-    (None, None) for a rank without one. The criterion divides by the tokens of the whole step.
+    (None, None) for a rank without one. The criterion divides by the tokens of the full step.
     """
     if index is None:
         return None, None

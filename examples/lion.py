@@ -1,8 +1,8 @@
-"""An optimizer of one's own: Lion (Chen et al., 2023) shards, saves and resumes as AdamW does.
+"""An optimizer of your own: Lion (Chen et al., 2023) is sharded, saved and resumed like AdamW.
 
     mpirun -n 3 python examples/lion.py
 
-The model learns to count, is saved halfway, and goes on from there a second time, to the same losses.
+The model learns to count and is saved halfway. The second half is trained twice, with the same losses.
 """
 
 import sys

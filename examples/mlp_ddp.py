@@ -1,8 +1,8 @@
-"""A perceptron with one hidden layer, put together from layers, trained with DDP: replicated parameters.
+"""A perceptron with one hidden layer, trained with DDP: its parameters are replicated.
 
     mpirun -n 3 python examples/mlp_ddp.py
 
-Every rank computes its share of the rows of a batch. The squared error is divided by the rows of the whole
+Every rank computes its share of the rows of a batch. The squared error is divided by the rows of the full
 batch, so gradients are summed over ranks and never divided.
 """
 
@@ -24,13 +24,13 @@ STAGES = [
 
 
 def batch(step: int) -> tuple[Array, Array]:
-    """All rows of a step: points x (ROWS, INPUTS), and what to learn of them (ROWS, 1)."""
+    """Return all rows of a step: points x (ROWS, INPUTS) and targets (ROWS, 1)."""
     x = np.random.default_rng(step).standard_normal((ROWS, INPUTS)).astype(np.float32)
     return x, np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
 
 
 def start(module: DDP) -> None:
-    """Initial values drawn on every rank by itself, then those of rank 0 for all."""
+    """Draw different initial values on every rank, then send those of rank 0 to all."""
     draw = np.random.default_rng(module.comm.rank)
     module.load_state_dict(
         {
@@ -52,7 +52,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         error = module.forward(x) - target
         module.backward(2.0 / ROWS * error)
         optimizer.step()
-        losses = np.zeros(comm.size)  # one place a rank: added up in the same order on all
+        losses = np.zeros(comm.size)  # one element per rank, summed in the same order on all
         losses[comm.rank] = np.square(error, dtype=np.float64).sum() / ROWS
         loss = comm.sum_vector(losses).sum()
         if comm.rank == 0 and (step + 1) % 20 == 0:

@@ -1,10 +1,10 @@
-"""Not a transformer: handwritten digits read by a perceptron of two hidden layers, its parameters sharded.
+"""A sharded model that is not a transformer: a perceptron with two hidden layers reads handwritten digits.
 
     mpirun -n 3 python examples/mlp_digits.py
 
 The 1797 images of 8 x 8 pixels come with scikit-learn (`pip install 'zero-mpi[examples]'`). A fifth of them
-is held out; how many of these are read rightly is said last. A batch is cut into micro-batches that do not
-depend on the ranks, so what is printed is the same, digit for digit, at any number of them.
+is held out; the last line is the accuracy on these. A batch is cut into micro-batches that do not depend on
+the ranks, so the output is the same, digit for digit, at any number of ranks.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ STEPS, MICRO_BATCHES, IMAGES = 60, 4, 64  # images in a micro-batch
 
 
 def digits() -> tuple[Array, Array]:
-    """Images (N, 64) from 0 to 1 and what they show (N,), in an order of chance that is always the same."""
+    """Return images (N, 64) from 0 to 1 and their digits (N,), in a fixed random order."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -42,12 +42,12 @@ def digits() -> tuple[Array, Array]:
 
 
 def linear(name: str, inputs: int, outputs: int) -> Linear:
-    """With first values of a size that keeps what passes through at its scale."""
+    """Return a linear layer whose initial weights keep the scale of its input."""
     return Linear(name, inputs, outputs, bias=True, std=inputs**-0.5)
 
 
 def stages() -> list[Stage]:
-    """A unit for each layer: while one computes, the next one's parameters are gathered."""
+    """Return one unit per layer: while a layer computes, the parameters of the next one are gathered."""
     return [
         Stage("first", Chain(linear("first", PIXELS, HIDDEN), GELU())),
         Stage("second", Chain(linear("second", HIDDEN, HIDDEN), GELU())),
@@ -56,7 +56,7 @@ def stages() -> list[Stage]:
 
 
 def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tuple[Array | None, Any]:
-    """Images drawn for a micro-batch of a step, and their criterion; None for a rank without one."""
+    """Return the images of a micro-batch and their criterion; None for a rank without a micro-batch."""
     if index is None:
         return None, None
     images, shown = data

@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct learns to prefer the documentation of a name to that of another one.
+"""Train SmolLM2-135M-Instruct with DPO to prefer the right documentation of a Python name.
 
     mpirun -n 2 python examples/preferences.py
 
 The pairs are questions such as "What does str.split do?": the chosen answer is the first paragraph of the
-documentation, the rejected one that of another name, or the right one broken off in its middle. A tenth of
-the pairs is held out, and their accuracy and margin are printed before and after: how often the model
-prefers the chosen answer more than the model at the start does, and by how much. Trained are adapters, by
-DPO; more flags of training may follow. All of it takes two minutes on two cores.
+documentation, the rejected one describes another name or is half of the chosen one. A tenth of the pairs is
+held out. Their accuracy and margin, printed before and after, say how often and by how much the model prefers
+the chosen answer more than the initial model does. Only adapters are trained; more flags of training may
+follow. It takes two minutes on two cores.
 """
 
 import json
@@ -37,11 +37,11 @@ FLAGS = {
     "--eval-windows": "8",
     "--sample": "0",
 }
-MOST = 160  # letters of an answer
+MOST = 160  # characters of the longest answer
 
 
 def pairs() -> list[dict[str, str]]:
-    """A chosen and a rejected answer to each question, in order of names."""
+    """Return a chosen and a rejected answer to each question, sorted by question."""
     known = [(question, text) for question, text in conversations().items() if len(text) <= MOST]
     found = []
     for number, (question, text) in enumerate(known):
@@ -52,7 +52,7 @@ def pairs() -> list[dict[str, str]]:
 
 
 def write_pairs() -> None:
-    """Two files, of which the second holds every tenth pair."""
+    """Write every tenth pair to HELD_OUT, the others to DATA."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(each) + "\n" for each in pairs()]
     HELD_OUT.write_text("".join(lines[::10]), encoding="utf-8")
@@ -60,7 +60,7 @@ def write_pairs() -> None:
 
 
 def tell(out: Path) -> None:
-    """Print what was gained."""
+    """Print accuracies and margins before and after training."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     for name in ("accuracies", "margins"):
@@ -70,7 +70,7 @@ def tell(out: Path) -> None:
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Train with the flags above unless the command line has others."""
+    """Train with FLAGS unless the command line overrides them."""
     signals.enter(PREPARING)
     model = world.together(find_model)
     world.on_root(write_pairs)

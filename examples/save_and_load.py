@@ -2,7 +2,7 @@
 
     mpirun -n 3 python examples/save_and_load.py
 
-Half of the steps, `save`, then a new module that is filled by `load` and goes on. Given a folder, each call
+It trains half of the steps, saves, loads into a new module and trains the other half. With a folder each call
 does one half: the second may have another number of ranks, and prints what the first would have, digit for
 digit:
 
@@ -58,7 +58,7 @@ class Bend(Layer):
 
 
 def make(comm: Comm) -> tuple[ShardedModule, ShardedAdamW]:
-    """The module as it starts, and its optimizer."""
+    """Return the initialized module and its optimizer."""
     stages = [
         Stage("first", Affine("first", 2, WIDTH)),
         Stage("bend", Bend()),
@@ -70,7 +70,7 @@ def make(comm: Comm) -> tuple[ShardedModule, ShardedAdamW]:
 
 
 def read(step: int, micro_batch: int | None) -> tuple[Array | None, Any]:
-    """Points and criterion of a micro-batch: by how far is the product of both coordinates missed?"""
+    """Return points and criterion of a micro-batch: the squared error of the product of both coordinates."""
     if micro_batch is None:
         return None, None
     x = np.random.default_rng((step, micro_batch)).uniform(-1, 1, (ROWS, 2)).astype(np.float32)
@@ -79,7 +79,7 @@ def read(step: int, micro_batch: int | None) -> tuple[Array | None, Any]:
 
 
 def train(module: ShardedModule, optimizer: ShardedAdamW, first: int) -> None:
-    """Half of the steps, from number `first` on; prints losses."""
+    """Train half of the steps, from number `first` on, and print losses."""
     accum = GradAccum(module, MICRO_BATCHES)
     for step in range(first, first + HALF):
         for micro_batch in accum:
@@ -91,7 +91,7 @@ def train(module: ShardedModule, optimizer: ShardedAdamW, first: int) -> None:
 
 
 def both_halves(comm: Comm, folder: Path) -> None:
-    """Train and save; load and train."""
+    """Train the first half and save; load into a new module and train the second."""
     module, optimizer = make(comm)
     train(module, optimizer, 0)
     zero_mpi.save(folder, module, optimizer)
@@ -100,9 +100,9 @@ def both_halves(comm: Comm, folder: Path) -> None:
 
 
 def one_half(comm: Comm, folder: Path) -> None:
-    """Train from what the folder holds, if it is there, and save."""
+    """Train from the checkpoint in the folder, if it exists, and save."""
     module, optimizer = make(comm)
-    there = comm.broadcast_object(folder.exists())  # rank 0 looks for all
+    there = comm.broadcast_object(folder.exists())  # rank 0 checks for all
     train(module, optimizer, zero_mpi.load(folder, module, optimizer) if there else 0)
     zero_mpi.save(folder, module, optimizer)
 
@@ -115,7 +115,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory() as mine:
         both_halves(comm, Path(comm.broadcast_object(mine)) / "halfway")
-        comm.barrier()  # rank 0's folder stays until all have read it
+        comm.barrier()  # rank 0 keeps the folder until all have read it
     return 0
 
 

@@ -1,9 +1,9 @@
-"""One linear layer whose rows are dealt out over ranks, fitted to a linear map.
+"""A linear layer sharded by rows, fitted to a linear map.
 
     mpirun -n 3 python examples/sharded_linear.py
 
 Ten rows on three ranks are 4, 3 and 3. Forward gathers the rows, multiplies and drops them at once; backward
-gathers them again. Weights, gradients and moments lie with the owner of a row.
+gathers them again. Weights, gradients and moments of a row stay on its owner.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         error = layer.forward(x) - (x @ MAP.T + SHIFT)
         layer.backward(2.0 / (ROWS * OUTPUTS) * error)
         optimizer.step()
-        losses = np.zeros(comm.size)  # one place a rank: added up in the same order on all
+        losses = np.zeros(comm.size)  # one element per rank, summed in the same order on all
         losses[comm.rank] = np.square(error, dtype=np.float64).sum() / (ROWS * OUTPUTS)
         loss = comm.sum_vector(losses).sum()
         if comm.rank == 0 and (step + 1) % 20 == 0:

@@ -1,4 +1,4 @@
-"""zero_mpi: transformers trained over MPI ranks, sharded, exact to the last bit, into GGUF.
+"""zero_mpi: trains transformers over MPI ranks, sharded and bit-exact, and saves them as GGUF.
 
 Importing it starts neither MPI nor CUDA; the names below are loaded when they are first used.
 """

@@ -1,4 +1,4 @@
-"""`python -m zero_mpi COMMAND ...`: what the console script `zero-mpi` does."""
+"""`python -m zero_mpi COMMAND ...`, the same as the console script `zero-mpi`."""
 
 from zero_mpi.commands.main import main
 

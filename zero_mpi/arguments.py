@@ -1,8 +1,8 @@
 """Checks of the library functions' arguments, made before the arguments are used.
 
-A slip in a script should end at once in a line that says what was expected and what was found, on every rank
-alike, and not three calls later in a wait for a rank that is gone. Whole numbers and numbers of NumPy are
-numbers; True is not. All errors are ValueError.
+A mistake in a script should end at once with a line that says what was expected and what was found, on every
+rank, and not three calls later in a wait for a rank that is gone. Integers and NumPy's scalars count as
+numbers; True does not. All errors are ValueError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from zero_mpi.files.foreign import shown
 
 REAL, WHOLE, FLOATING = "fiubV", "iu", "fV"  # kinds of dtypes; "V" has the low-precision types of ml_dtypes
-UNCOUNTED = -1  # in place of a target: the loss does not count it
+UNCOUNTED = -1  # target that the loss ignores
 
 
 def came(value: object) -> str:
@@ -61,13 +61,13 @@ def number(
 
 
 def instance(what: str, value: Any, kind: Any, example: str) -> None:
-    """Raise unless `value` is a `kind`; `example` says where one comes from."""
+    """Raise unless `value` is a `kind`; `example` says what was expected."""
     if not isinstance(value, kind):
         raise ValueError(f"{what}: expected {example}, got {came(value)}")
 
 
 def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
-    """Raise unless `value` is an array with a dtype of some kinds, and of `shape` if that is given."""
+    """Raise unless `value` is an array whose dtype is one of `kinds`, and has `shape` if that is given."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise ValueError(f"{what}: expected an array, got {came(value)}")
     if value.dtype.kind not in kinds or value.dtype.name.startswith("void"):

@@ -1,6 +1,6 @@
 """The exceptions that a command turns into one line on stderr, from rank 0 only.
 
-`UsageError` means "the user can mend this", exit status 2. It is a `ValueError`, so that callers of the
+`UsageError` means "the user can fix this", exit status 2. It is a `ValueError`, so that callers of the
 library need not know the class to catch it. `JobError` is a failure of the machine that all ranks share.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """Bad usage or bad input: says what was expected, what came, and what to do."""
+    """Bad usage or bad input: says what was expected, what was found, and what to do."""
 
 
 class FileError(UsageError):
-    """A file is not as it must be: file, expected, found."""
+    """A file with invalid content: names the file, what was expected and what was found."""
 
 
 class JobError(RuntimeError):
@@ -24,18 +24,18 @@ class JobError(RuntimeError):
 
 
 def explain(error: OSError) -> str:
-    """The file that cannot be written, and the cause."""
+    """Return a message with the file that cannot be written and the cause."""
     return f"cannot write {error.filename}: {error.strerror or error}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line that an error says, or its class."""
+    """Return the first line of an error's message, or else its class name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Let an OSError of the body, which writes a file, be a JobError of one line with file and cause."""
+    """Turn an OSError of the body, which writes a file, into a one-line JobError with file and cause."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def writing() -> Iterator[None]:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give an OSError of the body the file's name: the system's calls on open files leave it out."""
+    """Add the file's name to an OSError of the body: system calls on open files leave it out."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def prefixed(text: str) -> Iterator[None]:
-    """Let a FileError of the body begin with a text: a flag, or a file."""
+    """Put a text, such as a flag or a file, in front of a FileError of the body."""
     try:
         yield
     except FileError as error:
@@ -62,17 +62,17 @@ def prefixed(text: str) -> Iterator[None]:
 
 
 def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -> Any:
-    """The modules of an optional library, imported; one of them, or a tuple.
+    """Import modules of an optional library; return the module, or a tuple of several.
 
-    `user` is the flag or thing that needs it, `extra` the package's extra that brings it, `otherwise` what
-    else helps. UsageError where a module cannot be imported.
+    `user`: the flag or feature that needs the library; `extra`: the extra of this package that installs it;
+    `otherwise`: an alternative remedy. Raises UsageError if a module cannot be imported.
     """
     package = modules[0].partition(".")[0]
     try:
         importlib.import_module(package)
         found = tuple(map(importlib.import_module, modules))
     except ImportError as error:
-        why = first_line(error.__cause__ or error)  # CuPy's own text has a frame
+        why = first_line(error.__cause__ or error)  # CuPy frames its own message
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
         raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
     return found[0] if len(found) == 1 else found

@@ -141,3 +141,14 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     lone = write_tensors(tmp_path / "half.gguf", "llama", adapter_metadata(ALL), half)
     with pytest.raises(UsageError, match=r"of shapes \(3, 24\) and None"):
         open_merged(base, lone)
+
+
+def test_a_folder_merged_with_an_adapter_keeps_its_tokenizer(tmp_path):
+    _, _, base, adapter = written(tmp_path, MODELS["llama"], LoRA(2, 4.0))
+    assert command(World(0, 1), [str(base), str(tmp_path / "folder")]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "folder" / name).write_text(name)
+    words = [str(tmp_path / "folder"), str(tmp_path / "merged"), "--merge", str(adapter)]
+    assert command(World(0, 1), words) == 0
+    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == "tokenizer_config.json"

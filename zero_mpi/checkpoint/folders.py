@@ -21,11 +21,11 @@ from pathlib import Path
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
-AVERAGE = "ema.gguf"  # of the model, or of adapters
+AVERAGE = "ema.gguf"  # moving average of the model, or of adapters
 LATEST, BEST = "latest", "best"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(partial|old)|\.(latest|best)\.partial")
-AT_FDCWD, EXCHANGE = -100, 2  # of Linux's renameat2
+AT_FDCWD, EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def weights_in(folder: Path) -> Path:
@@ -45,7 +45,7 @@ def beside(final: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder as far as possible. `shutil.rmtree` would wait for ever on a pipe in its place."""
+    """Remove a folder as far as possible. `shutil.rmtree` would wait forever if a pipe is in its place."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -162,7 +162,7 @@ def remove(folder: Path) -> None:
 
 
 def entries(out: Path) -> list[Path]:
-    """Return what is in a run's folder; nothing if it is not there, or is moved at this moment."""
+    """Return the entries of a run's folder; none if it is missing or is being moved."""
     try:
         return list(out.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -196,10 +196,10 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 
 
 def candidates(out: Path) -> list[Path]:
-    """Return the folders to resume from, the best first: that of `latest`, then older ones, newest first.
+    """Return the folders to resume from, the best first: `latest`, then older ones, newest first.
 
     A later step written after `latest` precedes it: its job ended before it replaced the link. Other later
-    ones belong to an abandoned run. Without a usable link the highest step comes first.
+    ones belong to an abandoned run. Without a valid link the highest step comes first.
     """
     link, found = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -222,12 +222,12 @@ def written_at(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk. Raise OSError with the folder's name."""
+    """Flush a folder's entries to disk. Raise OSError with the folder's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        error.filename = str(folder)  # the system names no file where it is given a handle
+        error.filename = str(folder)  # for a handle, the system's error has no file name
         raise
     finally:
         os.close(handle)

@@ -21,10 +21,10 @@ TOKENS_ADDED = "adapter.lora.added_tokens"  # key of an adapter that was trained
 
 
 class GrownWeights(Readable):
-    """The weights and keys of `base` with `tokens`, whose first id is `first`; embedding and head have rows.
+    """The weights and keys of `base` with `tokens` from id `first` on, which have rows in embedding and head.
 
-    Rows of new tokens begin as the mean of the rows before them. `trained` has other values of all rows from
-    `first` on, as the checkpoint of an adapter does: `NAME.added`. A name with this ending is read here too.
+    Rows of new tokens begin as the mean of the rows before them. `trained`, an adapter's checkpoint, replaces
+    all rows from `first` on by its tensors `NAME.added`. `read` takes these names too.
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:

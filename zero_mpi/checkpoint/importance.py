@@ -24,10 +24,10 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
-    """Return the mean square of each column, (M, in), of the model's matrices that the file knows.
+    """Return the mean square of each column, (M, in), of the model's matrices that the file has.
 
-    shapes: of the model's tensors. An expert that no token chose has ones. Raises FileError for another
-    file, other sizes or numbers not finite.
+    shapes: shapes of the model's tensors. An expert that no token chose has ones. Raises FileError for
+    another file, other sizes or numbers not finite.
     """
     file = GGUFFile.open(path)
     if (said := GGUFKeys(file.metadata, str(file.path)).text("general.type")) != "imatrix":

@@ -1,7 +1,7 @@
 """Types of a model's tensors in a quantized file: one type for all matrices, or a mix of llama.cpp.
 
 Vectors, norms and tables by position stay float32. In a file of one type a matrix whose rows do not fill
-blocks becomes F16, and embedding and head have 8 bits beside matrices of 4 or 5: every token passes through
+blocks becomes F16, and embedding and head have 8 bits where matrices have 4 or 5: every token passes through
 them, and small models lose most there. `MIXES` is the table of llama.cpp's src/llama-quant.cpp.
 """
 
@@ -57,7 +57,7 @@ mxfp4_moe 38 MXFP4 head=Q8_0
 """
 QAT = "training.qat"  # key of a checkpoint: the type that its parameters are rounded to
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
-PARTS = (  # part of a tensor's name -> part of the table; the first that fits
+PARTS = (  # part of a tensor's name -> part of the table; the first match is used
     ("attn_qkv.weight", "v"), ("attn_kv_b.weight", "v"), ("attn_v.weight", "v"), ("attn_k.weight", "k"),
     ("attn_q.weight", "q"), ("attn_output.weight", "o"), ("ffn_up", "up"), ("ffn_gate", "gate"),
     ("ffn_down", "down"),

@@ -51,7 +51,7 @@ class Writers:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this one's group."""
+        """The ranks of this rank's group."""
         mine = self.writer_of[self.comm.rank]
         return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == mine)
 
@@ -137,11 +137,11 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
 
 
 PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
-BLANK = "0" * 64  # holds the place of a digest
+BLANK = "0" * 64  # placeholder of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
 DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, long before close
-MOST_BUFFERS = 1024  # that the system takes in one call
-PADDING = 64  # bytes of zeros between tensors, at most, that are written again to write both in one call
+MOST_BUFFERS = 1024  # buffers that the system takes in one call
+PADDING = 64  # most bytes of zeros between two tensors that are written with them in one call
 
 Digests = dict[str, str]
 
@@ -154,11 +154,11 @@ class Content:
     architecture: str
     tensors: Sequence[Announced]
     contributions: Sequence[Contribution]
-    constants: Mapping[str, Array] = field(default_factory=dict)  # that all ranks have: rank 0 writes them
+    constants: Mapping[str, Array] = field(default_factory=dict)  # rank 0 writes them: all have them
 
 
 Stamp = Callable[[Digests, Digests], Sequence[Mapping[str, Any]]]
-"""From the digests of each file's tensors to the keys of each."""
+"""Function from the digests of each file's tensors to each file's keys."""
 
 
 class OutputFile:
@@ -209,7 +209,7 @@ class OutputFile:
                 os.posix_fadvise(self._handle, first, count, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Bring to disk all bytes that this host's processes wrote."""
+        """Flush all bytes that this host's processes wrote to disk."""
         with naming(self.path):
             os.fsync(self._handle)
 
@@ -333,7 +333,7 @@ class Pieces:
         return digests
 
     def _length(self, given: Contribution) -> int:
-        """Return the elements of a chunk: two chunks are at most a unit, and no digest's piece is cut."""
+        """Return the number of elements in a chunk: at most half a unit, and no digest's piece is cut."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
         return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
@@ -359,7 +359,7 @@ def write_together(
 ) -> None:
     """Write and sync all files. Collective; raise JobError on all ranks if one fails.
 
-    `tick` is called often with a text that says what is being done.
+    `tick` is called often with a description of the current work.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]
@@ -400,7 +400,7 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
     pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
-    totals = defaultdict[str, Any](hashlib.sha256)  # of a tensor's pieces, in the order of units and ranks
+    totals = defaultdict[str, Any](hashlib.sha256)  # over a tensor's pieces, in the order of units and ranks
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
         found = output.comm.gather_object(pieces.send(given))

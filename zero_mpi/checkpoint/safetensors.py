@@ -205,7 +205,7 @@ class SafetensorsStream(TensorStream):
     def __init__(
         self, path: str | os.PathLike[str], tensors: Sequence[tuple[str, str, tuple[int, ...]]]
     ) -> None:
-        header: dict[str, Any] = {METADATA: {"format": "pt"}}  # what transformers asks for
+        header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
         lengths, end = {}, 0
         for name, dtype, shape in tensors:
             lengths[name] = prod(shape) * BITS[dtype] // 8

@@ -64,7 +64,7 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # by the role of the file
+Parts = dict[str, list[Contribution]]  # contributions by the role of the file
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Saved:
 
     folder: Path
     step: int
-    digest: str  # of all its tensors, the same at any number of ranks
+    digest: str  # digest of all its tensors, the same at any number of ranks
     id: str  # a hash of all keys of its files, digests included
     seconds: float
 
@@ -85,7 +85,7 @@ class Saver:
     parallel     as many ranks write as suit the file system, or `writers_per_node` of each node if that is
                  given; otherwise the other ranks send their slices to rank 0, which writes
     background   `save` returns at once, and at most one checkpoint is being written
-    tick         is called with a text that says what is being done, for a watchdog
+    tick         is called with a description of the current work, for a watchdog
 
     prepare      is called on rank 0 before OUT is written to, and makes it; may return a reason to refuse
     """
@@ -201,7 +201,7 @@ def write_files(
     *,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Write all files into `folder`: all ranks' slices, and `said`, progress and description. Collective.
+    """Write all files into `folder`: all ranks' slices, and `said`: progress and description. Collective.
 
     Return the keys of the state, on rank 0. Raise JobError on all ranks if one fails.
     """
@@ -244,7 +244,7 @@ FOLDER = str | os.PathLike[str]
 def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> Path:
     """Write parameters, moments and counts of steps into `folder`, for `load`. Collective.
 
-    The folder is written next to its target and renamed: at any moment it is complete or as it was before. It
+    The folder is written next to its target and renamed: at any moment it is complete or unchanged. It
     must be new, or one that `save` wrote, which is replaced. It holds `model.gguf`, `optimizer.gguf` and, if
     the optimizer keeps an average, `ema.gguf`, float32. Gradients are not saved: call it between steps.
     Returns the folder's path.
@@ -283,7 +283,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def begin(final: Path) -> None:
-    """Make the temporary folder of `save`; give a checkpoint its name back that no new one replaced."""
+    """Make the temporary folder of `save`; restore the name of a checkpoint that was never replaced."""
     aside = folders.moved_aside(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
@@ -292,7 +292,7 @@ def begin(final: Path) -> None:
 
 
 def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
-    """Return the folder without links, and the facts that ranks must share; raise ValueError if invalid."""
+    """Return the folder with links resolved, and facts that ranks must share; raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
         pack_file(ARCHITECTURE, {}, tensors)

@@ -1,7 +1,8 @@
 """Checks that the files of a checkpoint are unchanged and belong together.
 
 All files hold the same id, a hash of all keys of all files, and the digests of their own tensors;
-optimizer.gguf also holds those of the others. So one changed bit, or files of two checkpoints, are detected.
+optimizer.gguf also holds those of the other files. So one changed bit, or files of two
+checkpoints, are detected.
 
 A tensor's digest is the sha256 of the XXH3 (128 bits) of its pieces of 4096 bytes, in their order. 4096
 bytes are the 1024 float32 elements at whose multiples slices end, so each rank digests the pieces of its own
@@ -71,8 +72,8 @@ def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
 FORMAT_VERSION = 2
 ID, STATE_DIGEST = CHECKPOINT_ID, "training.state_digest"
 TENSOR_DIGESTS = "training.tensor_digests"
-MODEL, AVERAGE = "model", "ema"  # roles of files beside optimizer.gguf
-DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # its keys of their digests
+MODEL, AVERAGE = "model", "ema"  # roles of files besides optimizer.gguf
+DIGESTS = {MODEL: "training.model_digests", AVERAGE: "training.ema_digests"}  # keys of their digests
 READ_AT_ONCE = 1 << 22  # bytes digested at a time
 
 

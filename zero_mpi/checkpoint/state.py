@@ -85,7 +85,7 @@ def read_best(keys: GGUFKeys) -> Best:
     return Best(math.inf if loss is None else loss, keys.whole(STEP) or 0, keys.whole(SINCE) or 0)
 
 
-ARCHITECTURE = "zero_mpi"  # of optimizer.gguf: llama.cpp refuses it politely
+ARCHITECTURE = "zero_mpi"  # value in optimizer.gguf, which llama.cpp refuses with a clear message
 MOST_SETTINGS = 1 << 20  # letters of JSON in a key
 
 
@@ -98,7 +98,7 @@ class TrainingProgress:
     skipped: int = 0
     updates: int = 0
     samples: int = 0
-    scale_exponent: int | None = None  # of the loss scale (`sharding.precision`); None: there is none
+    scale_exponent: int | None = None  # exponent of the loss scale (`sharding.precision`), if any
     scale_steps: int = 0
     best: Best = field(default_factory=Best)
 
@@ -247,7 +247,7 @@ def averages_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Cont
 
 
 def states_of(optimizer: ShardedOptimizer) -> list[Contribution]:
-    """Return the slices of the optimizer's states, views: float64's masters, one state after the other."""
+    """Return slices of float64 masters, if any, and of the optimizer's states, one after the other; views."""
     wide = optimizer.module.units if optimizer.module.precision is FP64 else []
     return masters(optimizer.module.comm, MASTER, wide) + [
         replace(contribution(optimizer.module.comm, f"optimizer.{state}.", unit, values, part), names=names)
@@ -273,10 +273,10 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # a mark behind the last copies
+        self.complete: Any = Done()  # a mark after the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return the same contributions to one file; they have copied values once `complete` has come."""
+        """Return copies of the contributions to one file; their values are valid once `complete` has come."""
         given = list(contributions)
         copies = [replace(each, values=self._room(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]

@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was when its index was read; it holds nothing open. `path` has its links resolved."""
+    """A file as it was when its index was read; it is not kept open. `path` has its links resolved."""
 
     path: Path
     nbytes: int
@@ -154,7 +154,7 @@ def output(size: int, out: Floats | None) -> Floats:
 
 
 class Readable(ABC):
-    """Tensors that are read in ranges of their elements, as float32. Make one by `spec` and `fill`."""
+    """Tensors that are read in ranges of their elements, as float32. Subclasses define `spec` and `fill`."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:

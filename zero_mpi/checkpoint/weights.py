@@ -103,7 +103,7 @@ def open_adapter(
     its added tokens are `tokens`."""
     file = adapter_source(path, {ARCHITECTURE: model.arch, **model.metadata()})
     found, lora = lora_of(file), model.lora
-    alpha = np.float32(found.alpha)  # as a file has it, whose shortest text is a flag's value
+    alpha = np.float32(found.alpha)  # float32 as in a file: its shortest text is a flag's value
     if lora is None or found.rank != lora.rank or alpha != np.float32(lora.alpha):
         raise UsageError(
             f"--lora-init {path}: has rank {found.rank} and alpha {alpha!s}; use --lora {found.rank} "
@@ -179,7 +179,7 @@ class MergedWeights(Readable):
             self.metadata = {**base.metadata, QAT: self._rounds}
         self._scale = np.float32(lora.alpha / lora.rank)
         self.tensors = dict(base.tensors)
-        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head becomes one of its own
+        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets its own tensor
         for name in lora.targets:
             self.tensors[name] = self._adapted(name, lora.rank)
 
@@ -212,7 +212,7 @@ class MergedWeights(Readable):
     def _product(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the product that is added to a matrix: full rows, then cut.
 
-        Of a stack it is the product of each matrix that has some of the rows.
+        For a stack it is the product of each matrix that has some of the rows.
         """
         (height, width), rank = self.tensors[name].shape[-2:], self._adapter.tensors[name + FIRST].shape[-2]
         first, last = start // width, -(-stop // width)

@@ -1,8 +1,8 @@
 """Parser of every command line: a `--help` that fits, `--version`, errors that name the intended flag.
 
-Errors are UsageErrors: the caller decides who prints them. An unknown flag is looked for before
-any other error is reported, and the nearest known one is named, also if the name is one that
-other trainers use. Nothing heavy is imported here.
+Errors are UsageErrors: the caller decides which rank prints them. An unknown flag is reported before
+any other error, with the nearest known flag or the equivalent of another trainer's flag. This
+module imports nothing that is slow to load.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def print_help(self, file: Any = None) -> None:
-        """Print help on rank 0 alone, even if each rank takes itself for a single process."""
+        """Print help on rank 0 only, even if every rank believes that it is the only process."""
         if environment.launch_rank() == 0:
             super().print_help(file)
 
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_of(text: str) -> str:
-    """Return the name of the flag that an argument is; empty for a value, such as a negative number."""
+    """Return the flag's name if an argument is a flag; empty for a value, such as a negative number."""
     name = text.partition("=")[0]
     if len(name) < 2 or name[0] != "-" or any(letter.isspace() for letter in name):
         return ""

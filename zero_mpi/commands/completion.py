@@ -1,7 +1,7 @@
 """`zero-mpi completion SHELL`: a script with which a shell completes commands, flags, values and files.
 
-shtab makes it from the parsers of the commands, and it is complete in itself: no Python runs while
-somebody types. Commands that begin with `zero-mpi` are completed; words behind `mpirun` are the launcher's.
+shtab makes the script from the parsers of the commands. The script needs no Python while somebody
+types. Commands that begin with `zero-mpi` are completed; words behind `mpirun` are the launcher's.
 """
 
 from __future__ import annotations

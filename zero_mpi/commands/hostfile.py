@@ -32,7 +32,7 @@ FORMS = "expected HOST, HOST:2 or HOST slots=2 [max-slots=4]"
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """Host and its ranks: how many it takes (`slots`), and its maximum where more are requested."""
+    """Host and its ranks: `slots`, and `most`, the limit if more ranks are requested."""
 
     name: str
     slots: int = 1
@@ -46,7 +46,7 @@ def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if text:
             host = read_host(text, f"{where}:{number}")
-            if first := hosts.get(host.name):  # limited if both lines say so
+            if first := hosts.get(host.name):  # limited if both lines have a limit
                 most = None if first.most is None or host.most is None else first.most + host.most
                 host = HostEntry(host.name, first.slots + host.slots, most)
             hosts[host.name] = host
@@ -68,7 +68,7 @@ def read_host(text: str, place: str) -> HostEntry:
     return HostEntry(found["name"], slots, most)
 
 
-# Intel MPI heeds the ranks of a host in a file of -machinefile alone.
+# Intel MPI reads the ranks of a host only from a file of -machinefile.
 LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --hostfile and -machinefile
     "mpich": lambda host: f"{host.name}:{host.slots}",
     "openmpi": lambda host: f"{host.name} slots={host.slots}" + f" max-slots={host.most}" * bool(host.most),

@@ -37,11 +37,11 @@ def main() -> None:
         del sys.argv[1]
         start(name)
         return
-    from zero_mpi.cli.parser import nearest, version_lines  # slow; a command hears signals first
+    from zero_mpi.cli.parser import nearest, version_lines  # slow: commands handle signals first
     from zero_mpi.files.foreign import show
 
     if environment.launch_rank() > 0:
-        sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 speaks for all
+        sys.exit(0 if name in ("--version", "-h", "--help") else 2)  # rank 0 prints for all
     if name == "--version":
         print("\n".join(version_lines()))
     elif name in ("-h", "--help"):

@@ -39,7 +39,7 @@ from zero_mpi.telemetry.spans import (
 from zero_mpi.train.timeline import FAMILIES, FIRST
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
-# Column, track, kinds (all if none are named); the first that is in progress gets the moment.
+# Column, track, kinds (all if none are named). The first entry in progress gets the moment.
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("evaluation", STEPS, ("evaluation",)),
     ("checkpoint", CHECKPOINT, ()),
@@ -52,7 +52,7 @@ CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data", DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
-STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # beside the claims: steps, and transfers in progress
+STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # further indexes: steps, and transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
 PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 UNITS = 5  # number of longest-awaited units that are shown
@@ -66,7 +66,7 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # most bytes of an event
-DENSEST, ALWAYS = 50, 8 << 20  # most bytes of an unpacked file: per byte of the packed one; in any case
+DENSEST, ALWAYS = 50, 8 << 20  # limits of unpacked bytes: per byte of the file; at least
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -87,7 +87,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Contents of a file: the events of each rank in rank order, and what it says beside them."""
+    """Contents of a file: the events of each rank in rank order, and the file's other data."""
 
     path: Path
     ranks: dict[int, list[Slice]]
@@ -144,7 +144,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
-    """Add an event to those of its rank. Raises any error for one that no trace has."""
+    """Add an event to those of its rank. Raises ValueError or any other error for an invalid event."""
     slices = ranks.setdefault(within(event["pid"], 0, MOST_RANKS) - FIRST, [])
     if event["ph"] != "X":
         return  # metadata: the name of a rank or track
@@ -161,7 +161,7 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
 
 
 def within(value: Any, least: float, most: float) -> Any:
-    """Return a number between bounds; ValueError for another one."""
+    """Return `value` if it is a number within the bounds; else raise ValueError."""
     if isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"an event has the number {shown(value, LONGEST_NAME)}")
     return value
@@ -177,13 +177,13 @@ class Share:
     rank: int
     steps: dict[int, float] = field(default_factory=dict)  # the length of each
     columns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0.0))  # sum: the steps'
-    hidden: float = 0.0  # transfers were in progress and cost nothing
+    hidden: float = 0.0  # transfers in progress that nothing waited for
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # waits, by the transfer
     sent: int = 0  # bytes given to other ranks
 
 
 def shares(recorded: Recorded) -> list[Share]:
-    """Return the share of every rank, over the steps that are whole on all of them."""
+    """Return the share of every rank, over the steps that are complete on all ranks."""
     steps = set(recorded.steps)
     return [share_of(rank, slices, steps) for rank, slices in recorded.ranks.items()]
 
@@ -215,7 +215,7 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
 
 
 def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
-    """Add a segment of time to its column."""
+    """Add a segment of time to the column of the first claim, and to the exposed or hidden transfers."""
     column, latest = next(
         ((name, here[-1]) for (name, *_), here in zip(CLAIMS, under_way, strict=False) if here), (OTHER, None)
     )

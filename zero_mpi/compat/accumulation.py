@@ -1,4 +1,4 @@
-"""Accumulation that scripts use: that of the engine, with checks of the order of calls."""
+"""Gradient accumulation for scripts: the engine's, with checks of the order of calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_mpi.sharding.grad_accum import Accumulator, Criterion, Rounds
 
 
 class GradAccum(Accumulator):
-    """Accumulator of steps of `steps` micro-batches each, counted over all ranks; see the engine.
+    """Accumulator of `steps` micro-batches per step, counted over all ranks; see the engine.
 
     After its rounds a step is `complete`, and the optimizer may step. After an error that all ranks caught,
-    `reset` begins anew. Making one is collective; raises ValueError for fewer than one micro-batch a step,
-    UsageError where ranks differ in it.
+    `reset` starts the step again. The constructor is collective; it raises ValueError for fewer than one
+    micro-batch per step, UsageError if ranks give different numbers.
     """
 
     module: ShardedModule
@@ -39,10 +39,10 @@ class GradAccum(Accumulator):
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step of rounds."""
+        """Begin the rounds of a step."""
         super().begin()
         self._since = self.module.forgotten  # its value when the step began
-        self._inside = False  # whether a round was begun and has not come to its end
+        self._inside = False  # True while a round is running, and after an error in it
 
     @property
     def complete(self) -> bool:
@@ -51,19 +51,19 @@ class GradAccum(Accumulator):
 
     @property
     def _coming(self) -> int:
-        """The next round: a step's first if the one before is complete, or was forgotten."""
+        """Number of the next round: 0 if the step before is complete or its gradients were cleared."""
         return 0 if self.complete or self._since != self.module.forgotten else self.round
 
     @property
     def next_micro_batch(self) -> int | None:
-        """Number of the micro-batch that this rank computes next; None: it has none in the coming round."""
+        """Number of the micro-batch that this rank computes next; None: it has none in the next round."""
         return self.rounds.mine(self._coming)
 
     def __iter__(self) -> Iterator[int | None]:
-        """Yield this rank's micro-batch, or None, of each round of a step that is still to come.
+        """Yield this rank's micro-batch, or None, of each remaining round of the step.
 
-        Whoever leaves the loop early goes on with the next loop where it stopped; `reset` begins the step
-        again, also inside the loop. Raises ValueError if a complete step was not used, and for a round that
+        After a `break` the next loop continues where that one stopped; `reset` restarts the step, also inside
+        the loop. Raises ValueError if the gradients of a complete step were not used, and for a round that
         was not accumulated.
         """
         self._check_ready()
@@ -79,9 +79,9 @@ class GradAccum(Accumulator):
                 )
 
     def reset(self) -> None:
-        """Forget what was accumulated, and what an error left half done: the next round is a step's first.
+        """Drop the accumulated gradients and an unfinished round: the next round is the first of a step.
 
-        For errors that all ranks raised in the same place and caught, such as one of `read`. Collective.
+        For errors that all ranks raised in the same place and caught, as while reading data. Collective.
         """
         self.module.drop_gathered()
         self.module.zero_gradients()
@@ -104,9 +104,9 @@ class GradAccum(Accumulator):
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
         """Run one round with gradients that were computed elsewhere, in place of `accumulate`. Collective.
 
-        `gradients`: those of all trained parameters by name, in full shape, scaled as in `accumulate`; None
-        on a rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError
-        for other names or shapes, and None or gradients on the wrong rank.
+        `gradients`: name -> full gradient of each trained parameter, scaled as in `accumulate`; None on a
+        rank without a micro-batch. `loss` is the micro-batch's part of `total_loss`. Raises ValueError for
+        other names or shapes, and if a rank without a micro-batch gives gradients, or the reverse.
         """
         self._check_turn(gradients, "its gradients")
         instance("add_gradients: loss", loss, Real, "a number")
@@ -125,7 +125,7 @@ class GradAccum(Accumulator):
         self.run_round(add)
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
-        """Run a round, of a new step where the one before is complete or was forgotten."""
+        """Run a round; it begins a new step if the one before is complete or was cleared."""
         if self._coming == 0:
             self.begin()
         self._inside = True
@@ -138,7 +138,7 @@ class GradAccum(Accumulator):
         return self.totals()[0]
 
     def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError unless a round can begin, with a value where this rank has a micro-batch."""
+        """Raise ValueError unless a round can begin and `given` is None just on ranks without micro-batch."""
         self._check_ready()
         mine = self.next_micro_batch
         if (given is None) != (mine is None):
@@ -149,7 +149,7 @@ class GradAccum(Accumulator):
             )
 
     def _check_ready(self) -> None:
-        """Raise ValueError unless there is a round to come."""
+        """Raise ValueError unless another round may begin."""
         if self._since != self.module.forgotten:
             return
         if self.complete:

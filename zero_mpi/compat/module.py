@@ -1,4 +1,4 @@
-"""Modules that scripts make: that of the engine with checks, `DDP`, and a linear layer sharded by rows."""
+"""Modules for scripts: the engine's with checks, `DDP`, and a linear layer sharded by rows."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class ShardInfo:
 
 
 class Unmatched(NamedTuple):
-    """Names that only the module has (`missing`), and that only the loaded state has."""
+    """Names that only the module has (`missing`) or only the loaded state (`unexpected`)."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 class ShardedModule(engine.ShardedModule):
-    """The stages of a model, Stage(scope, layer) each, over the ranks of `comm`; see the engine.
+    """Model that is sharded over the ranks of `comm`, given as a list of Stage(scope, layer); see the engine.
 
-    Other arguments are those of `LayoutConfig` and of the engine's class. It takes no micro-batch before all
-    parameters have values, by `initialize`, a load, or `broadcast_updated_params` after writing in place.
-    Making one is collective. Raises ValueError for impossible arguments, and UsageError for a precision that
-    the transport cannot reduce and where ranks differ, on all ranks.
+    `LayoutConfig` and the engine's class describe the other arguments. Before the first micro-batch all
+    parameters need values, by `initialize`, a load, or `broadcast_updated_params` after writing in place. The
+    constructor is collective. It raises, on all ranks, ValueError for impossible arguments, and UsageError
+    for a precision that the transport cannot reduce and if ranks differ.
     """
 
-    rounds_open = NOTHING  # the state of the gradients, checked before a use
-    forgotten = 0  # how often gradients were forgotten: counts of rounds then begin anew
+    rounds_open = NOTHING  # state of the gradients, checked before they are used
+    forgotten = 0  # number of times gradients were cleared; counts of rounds then restart
     _trains = True
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardedModule(engine.ShardedModule):
         instance("ShardedModule: comm", comm, Comm, "a communicator, from connect()")
         config = LayoutConfig(strategy, prefetch, bucket_mb, frozen, by_rows, precision, stored or {}, whole)
         super().__init__(stages, comm, config, offload_masters=offload_masters, auxiliary=auxiliary)
-        self.unfilled = set(self.params)  # parameters that are zeros because nothing has given them values
+        self.unfilled = set(self.params)  # parameters that are zero because they were never set
 
     def checked(self, stages: Sequence[Stage], config: LayoutConfig) -> tuple[list[Stage], LayoutConfig]:
         """Return the arguments of a module; raise ValueError for impossible ones."""
@@ -107,17 +107,17 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def is_training(self) -> bool:
-        """True if `forward` keeps what backward needs where its caller does not say."""
+        """True if `forward` keeps what backward needs by default."""
         return self._trains
 
     def train(self, mode: bool = True) -> Self:
-        """Let `forward` keep what backward needs, unless `mode` is False; for all ranks. Return self."""
+        """Let `forward` keep what backward needs, unless `mode` is False. Call on all ranks. Return self."""
         instance("train: mode", mode, bool, "True or False")
         self._trains = mode
         return self
 
     def eval(self) -> Self:
-        """Let `forward` keep nothing: for outputs alone. `GradAccum` trains all the same."""
+        """Let `forward` keep nothing, for outputs only. `GradAccum` trains in either mode. Return self."""
         return self.train(False)
 
     def forward(self, x: Any, training: bool | None = None) -> Any:
@@ -137,7 +137,7 @@ class ShardedModule(engine.ShardedModule):
         return super().backward(dy, contributors=contributors, last=last)
 
     def evaluate(self, x: Any, targets: Any, scale: float = 1.0) -> Scalar | None:
-        """Return the loss alone, without what backward would need; None for a rank without a micro-batch."""
+        """Return the loss and keep nothing for backward; None for a rank without a micro-batch."""
         losses = self.losses(x, loss_with(targets, scale))
         return losses[0] if losses else None
 
@@ -183,16 +183,16 @@ class ShardedModule(engine.ShardedModule):
     # -------------------------------------------------------------------------------------- gradients
 
     def sync_gradients(self) -> None:
-        """Return when `gradients` are the sums over all ranks and micro-batches of the step."""
+        """Wait until `gradients` are summed over all ranks and micro-batches of the step."""
         self.overlapped_sync_gradients().wait()
 
     def zero_gradients(self) -> None:
-        """Forget the step's gradients."""
+        """Clear the gradients of the step."""
         self.rounds_open, self.forgotten = NOTHING, self.forgotten + 1
         super().zero_gradients()
 
     def check_gradients(self, what: str) -> None:
-        """Raise ValueError unless the gradients of a full step are there, which `what` is about to use."""
+        """Raise ValueError unless all gradients of the step are computed; `what` names the caller."""
         if self.rounds_open != ALL:
             raise ValueError(
                 f"{what}: {self.rounds_open}; call GradAccum.accumulate, or forward and backward, for every "
@@ -200,7 +200,7 @@ class ShardedModule(engine.ShardedModule):
             )
 
     def gradients(self) -> Iterator[tuple[str, Array]]:
-        """Yield (unit, this rank's shard of its summed gradient) where trained, after `sync_gradients`."""
+        """Yield (unit, this rank's shard of the summed gradient) of trained units, after `sync_gradients`."""
         for unit in self.units:
             if unit.unit.trainable:
                 yield unit.name, unit.gradient.sum
@@ -219,14 +219,14 @@ class ShardedModule(engine.ShardedModule):
         self.unfilled.difference_update(self.params if names is None else names)
 
     def load_stored(self, read: ReadBytes) -> None:
-        """Fill what is kept in the blocks of a file; see the engine."""
+        """Fill the parameters that stay in the blocks of a file; see the engine."""
         super().load_stored(read)
         self.unfilled.difference_update(self.config.stored)
 
     def load_state_dict(self, state: Mapping[str, Array], strict: bool = True) -> Unmatched:
-        """Fill parameters from full arrays by name. Collective where ranks share parameters and used them.
+        """Fill parameters from full arrays by name. Collective if ranks share memory and used the parameters.
 
-        Missing and unknown names raise ValueError, or if not `strict` are left out and returned.
+        Missing and unknown names raise ValueError; if not `strict` they are ignored and returned.
         """
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
         if strict:
@@ -254,27 +254,27 @@ class ShardedModule(engine.ShardedModule):
         self.broadcast_updated_params()
 
     def broadcast_updated_params(self) -> None:
-        """Bring what was written into `parameters` to all ranks, in low precision rounded. Collective."""
+        """Send values written into `parameters` to all ranks, rounded in low precision. Collective."""
         self.drop_gathered()
         self.unfilled.clear()
         self.publish()
 
     def parameters(self) -> list[Array]:
-        """Return this rank's shard of each unit, flat, padding included: writing to them changes the model.
+        """Return this rank's shard of each unit, flat, padding included; writing to it changes the model.
 
-        A writer calls `drop_gathered` before and `broadcast_updated_params` after it, on all ranks.
+        Call `drop_gathered` before and `broadcast_updated_params` after writing, on all ranks.
         """
         return [unit.parameters.master_shard for unit in self.units]
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
-        """Yield (name, this rank's elements of that parameter as a flat view), for what it owns any of."""
+        """Yield (name, flat view of this rank's elements) of each parameter that it owns a part of."""
         for unit in self.units:
             shard = unit.parameters.master_shard
             for segment in unit.unit.segments(unit.part):
                 yield unit.unit.label(segment.name), shard[segment.where]
 
     def shard_info(self) -> dict[str, ShardInfo]:
-        """Return name -> which elements, or under row sharding rows, this rank owns, in the model's order."""
+        """Return name -> elements (under row sharding: rows) that this rank owns, in the model's order."""
         sizes = {label: int(values.size) for label, values in self.named_parameters()}
         by_rows, infos = self.config.by_rows, {}
         for name in self.params:
@@ -287,7 +287,7 @@ class ShardedModule(engine.ShardedModule):
         return infos
 
     def all_gather_param(self, name: str) -> Array:
-        """Return a copy of one full parameter, on every rank, where its shards are kept. Collective."""
+        """Return a copy of one full parameter, on every rank, on the device of its shards. Collective."""
         if not isinstance(name, str) or name not in self._homes:
             few = ", ".join(list(self.params)[:3])
             raise ValueError(f"parameter {came(name)} is not known; names are like {few}")
@@ -295,16 +295,16 @@ class ShardedModule(engine.ShardedModule):
         return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of full parameters by name, on every rank. Collective; memory of the full model."""
+        """Return a copy of every full parameter by name: each rank holds the full model. Collective."""
         return {name: self.all_gather_param(name) for name in self.params}
 
     def into_inner(self) -> tuple[list[Stage], dict[str, Array]]:
-        """Return the model and its full parameters, on every rank: leaves sharding behind. Collective."""
+        """Return the stages, and all full parameters by name, on every rank. Collective."""
         return self.stages, self.state_dict()
 
     @property
     def module(self) -> list[Stage]:
-        """The model that is sharded."""
+        """Stages of the sharded model."""
         return self.stages
 
     @property
@@ -327,7 +327,7 @@ class DDP(ShardedModule):
         super().__init__(stages, comm, NO_SHARD, bucket_mb=bucket_mb, frozen=frozen)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Give every rank the parameters of `root`. Collective; ValueError if that is no rank or differs."""
+        """Send the parameters of `root` to all ranks; ValueError if it is no rank or differs. Collective."""
         what, size = "broadcast_parameters", self.comm.size
         root = agreed(self.comm, what, lambda: (whole_number(f"{what}: root", root, 0, size), {"root": root}))
         for unit in self.units:
@@ -374,7 +374,7 @@ class GivenGradients(MicroBatch):
         self._given_gradients, self._added = gradients or {}, set[str]()
 
     def backward(self, stage: int) -> None:
-        """Add the gradients of all units that the stage uses: a unit is reduced after its last stage here."""
+        """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
         self._add(self.module.uses[stage])
 
     def turn(self, turn: Turn) -> None:
@@ -394,7 +394,7 @@ class GivenGradients(MicroBatch):
 
 
 def list_of_stages(stages: Any) -> list[Stage]:
-    """Return a model's stages as a list; raise ValueError for anything but stages, and for none."""
+    """Return a model's stages as a list; raise ValueError for anything else and for an empty list."""
     expected = "a list of Stage(scope, layer), such as model.stages()"
     if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
         raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
@@ -409,7 +409,7 @@ def list_of_stages(stages: Any) -> list[Stage]:
 
 
 def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
-    """Return name patterns as a tuple; raise ValueError for others, and for one that names nothing."""
+    """Return name patterns as a tuple; raise ValueError for other values and a pattern without a match."""
     if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
         raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
     for pattern in given:
@@ -421,7 +421,7 @@ def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tupl
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:
     """Raise ValueError for parameters that cannot stay in the blocks of a file."""
-    if not config.stored or config.precision is FP64:  # which all ranks refuse together
+    if not config.stored or config.precision is FP64:  # the engine refuses FP64 with `stored`, on all ranks
         return
     instance("ShardedModule: stored", config.stored, Mapping, "a mapping of names to BlockKind")
     if config.by_rows or device.in_use().name != "cpu":

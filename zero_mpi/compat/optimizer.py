@@ -1,4 +1,4 @@
-"""Optimizers for scripts: that of the engine with checks, `ShardedAdamW`, and updates of plain arrays."""
+"""Optimizers for scripts: the engine's with checks, `ShardedAdamW`, and updates of plain arrays."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from zero_mpi.optim.rates import check_scales
 from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
 from zero_mpi.sharding.host_masters import NONE
 
-Key = str | int  # key of a user's array: its name, or its place in a list
+Key = str | int  # key of a user's array: its name, or its index in a list
 Arrays = Mapping[str, Array] | Sequence[Array]
 
 
 class ShardedOptimizer(engine.ShardedOptimizer):
-    """An optimizer for a ShardedModule; of name patterns the last match wins.
+    """Optimizer of a ShardedModule; the last name pattern that matches a parameter counts.
 
-    rules         a Rule (`AdamW`, `Muon`, one of your own), or name pattern -> Rule
-    lr            learning rate; `step` may be given another one each time
-    weight_decay  a step takes away lr * weight_decay of matrices, apart from the gradient
-    lr_scale      name pattern -> factor of the learning rate ("*.lora_b": 16); 0 leaves them as they are
-    decay_scale   name pattern -> factor of the weight decay, also of what is no matrix
-    ema           decay of a moving average of what `step` trains; `zero_mpi.save` writes it as a second model
+    rules         a Rule (`AdamW`, `Muon`, your own), or name pattern -> Rule
+    lr            learning rate, unless `step` gets another one
+    weight_decay  decoupled decay: each step multiplies matrices by 1 - lr * weight_decay
+    lr_scale      name pattern -> factor of the learning rate ("*.lora_b": 16); 0: parameters do not change
+    decay_scale   name pattern -> factor of the weight decay, also for parameters that are not matrices
+    ema           decay of a moving average of trained parameters; `zero_mpi.save` writes it as a second model
     offload       "moments" keeps states in pinned memory of the host, "state" also the parameters of a module
-                  with `offload_masters`; raises UsageError where there is no GPU
+                  with `offload_masters`; raises UsageError without a GPU
 
-    `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
-    Making one is collective; raises ValueError for impossible settings, UsageError where ranks differ.
+    `steps` counts updates, `skipped` the steps without one because the norm was not finite. The constructor
+    is collective; it raises ValueError for impossible settings, UsageError if ranks differ.
     """
 
     module: ShardedModule
@@ -62,7 +62,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError("offload: states of whole matrices stay where these are; leave it out")
 
     def check_units(self) -> None:
-        """Raise ValueError unless rules for whole matrices have such matrices, in units of their own."""
+        """Raise ValueError unless matrix rules have full matrices, in units of their own."""
         for unit in self.units:
             takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
             if unit.unit.whole and len({*takes.values()}) > 1:
@@ -75,7 +75,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                     )
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
-        """Update the parameters by the module's gradients and forget these; see the engine. Collective."""
+        """Update the parameters by the module's gradients, then clear these; see the engine. Collective."""
         lr = None if lr is None else number("step: lr", lr, least=0)
         check_max_norm("step", max_norm)
         self.module.check_gradients("step")
@@ -83,17 +83,17 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 
     @cached_property
     def _plain(self) -> dict[Key, tuple[States, int]]:
-        """States and counts of steps of the user's arrays."""
+        """States and step counts of the user's arrays."""
         return {}
 
     def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
-        """Update arrays of any kind in place by gradients given for them, both by name or both as lists.
+        """Update any arrays in place by their gradients; both are mappings by name, or both are lists.
 
-        States and a count of steps are kept by name, or by place in the list, beside the module's. For shards
-        of the module, `dict(module.named_parameters())`, call `drop_gathered` before and
-        `broadcast_updated_params` after it. The module's matrices decay, and other arrays of two or more
-        dimensions. Not collective. Raises ValueError, and updates nothing, if names, shapes or types do not
-        fit each other or earlier calls.
+        States and step counts are kept by name or index, apart from the module's. For shards of the module,
+        `dict(module.named_parameters())`, call `drop_gathered` before and `broadcast_updated_params` after.
+        Weight decay applies to matrices of the module and other arrays of two or more dimensions. Not
+        collective. Raises ValueError, and updates nothing, if names, shapes or types do not match each other
+        or earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
         arrays, given = keyed("params", params), keyed("grads", grads)
@@ -108,7 +108,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             rule.update(Part(p.reshape(-1), given[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
 
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
-        """Raise ValueError unless all of them can be updated."""
+        """Raise ValueError unless all arrays can be updated."""
         if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
         shapes = {key: p.shape for key, p in params.items()}
@@ -124,14 +124,14 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        """Return the bytes of states and averages on this rank, wherever they are."""
+        """Return the bytes of states and averages of this rank, in device and host memory."""
         return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._plain.values())
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW for a ShardedModule: `ShardedOptimizer` with that rule alone.
+    """AdamW for a ShardedModule: `ShardedOptimizer` with that rule for all parameters.
 
-    betas, eps    decay of the two moments, and what is added to the root of the second
+    betas, eps    decay of the two moments, and the number added to the root of the second
     """
 
     def __init__(
@@ -166,13 +166,13 @@ def clip_grad_norm(module: ShardedModule, max_norm: float) -> float:
 
 
 def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
-    """Raise ValueError for an impossible largest norm; infinity is a way to ask for the norm alone."""
+    """Raise ValueError for an invalid `max_norm`; infinity is valid and only measures the norm."""
     if (max_norm is not None or required) and max_norm != math.inf:
         number(f"{what}: max_norm", max_norm, above=0)
 
 
 def keyed(what: str, arrays: Any) -> dict[Key, Array]:
-    """Return arrays by name, or by place in a list; raise ValueError for anything but float arrays."""
+    """Return arrays by name, or by index in a list; raise ValueError for anything but float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
         raise ValueError(
             f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "

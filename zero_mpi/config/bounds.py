@@ -1,8 +1,8 @@
 """Checks of settings: bounds of each by itself, contradictions between them, and flags without effect.
 
 A flag is refused if it asks for something that would never happen. A flag that merely changes nothing is
-noted in one line at the start: files of settings hold more than a run needs. A flag counts as given if its
-value is not the default, because OUT/config.toml of a run gives all of them.
+noted in one line at the start, because a settings file often has more than a run needs. A flag counts as
+given if its value is not the default, because OUT/config.toml contains all flags.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def rate_scales(texts: Sequence[str]) -> dict[str, float]:
     found = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # the last one counts, at its place
+        found.pop(pattern, None)  # the last one counts, in its position
         try:
             found[pattern] = float(factor)
         except ValueError:
@@ -122,7 +122,7 @@ def seconds(text: str | None) -> float | None:
     return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))
 
 
-# --------------------------------------------------------------------------- flags that other flags decide
+# ----------------------------------------------------------------------------------- combinations of flags
 
 
 class Contradiction(NamedTuple):
@@ -142,14 +142,14 @@ class Idle(NamedTuple):
 
 
 class DataKind(NamedTuple):
-    """Kind of data: text, or token files with their tokenizer beside them; whether they are token files."""
+    """Kind of data. is_text: text, or token files with a tokenizer beside them; are_ids: token files."""
 
     is_text: bool
     are_ids: bool = False
 
 
 def apart(name: str, when: Callable[[Config], bool], other: str) -> Contradiction:
-    """Return the contradiction of two flags, one of which must go."""
+    """Return the contradiction of two flags, one of which must be removed."""
     return Contradiction(name, when, f"cannot be combined with {other}: remove one of them")
 
 
@@ -247,7 +247,7 @@ IDLE = (
 
 
 def is_plain(c: Config) -> bool:
-    """Return whether float64 can be trained with these settings."""
+    """Return whether these settings allow training in float64."""
     others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
     return c.device != "cuda" and others == ["none", None, None, "adamw", None]
 
@@ -276,7 +276,7 @@ def in_steps(config: Config, windows: int) -> Config:
     """Return the configuration with its epochs, if any, converted to steps; `windows`: windows in the data.
 
     From then on the run has that number of `--steps`: records, checkpoints and OUT/config.toml use it. Each
-    window is seen at least so many times: the last step may begin the next epoch. Raises UsageError for flags
+    window is seen at least `epochs` times: the last step may begin another epoch. Raises UsageError for flags
     that do not fit the number of steps.
     """
     if config.epochs is None:
@@ -290,7 +290,7 @@ def in_steps(config: Config, windows: int) -> Config:
 
 
 def cautions(config: Config, epochs: float) -> Iterator[str]:
-    """Yield warnings on the length of a run whose steps read the data so many times."""
+    """Yield warnings on the length of a run, whose steps read the data `epochs` times."""
     if config.steps <= 2 * config.warmup > 2:
         yield (
             f"--warmup {config.warmup} takes half of --steps {config.steps} or more, at rates below --lr "
@@ -301,7 +301,7 @@ def cautions(config: Config, epochs: float) -> Iterator[str]:
 
 
 def remarks(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield notes on a configuration."""
+    """Yield notes on a configuration for the start of the run."""
     if config.removed:
         yield f"--config: removed settings have no effect: {', '.join(config.removed)}"
     if config.init is not None and config.lora is None and config.lr == FURTHER["lr"]:

@@ -81,7 +81,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
-    """Add settings of training as flags of another command, with its own --help texts if it has some."""
+    """Add settings of training as flags of another command; a text that is not empty replaces --help's."""
     for name, text in texts.items():
         parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
 
@@ -107,6 +107,6 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Join settings of a file and flags; flags win: --steps also over epochs of the file, and the reverse."""
+    """Join a file's settings and flags; flags win: --steps also replaces a file's epochs, and the reverse."""
     beaten = LENGTH if LENGTH & flags.keys() else set()
     return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)

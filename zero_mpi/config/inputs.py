@@ -62,7 +62,7 @@ def open_init(config: Config) -> WeightSource | None:
 
 
 def passed_over(init: WeightSource | None) -> list[str]:
-    """Return notes on what training ignores of a model: dropout of its configuration, surplus bytes."""
+    """Return notes on parts of a model that training ignores: dropout, and bytes behind the last tensor."""
     init = init.base if isinstance(init, GrownWeights) else init
     if isinstance(init, GGUFFile) and init.surplus:
         return [f"{init.path}: {init.surplus} bytes behind the last tensor are ignored"]
@@ -82,8 +82,8 @@ def read_model(init: WeightSource) -> ModelConfig:
 def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
     """Return the model with the adapters of the flags; UsageError without an `init`.
 
-    Other weights stay in the blocks of its GGUF, if kernels of the device `where` know their type; with
-    --qat those that are rounded without an adapter are floats.
+    Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type; with --qat,
+    weights that are rounded but have no adapter become floats.
     """
     if config.lora is not None and init is None:
         raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
@@ -137,7 +137,7 @@ def check_model(config: Config, model: ModelConfig) -> None:
 
 
 def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
-    """Return a note on frozen tensors beside adapters that are float32 despite their type in the file."""
+    """Return a note on frozen tensors that are kept as float32 although the file stores another type."""
     if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
         return []
     others = [name for name in model.params() if name in init.tensors and name not in model.stored]
@@ -275,7 +275,7 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
 
 
 def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """Return a tokenizer whose only chat template is that of a file, or its own of a name, if given."""
+    """Return the tokenizer with only the template `which`, a file or one of its own; None: unchanged."""
     if which is None:
         return tokenizer
     keys = tokenizer.metadata()
@@ -295,8 +295,8 @@ def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
 def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, object]:
     """Return keys of a folder's tokenizer for a run that needs no tokenizer because its data are ids.
 
-    llama.cpp, `generate` and `export` still have to read its checkpoints. If the folder has no tokenizer,
-    or one that keys cannot describe, return the key by which llama.cpp does without, and warn.
+    llama.cpp, `generate` and `export` still have to read its checkpoints. If the folder has no tokenizer, or
+    one that keys cannot describe, warn and return the key that tells llama.cpp to work without a tokenizer.
     """
     beside = init.path / TOKENIZER_JSON
     problem = f"{init.path} has no {TOKENIZER_JSON}"
@@ -359,9 +359,9 @@ SIZES = {  # flag -> attribute of the model
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return a model's sizes by their flags; without key/value heads it has as many as query heads.
+    """Return a model's sizes by their flags; a model without `kv_heads` has as many as query heads.
 
-    Flags of experts are None without any.
+    Flags of experts are None for a model without experts.
     """
     found = {name: getattr(model, size, None) for name, size in SIZES.items()}
     absent = () if found["experts"] else EXPERTS

@@ -26,7 +26,7 @@ ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 
 
 def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the matrices that an optimizer updates in full: for Muon those of blocks."""
+    """Return the names of the matrices that an optimizer needs in full: for Muon the matrices of blocks."""
     if optimizer != MUON:
         return ()
     params = model.params().items()
@@ -54,7 +54,7 @@ def rules_of(
 def auxiliary_scales(
     model: ModelConfig, balance_loss: float | None, z_loss: float | None, adapts: bool
 ) -> dict[str, float]:
-    """Return the scales of the losses of routers; raise UsageError for those of a model without experts."""
+    """Return the scales of the routers' losses; raises UsageError if one is set and there are no experts."""
     routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
     for flag, value in (("--balance-loss", balance_loss), ("--z-loss", z_loss)):
         if value is not None and not routed:

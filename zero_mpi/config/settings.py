@@ -1,7 +1,7 @@
 """Flags of `zero_mpi.train`, as one data class: name, default, meaning and place in `--help`.
 
 A TOML file (`--config`) sets the same names; flags on the command line win. `fixed` marks the settings that a
-resumed run must keep, beside the sizes of its model, because another value would make it another run.
+resumed run must keep, like the sizes of its model, because another value would make it another run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zero_mpi.models.lora import FROZEN, TARGETS, LoRA
 from zero_mpi.nn.preference import PREFERENCES, Preference
 
 FROM_NOTHING: dict[str, Any] = {"arch": "llama", "layers": 4, "dim": 192, "heads": 6, "lr": 4e-3}
-FURTHER: dict[str, Any] = {"lr": 5e-5}  # the usual rate for all weights of a language model
-ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # and for adapters, which start from zero
+FURTHER: dict[str, Any] = {"lr": 5e-5}  # usual rate for training all pretrained weights
+ADAPTERS: dict[str, Any] = {"lr": 1e-3}  # rate for adapters, which start from zero
 LR_TIMES_WIDTH = 0.8  # largest rate of adapters, times the width: 2e-4 for a width of 4096, as is usual
 CROSS_ENTROPY = "cross-entropy"
 BYTE, FROM_INIT = "byte", "from-init"  # values of --tokenizer beside paths
@@ -39,7 +39,7 @@ FEW_WINDOWS = 214  # with fewer windows a batch is smaller, down to 4, so that t
 
 
 def batch_size(windows: int) -> int:
-    """Return the default for so many windows of conversations; the number of ranks does not matter."""
+    """Return the default batch size for `windows` windows of conversations, whatever the number of ranks."""
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 
@@ -93,7 +93,7 @@ class Config:
     """All settings of a run. None means: derived from the others.
 
     `steps` is None, and `warmup` may be a share of it, until the data are read (`bounds.in_steps`).
-    `unsaid`: the settings whose default may differ for a run that continues, or by its data.
+    `unsaid`: settings without a value, whose defaults may depend on the data or on the run that continues.
     """
 
     removed = tuple[str, ...]()  # settings of --config that 0.1.0 had; not annotated, so it is no field
@@ -293,7 +293,7 @@ class Config:
 
     @property
     def rate_factor(self) -> float:
-        """Factor of default learning rates: a model that learns from preferences knows its task already."""
+        """Factor of default learning rates: smaller for preferences, as the model already knows its task."""
         return 1.0 if self.loss == CROSS_ENTROPY else 0.1
 
     @property
@@ -316,7 +316,7 @@ class Config:
 
     @property
     def base_is_reference(self) -> bool:
-        """True if the frozen model, without its adapters, is the model as the run begins."""
+        """True if the frozen model without its adapters equals the model at the start of the run."""
         return self.lora is not None and self.lora_init is None and self.add_tokens is None
 
     def stages_ahead(self, on_gpu: bool) -> int:

@@ -158,7 +158,7 @@ class _Split(NamedTuple):
     notes: list[str]
     digest: str
     bos: int | None
-    counts: tuple[int, int]  # of documents: all, and those held out in full
+    counts: tuple[int, int]  # number of documents: all, and those held out in full
 
 
 def load_corpus(
@@ -182,11 +182,11 @@ def load_corpus(
 ) -> Corpus:
     """Return the corpus of `paths` (none: Python's standard library), `val_fraction` of its tokens held out.
 
-    `paths`: `PATH=SHARE` for each makes each a source. `val_paths`: data to hold out instead. `any_bytes`,
-    `skip_bad`, `control_tokens`, `loss_on`, `inputs`, `preferences`: see `DocumentReader`. Token files need
-    no tokenizer. `bos`: the id that begins each window of text and each conversation. `packs`: windows hold
-    whole documents, which may be shorter than `context`. Token files and large encoded text stay on disk.
-    Raises UsageError for invalid values.
+    `paths`: with `PATH=SHARE` for each, every path is a source. `val_paths`: data to hold out instead.
+    `any_bytes`, `skip_bad`, `control_tokens`, `loss_on`, `inputs`, `preferences`: see `DocumentReader`. Token
+    files need no tokenizer. `bos`: the id that begins each window of text and each conversation. `packs`:
+    windows hold whole documents, which may be shorter than `context`. Token files and large encoded text stay
+    on disk. Raises UsageError for invalid values.
     """
     if not 0 <= val_fraction < 1:
         raise UsageError(f"--val-fraction must be at least 0 and below 1, not {val_fraction}")
@@ -247,7 +247,7 @@ def _split(
     where = source.name or ("" if flag == "--data" else flag)
     said = [type(note)(f"{where}: {note}") if where else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
-    # Documents inside token files that tell where they end count one by one.
+    # The documents of token files count one by one where their ends are known.
     in_train, in_val = (
         sum(len(each.ends) if each.ends is not None and each.is_divisible else 1 for each in side)
         for side in (train, val)
@@ -260,7 +260,7 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    A single document is cut and its tail held out; token files that all tell their ends give their last ones.
+    The tail of a single document is held out; so are the tails of all token files if all know their ends.
     """
     if fraction == 0:
         return documents, []
@@ -277,7 +277,7 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
     """Draw documents in an order set by `seed` until they hold `fraction` of all tokens; one always stays.
 
     A document that would bring them to more than twice that is skipped, and the smallest skipped one is taken
-    only if the others do not reach it. Else a draw that begins with a giant would hold out nearly everything.
+    only if the others do not reach it. Otherwise a huge first document would hold out nearly all.
     """
     goal, tokens = fraction * sum(sizes), 0
     order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()

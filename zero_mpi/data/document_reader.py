@@ -38,7 +38,7 @@ def separator(tokenizer: Tokenizer) -> int | None:
 
 
 def separator_notes(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a line if nothing closes a document."""
+    """Yield a note if the tokenizer has no token that closes a document."""
     if separator(tokenizer) is None:
         yield "the tokenizer has neither EOS nor BOS: documents are not separated"
 
@@ -97,7 +97,7 @@ class DocumentReader(NamedTuple):
         return through(files, settings, self.vocab, encode, self.batches)
 
     def _check_pairs(self, files: Files) -> None:
-        """Raise UsageError for pairs with a loss that takes none, and for other data with one that does."""
+        """Raise UsageError for pairs without a preference loss, and for other data with one."""
         labels = self.preferences == "kto"
         for _, path in files:
             if self.preferences and not holds_pairs(path, labels):
@@ -123,7 +123,7 @@ class DocumentReader(NamedTuple):
         return documents
 
     def _encode(self, files: Files, paths: Sequence[str], text: TextReader) -> Encode:
-        """Return the function that encodes files: conversations or text."""
+        """Return the function that encodes these files, which hold conversations or text."""
         if self.preferences or are_conversations(files):
             loss_on = ANSWERS if self.preferences else self.loss_on
             reader = ConversationReader(text.tokenizer, loss_on, self.bos, self.inputs)
@@ -131,7 +131,7 @@ class DocumentReader(NamedTuple):
         return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
 
     def _settings(self, paths: Sequence[str], text: TextReader) -> dict[str, object]:
-        """Return all settings that decide, beside the files, which ids result."""
+        """Return all settings that determine the ids, besides the files."""
         named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
         return text.tokenizer.metadata() | {
             "any bytes": self.any_bytes,
@@ -150,7 +150,7 @@ def _conversations(
 ) -> Iterator[Document]:
     """Yield each conversation, or each pair with its better side first, as its template ends it.
 
-    Conversations in which nothing counts, and pairs of which a side has no answer, are skipped.
+    Conversations in which nothing counts, and pairs with a side that has no answer, are skipped.
     """
     totals, bad = Totals(), BadRows() if flags.skips_bad else None
     if flags.preferences:

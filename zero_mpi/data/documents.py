@@ -88,7 +88,7 @@ def opened(path: str, length: int) -> OpenFile:
 
 
 class TokenSpans:
-    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice is another one.
+    """Spans of files as one row of ids, uint16 or uint32 by the widest of them. A slice is a TokenSpans too.
 
     Ids are checked when they are read: one outside the vocabulary of `vocab` is a JobError.
     """
@@ -109,7 +109,7 @@ class TokenSpans:
 
     @property
     def stays(self) -> bool:
-        """Tell whether the ids are so many that they stay in the files."""
+        """True if there are so many ids that they stay in the files."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class TokenSpans:
     def sampled_digest(self) -> bytes:
         """Return the sha256 of sizes, and of ids at places spread evenly over all spans.
 
-        It tells one corpus from another in little time.
+        It distinguishes corpora without reading all of them.
         """
         total, count = hashlib.sha256(), max(2, SAMPLES // max(1, len(self.spans)))
         for span in self.spans:
@@ -222,18 +222,18 @@ Counted = NDArray[np.bool_]
 
 
 class Remark(str):
-    """A note on documents that warns of nothing."""
+    """Note on documents that is not a warning."""
 
 
 class Document(NamedTuple):
     """Ids in their order, and their origin."""
 
-    name: str  # of the file or line, for messages and for the digest of the corpus
-    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; those of text include the separator
-    digest: bytes  # sha256 of the bytes that it was made of, and of the result
+    name: str  # name of the file or line, for messages and for the digest of the corpus
+    tokens: Tokens  # (n,) uint16 or uint32, held or in a file; a text's include the separator
+    digest: bytes  # sha256 of the source bytes and of the result
     counted: Counted | None = None  # (n,) whether the loss counts a token, never the first; None: all
-    # (D,) where the documents of a token file end, none of which is empty; None: it is one, or does not tell.
-    # Of a pair, which has `counted`: where both sides end.
+    # (D,) ends of the documents in a token file, none of them empty; None: a single document, or ends
+    # unknown. For a pair, which has `counted`: the ends of both sides.
     ends: NDArray[np.int64] | None = None
     at: int = 0  # place of the first token in the data, if some are held out
 
@@ -243,8 +243,8 @@ class Document(NamedTuple):
         return self.ends is not None and len(self.ends) > 1 and self.counted is None
 
     def cut(self, place: int) -> tuple[Document, Document]:
-        """Return the documents before a place and those from it on. One that crosses it is cut at the place,
-        unless its documents' ends are known: then the cut is where one of them ends.
+        """Split a document at a place and return both parts. If the ends of the documents inside it are
+        known, the cut is moved to the next end.
         """
         ends, count = self.ends, self.counted
         if ends is not None and len(ends) > 1:
@@ -263,10 +263,10 @@ class Document(NamedTuple):
 class Stream:
     """Documents one after the other."""
 
-    ids: Tokens  # of all documents (n,), uint16 or uint32, held or in files
+    ids: Tokens  # (n,) ids of all documents, uint16 or uint32, held or in files
     ends: NDArray[np.int64]  # (D,) where each document ends
     counted: Counted | None = None  # (n,) whether the loss counts a token as a target; None: text, all count
-    runs: NDArray[np.int64] | None = None  # (2 R,) starts of runs of the data, here and there
+    runs: NDArray[np.int64] | None = None  # (2 R,) starts of runs: (in the stream, in the data) of each
 
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places of tokens in the data, held-out ones included; -1 stays."""
@@ -293,7 +293,7 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         for stop, each in zip(stops.tolist(), documents, strict=True)
     ]
     ends = np.concatenate([np.zeros(0, np.int64), *own])
-    # Documents that follow each other in the data are a run, here in the stream and there in the data.
+    # Documents that are adjacent in the data are a run: `here` it starts in the stream, `there` in the data.
     here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
     first = np.flatnonzero(np.diff(there - here, prepend=-1))
     runs = np.stack([here[first], there[first]], axis=1).ravel()

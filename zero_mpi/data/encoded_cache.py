@@ -1,10 +1,10 @@
 """Cache of encoded texts: ids in a folder named by a digest of their inputs.
 
-Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids that lie in a
-file are also not held by each rank. So ids of `LEAST` bytes of text or more are written once, under a name
-that covers the texts and all that decides their ids, this package's code included, and are found under it
-again. An entry that nobody used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names
-the folder. Texts of small corpora, and all texts if no folder can be written, are encoded into memory.
+Encoding gigabytes takes minutes, and a requeued job would do it at each start; ids in a file are also not
+held in memory by each rank. So the ids of `LEAST` bytes of text or more are written once, under a digest of
+the texts and of everything that determines their ids, this package's code included. An entry that was not
+used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names the folder. Texts of small
+corpora, and all texts if no folder can be written, are encoded into memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLACES = {"ZERO_MPI_CACHE": "", "XDG_CACHE_HOME": "zero_mpi/encoded", "HOME": ".
 Files = Sequence[tuple[str, Path]]
 Reading = tuple[list[Document], list[str]]
 """Documents, and notes for the user."""
-Beat = Callable[[], object]  # called again and again during long work
+Beat = Callable[[], object]  # called repeatedly during long work
 Pieces = Sequence[Any]  # texts, or the letters (n,) of texts
 Rows = list[NDArray[np.integer[Any]]]
 Encode = Callable[[list[str]], Iterator[Document]]
@@ -49,11 +49,11 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Encoder of chunks of text, a batch at a time, each into so many rows of integers below 2**32.
+    """Runner of encode functions on batches of texts; results are rows of integers below 2**32.
 
     beat     called before each batch
     cached   whether ids from an earlier encoding may be used
-    folder   where the rows of each batch are kept for the next start after an interrupted one; None: nowhere
+    folder   folder of finished batches, from which an interrupted job continues; None: nothing is kept
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
@@ -61,7 +61,7 @@ class Batches:
         self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
-        """Return encode(pieces), or the rows kept of it under a name of its own, after a sha256."""
+        """Return encode(pieces), from a file of an earlier job if there is one: a sha256, then the rows."""
         self.beat()
         if self.folder is None:
             return encode(pieces)
@@ -87,7 +87,7 @@ def through(
 ) -> Reading:
     """Return documents of files and notes: from the cache, or encoded (into the cache if files are large).
 
-    settings   all that decides, beside the texts, which ids they become
+    settings   everything besides the texts that determines the ids
     batches    runs the batches of `encode`
 
     Raises UsageError for files that cannot be read, or that change while they are read.
@@ -102,7 +102,7 @@ def through(
         kept = found(entry, vocab, batches.beat)
         if kept is None:
             shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
-            with suppress(OSError):  # no room, or not ours
+            with suppress(OSError):  # disk full, or no permission
                 make(entry, encode, batches)
                 if entry.name != name_of(files, settings, batches.beat):
                     shutil.rmtree(entry, ignore_errors=True)
@@ -135,7 +135,7 @@ def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
 
 
 def digest_of(path: Path, beat: Beat) -> str:
-    """Return the sha256 of a regular file; raises FileError for a pipe and its like."""
+    """Return the sha256 of a regular file; raises FileError for a pipe or another special file."""
     total = hashlib.sha256()
     with open_file(path) as file:
         while block := file.read(READ_AT_ONCE):
@@ -156,10 +156,10 @@ def code() -> str:
 def make(entry: Path, encode: Encode, batches: Batches) -> None:
     """Write an entry, under another name until it is complete; OSError if that fails.
 
-    If the job is ended meanwhile, batches that were encoded stay for the next one.
+    Batches that were encoded before an interruption stay for the next job.
     """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in entry.parent.iterdir():  # removes what was not used for long
+    for each in entry.parent.iterdir():  # removes entries that were not used for long
         used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
         with suppress(OSError):
             if used.stat().st_mtime < time.time() - days * 86400:
@@ -181,7 +181,7 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
 
 
 def write(scratch: Path, encode: Encode, beat: Beat) -> None:
-    """Write ids and their facts as documents come; none is held."""
+    """Write ids and facts document by document, without keeping them in memory."""
     notes, documents = list[str](), list[tuple[str, int, str, list[int] | None]]()
     kind: np.dtype[Any] = np.dtype(np.uint16)
     with (scratch / IDS).open("wb") as ids, (scratch / COUNTED).open("wb") as counted:
@@ -213,7 +213,7 @@ def sealed(table: dict[str, Any]) -> dict[str, Any]:
 def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
-    Only files that still have the digests from when they were written here are read.
+    Only files whose digests are unchanged since they were written are used.
     """
     try:
         about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)

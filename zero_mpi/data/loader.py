@@ -5,7 +5,7 @@ window, set by the seed and k alone; step s holds samples s*B .. s*B + B - 1; it
 of those, and rank i mod P computes it in round i div P. So the samples and the shape of a micro-batch never
 depend on the number of ranks, and a resume needs only the step.
 
-An epoch has each window once. Up to `MOST_SORTED` windows its order is made at once, by sorting random
+An epoch contains each window once. Up to `MOST_SORTED` windows its order is made at once, by sorting random
 numbers. Beyond that this would take gigabytes on each rank, and seconds at the start, so the place of each
 sample is computed separately, by a cipher on the numbers 0..windows-1: the swap-or-not shuffle (Hoang,
 Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
@@ -115,7 +115,7 @@ class SampleOrder:
         return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
 
     def windows(self, samples: Places) -> Places:
-        """Return the windows (n,) of samples (n,), numbered among those of all sources."""
+        """Return the windows (n,) of samples (n,), numbered over all sources."""
         sources, numbers = self.places(samples)
         found = np.empty_like(samples)
         for source, count in enumerate(self._counts):
@@ -146,7 +146,7 @@ class SampleOrder:
 
 
 def _begun(block: int, bounds: Places) -> Places:
-    """Return each source's number of samples in the blocks before `block`; rounded bounds make all add up."""
+    """Return each source's number of samples in the blocks before `block`; rounded bounds add up."""
     total = block * DEALT
     return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
 
@@ -169,7 +169,7 @@ class Batch:
 
     inputs: Places
     targets: Places  # id that each position is to predict; -1: none
-    begins: Places | None = None  # where in its row each position's document begins; None: a row is one
+    begins: Places | None = None  # first column of each position's document; None: 0
 
 
 class WindowSource(Protocol):
@@ -188,7 +188,7 @@ class WindowSource(Protocol):
         """Return the number of targets of these windows that count."""
 
     def about(self) -> str:
-        """Return how the data fill the windows, if that needs to be said."""
+        """Return a text on how the data fill the windows; "" if there is nothing to say."""
         return ""
 
     def notes(self) -> list[str]:
@@ -253,7 +253,7 @@ class Windows(WindowSource):
 
 
 class MixedWindows(WindowSource):
-    """Windows of several sources with one context, in one numbering: those of the first source come first."""
+    """Windows of several sources with one context, in one numbering that begins with the first source."""
 
     kind = "window"
 
@@ -265,7 +265,7 @@ class MixedWindows(WindowSource):
         return int(self._ends[-1])
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
-        """Yield (part, rows of these indices in it, its own numbers of them) for parts that have any."""
+        """Yield (part, rows of these indices in it, their numbers in it) for parts that have any."""
         wanted = inside(indices, len(self))
         of = np.searchsorted(self._ends, wanted, "right")
         for number, part in enumerate(self.parts):
@@ -307,7 +307,7 @@ def _at_least_one(flag: str, value: int) -> int:
 class StepLoader:
     """Training batches: B = `batch_size` samples per step, cut into M micro-batches of `micro_batch` samples.
 
-    The last micro-batch of a step is shorter if B is no multiple. `order`: order of the samples, if windows
+    The last micro-batch of a step may be shorter. `order`: order of the samples, if windows
     are of several sources. Raises UsageError for sizes below 1 and for a corpus without a window.
     """
 
@@ -339,7 +339,7 @@ class StepLoader:
         return np.split(windows, np.arange(self.micro_batch, self.batch_size, self.micro_batch))
 
     def epochs(self, steps: int) -> list[float]:
-        """Return how many times so many steps go through the windows of each source."""
+        """Return how many times `steps` steps go through the windows of each source."""
         return self.order.epochs(steps * self.batch_size)
 
     def micro(self, step: int, i: int) -> Batch:
@@ -377,7 +377,7 @@ class EvalLoader:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data of an evaluation: windows of each source of which some are held out, by the source's name."""
+    """Data of an evaluation: the held-out windows of each source that has some, by the source's name."""
 
     loaders: dict[str, EvalLoader]
 

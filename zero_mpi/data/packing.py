@@ -28,7 +28,7 @@ class Packable(NamedTuple):
     sizes: Places
     targets: Places
     cut: int  # number of conversations that are longer than a window
-    empty: int  # number of pieces without a target that counts, which are not among these
+    empty: int  # number of pieces left out because no target counts
 
 
 def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
@@ -75,10 +75,10 @@ def windows_over(
 def best_fit(sizes: Places, room: int) -> Places:
     """Return the window (P,) of each piece, all of at most `room`; windows are numbered as they are opened.
 
-    Windows are found by the room left in them; one bit per amount of room says whether there is one.
+    Windows are looked up by their free positions; one bit per number of them shows if such a window exists.
     """
     order = np.argsort(-sizes, kind="stable")
-    windows: dict[int, list[int]] = {}  # by the room left in them
+    windows: dict[int, list[int]] = {}  # by their free positions
     lefts = count = 0
     found = []
     for size in sizes[order].tolist():
@@ -175,7 +175,7 @@ class PackedWindows(WindowSource):
         within = up_to(sizes + 1)
         is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
-        begins = np.tile(np.arange(self.context), (shape[0], 1))  # each position after the last is alone
+        begins = np.tile(np.arange(self.context), (shape[0], 1))  # unused positions see themselves
         inputs.reshape(-1)[places] = ids[is_input]
         if counted is not None:
             ids = np.where(read_ids(counted, *spans), ids, UNCOUNTED)
@@ -256,9 +256,9 @@ class PairWindows(PackedWindows):
 
 
 def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return the prompts of a micro-batch with answers to others: those of the sequence before in its row.
+    """Return a micro-batch whose prompts are followed by the answer of the sequence before in the row.
 
-    The order is first that of better sides, then that of worse ones; the row has the same length.
+    For this order better sides precede worse ones; the length of the row stays the same.
     """
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()

@@ -1,8 +1,8 @@
 """File of a teacher's predictions: for each token of a text its most likely ids, and the mass of all others.
 
-A header of `HEAD` bytes, JSON, says what they were made of. A record for each token of the data follows, in
-the order of the data: ids, their log-probabilities from the largest on, and the logarithm of the rest. A
-record of zeros says that the teacher has not predicted that token.
+A header of `HEAD` bytes of JSON identifies the data. A record for each token follows, in the order of the
+data: ids, their log-probabilities from the largest on, and the logarithm of the rest. A record of zeros says
+that the teacher has not predicted that token.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def open_teacher(path: str) -> TeacherFile:
 
 
 def begin(path: Path, teacher: TeacherFile) -> None:
-    """Make the unfinished file, unless one of the same predictions is there."""
+    """Create the unfinished file, unless an earlier job left one of the same predictions."""
     size = path.stat().st_size if path.exists() else -1
     with path.open("r+b" if size >= 0 else "x+b") as file:
         if size != teacher.nbytes or file.read(HEAD) != teacher.header():

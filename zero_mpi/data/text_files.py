@@ -1,8 +1,8 @@
-"""Files of a corpus, those of --data or of Python's own library, and their kinds by the first bytes.
+"""Files of a corpus, from --data or Python's own library, and their kinds by the first bytes.
 
-A file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") count only together
-with bytes that no text has. Text that is not in UTF-8 is text, in Latin-1 or Shift JIS, say, read byte by
-byte; UTF-16 and UTF-32 are not, because they have bytes of zero.
+Each kind of file that is not text has a name and a remedy. Bytes that may also begin a text ("GGUF") count
+only together with bytes that no text has. Text in another encoding, such as Latin-1 or Shift JIS, is read
+byte by byte; UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
-NANOGPT = "nanogpt:"  # before a path: ids without a header, which nothing else tells from other bytes
+NANOGPT = "nanogpt:"  # before a path: ids without a header, which cannot be recognised
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.gguf"  # files of a folder that `zero-mpi tokenize` made
 NOTES = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})  # files of the package datasets
-# Distributions may or may not ship these, and tests are poor prose; caches are no source.
+# Some distributions do not ship these, and tests are poor prose; caches are not source code.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -55,7 +55,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     The name is relative to the given folder, with forward slashes; for a file given by itself, its last part,
     with `NANOGPT` before it if the path has that. Hidden files and folders inside a folder are skipped; links
     are followed. A repeated file is taken once, or its text could be trained on and held out too. Files that
-    the package datasets adds beside its data are left out. Raises UsageError, which names the `flag`, for a
+    the package datasets adds to its data are left out. Raises UsageError, which names the `flag`, for a
     missing path.
     """
     found: dict[str, tuple[str, Path]] = {}
@@ -92,12 +92,12 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raise the UsageError for a file of --data that the system does not let us read."""
+    """Raise the UsageError for a file of --data that cannot be read."""
     raise UsageError(f"cannot read {shown(error.filename)}: {error.strerror}") from error
 
 
 BLOCK = 1 << 20
-HEAD = 8192  # bytes that tell text from binary, as in git and grep
+HEAD = 8192  # bytes that show whether a file is text, as in git and grep
 LINES = (".jsonl", ".ndjson")
 
 
@@ -182,7 +182,7 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether each line holds a JSON object: its markup would be learned beside the text."""
+    """Return whether each line holds a JSON object: its markup would be learned along with the text."""
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
@@ -207,7 +207,7 @@ def _is_utf8(data: bytes, whole: bool = True) -> bool:
 
 
 class TextFilter:
-    """Looks at one file after the other; `notes` say what was found: `out`, `taken` and `odd`.
+    """Filter of files to read; `notes` reports files left `out`, `taken` as bytes, and `odd` in encoding.
 
     paths       files and folders that were named
     any_bytes   whether named files are read unchanged, whatever they look like
@@ -242,7 +242,7 @@ class TextFilter:
             self.odd.append(shown(name, 60))
 
     def notes(self) -> Iterator[str]:
-        """Yield a line for each sort of thing that was found: how many there are, and the first of them."""
+        """Yield a line for each of these lists that is not empty: the number of files, and the first ones."""
         for found, text in (
             (self.out, "skipped files that are not text: {}"),
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),

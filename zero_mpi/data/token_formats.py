@@ -40,7 +40,7 @@ MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5:
 MEGATRON_MOST = (1 << 31) - 1  # ids of a document: its size is an int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
-NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with other letters in the names of fields
+NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with field names in UTF-8
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
     (3, 0): npy.read_array_header_2_0,
@@ -50,8 +50,8 @@ NPY_HEADERS = {  # by version of the format; 3.0 is 2.0 with other letters in th
 class TokenLayout(NamedTuple):
     """Places of the ids in a file."""
 
-    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of them, in their order
-    dtype: np.dtype[Any]  # of an id, little-endian
+    runs: list[tuple[int, int]]  # (first byte, number of ids) of each run of ids, in order
+    dtype: np.dtype[Any]  # dtype of an id, little-endian
     ends: NDArray[np.int64] | None = None  # (D,) where each document ends; None: the file does not tell
 
 
@@ -151,7 +151,7 @@ def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 def npy_layout(path: Path, file: FileIO) -> TokenLayout:
     """Return where a .npy has its ids; UsageError for another array, ValueError for any other file."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # a header of Python 2 is as good
+        with warnings.catch_warnings(action="ignore"):  # headers written by Python 2 are valid too
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
     except Exception as error:  # a hostile header may raise any
         why = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
@@ -214,7 +214,7 @@ class TokenFormat(NamedTuple):
     """Format of token files."""
 
     name: str
-    known: Callable[[str, Path], bool]  # by the file's name, as `collect_files` gives it, and its path
+    known: Callable[[str, Path], bool]  # recognises a file by its name in `collect_files` and its path
     layout: Callable[[Path, FileIO], TokenLayout]  # ValueError or UsageError for a damaged file
 
 
@@ -234,7 +234,7 @@ FORMATS = (
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    """Return the format of a file; None if it is no token file."""
+    """Return the format of a file; None if it is not a token file."""
     return next((each for each in FORMATS if each.known(name, path)), None)
 
 

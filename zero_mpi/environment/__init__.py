@@ -36,7 +36,7 @@ BINDING = {  # the first variable that is set decides; inside an allocation Slur
 }
 YIELDING = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline means many hand-overs
+    "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864",  # one message: a pipeline needs many switches
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
@@ -45,13 +45,13 @@ threads_were_set = any(name in os.environ for name in THREADS)
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set in `environ` what is not set. Thread counts are left alone once numpy has read them."""
+    """Set the variables that `environ` lacks. Thread counts stay unchanged once numpy has read them."""
     if not any(name in environ for name in THREADS) and "numpy" not in sys.modules:
         environ.update(dict.fromkeys(THREADS, "1"))
-    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # its UCX complains if it has no device
+    if {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & environ.keys():  # Open MPI's UCX warns without a device
         environ.setdefault("OMPI_MCA_osc", "^ucx")
     if not under_launcher(environ) and os.path.exists(f"{sys.prefix}/bin/orted"):
-        # the wheel of Open MPI 4.1 was built for another path, which launchers tell their ranks
+        # the wheel of Open MPI 4.1 was built for another path; launchers set this for their ranks
         environ.setdefault("OPAL_PREFIX", sys.prefix)
     if local_ranks(environ) > node_cores(environ):
         for name, value in YIELDING.items():
@@ -83,7 +83,7 @@ def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of cores that all ranks of this node may use together, at most the CPU quota.
 
-    A bound rank sees only its own cores; its launcher's process on the node, or Slurm, knows of all.
+    A bound rank sees only its own cores; its launcher's process on the node, or Slurm, knows all cores.
     """
     told, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
     if told.isdigit():
@@ -120,13 +120,13 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the launcher's flag that binds each rank to so many cores; without a launcher, all flags."""
+    """Return the launcher's flag that binds each rank to `count` cores; without a launcher, all flags."""
     found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
     return found.replace("{n}", str(count))
 
 
 def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:
-    """Return Linux's value for the first processor under a name, such as "flags"; empty if there is none."""
+    """Return a field of the first processor in `cpuinfo`, such as "flags"; empty if there is none."""
     try:
         with open(cpuinfo) as file:
             lines = file.read().splitlines()

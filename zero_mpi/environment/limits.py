@@ -1,8 +1,8 @@
 """Limits of a process and its host: memory, processor time, files.
 
-Containers and batch systems set them by control groups, which the numbers that programs usually ask for do
-not show: a process that exceeds the memory limit is killed, one that exceeds its share of processor time is
-stopped for the rest of each tenth of a second.
+Containers and batch systems set limits with control groups, which the usual system calls do not report. A
+process that exceeds the memory limit is killed; one that exceeds its share of processor time is stopped for
+the rest of each tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
     available: int  # memory available without swapping, as the system says
     group_memory: int | None  # limit of the control group
-    group_room: int | None  # the rest of it
+    group_room: int | None  # what is left of that limit
     group_cores: float | None
     address_space: int | None
     data: int | None  # private memory that can be written to

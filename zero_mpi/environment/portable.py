@@ -67,7 +67,7 @@ def asked(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def claim(bits: str) -> None:
-    """Restart this program pinned, if that is wanted and not done yet; to be called before MPI starts."""
+    """Restart this program pinned, if `bits` asks for it and it is not; call this before MPI starts."""
     if bits == PORTABLE and asked() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
@@ -95,7 +95,7 @@ def unfit(machine: str, flags: str) -> str:
 
 
 def fault(blas: str, target: str) -> str:
-    """Return why a process of this BLAS and compiled `target` does not give these bits; empty if it does."""
+    """Return why this BLAS and compile `target` do not give these bits; empty if they do."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
     found = unfit(os.uname().machine, environment.of_processor("flags"))

@@ -1,1 +1,1 @@
-"""Files from others and our own: opened, parsed and shown with care, written whole or not at all."""
+"""Files from others and our own: safely opened, parsed and shown; written completely or not at all."""

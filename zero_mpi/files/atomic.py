@@ -1,7 +1,7 @@
 """Small files that are complete at every moment: written beside their place, synced to disk, then renamed.
 
-Whatever kills the writer, fills the disk or cuts the power, the name stands for the old content or for the
-new one, never for half of it or for nothing. Checkpoints do the same with a folder (`checkpoint.folders`).
+If the writer is killed, the disk is full or the power fails, the name has the old or the new content, never
+a part of it or nothing. Checkpoints do the same with a folder (`checkpoint.folders`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def partial_of(path: Path, beside: str = "partial") -> Path:
 
 
 def write_output(path: Path, content: str, beside: str = "partial") -> None:
-    """Write like `write_whole` to a place named by the user; a device or pipe there stays one. OSError."""
+    """Write like `write_whole` to a user's path; a device or pipe there is not replaced. Raises OSError."""
     if is_device(path):
         write_to_device(path, content.encode())
     else:
@@ -57,7 +57,7 @@ def write_output(path: Path, content: str, beside: str = "partial") -> None:
 
 
 def write_json(what: str, path: Path | str, found: object) -> None:
-    """Write a command's numbers for programs, by `write_output`; FileError that names `what` (a flag)."""
+    """Write a command's numbers as JSON by `write_output`; raises FileError that names `what` (a flag)."""
     with refusing(what, path, "cannot be written"):
         write_output(Path(path), json.dumps(found, indent=2, allow_nan=False) + "\n")
 
@@ -94,7 +94,7 @@ def write_to_disk(path: Path, content: bytes) -> None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all of it: a nearly full disk makes the system take a part only, without reporting an error."""
+    """Write all of `content`: on a nearly full disk one call may write only a part and report no error."""
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]

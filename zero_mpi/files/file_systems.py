@@ -1,8 +1,8 @@
 """File systems: the one that a folder is on, and the consequences for ranks that write a file there together.
 
 `KINDS` is the single place of these facts. Two things decide who may write. Caches: hosts may write one file
-at once only if the file system keeps their caches coherent. An NFS client does not, and it may send a whole
-page when only a few bytes are new: two hosts whose ranges meet in a page could undo each other's. Locks:
+at once only if the file system keeps their caches coherent. NFS does not, and a client may send a full page
+when only a few bytes are new: two hosts whose ranges meet in a page could undo each other's writes. Locks:
 Lustre and GPFS lock ranges of a file for a host, so many hosts that write near each other take locks from
 one another, and more processes on a host do not write faster into them.
 

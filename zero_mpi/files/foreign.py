@@ -1,4 +1,4 @@
-"""Text from others (names, values, flags), shown with care.
+"""Shows text from others (names, values, flags) safely.
 
 The displayed part is one line of bounded length without terminal control characters.
 """
@@ -42,7 +42,7 @@ def show(name: str, most: int = 80) -> str:
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """Return a value from a file for an error: a text as `show` has it, all else as Python writes it."""
+    """Return a value from a file for an error: a text like `show`, anything else as Python's repr."""
     return show(value, most) if isinstance(value, str) else shown(value, most)
 
 
@@ -57,7 +57,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of many lines, such as a sample, in which nothing controls a terminal; layout stays."""
+    """Return a text of many lines, such as a sample, without terminal control characters; layout stays."""
     if text.isprintable():
         return text
     return "".join(c if c in LAYOUT or unicodedata.category(c) == "Zs" else printable(c) for c in text)

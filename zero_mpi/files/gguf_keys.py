@@ -73,7 +73,7 @@ class GGUFKeys:
         return None if value is None else float(value)
 
     def texts(self, key: str) -> list[str] | None:
-        """Return an array of strings. An empty array has no type of its own."""
+        """Return the array of strings of a key; an empty array may have any type."""
 
         def fits(value: Any) -> bool:
             flat = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
@@ -101,7 +101,7 @@ class GGUFKeys:
         value = self.checked(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
         return None if value is None else np.asarray(value).tobytes()
 
-    # Keys that several parts of the package ask for.
+    # Keys that several parts of the package read.
 
     @property
     def architecture(self) -> str | None:

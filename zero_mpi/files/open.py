@@ -1,4 +1,4 @@
-"""Opens and reads files with care, because others may have put them in their place.
+"""Opens and reads files safely, because other programs may have put anything in their place.
 
 Only a regular file is opened, because a pipe would wait forever and a device never ends; reads are
 bounded. Files that are written in place, appended to or cut are opened by `open_in_place` alone.
@@ -18,13 +18,13 @@ from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import shown
 
 MOST_JSON = 64 << 20  # limit in bytes of a file that is read in full to be parsed
-READ_AT_ONCE = 1 << 20  # bytes per read: a buffer for the limit would cost as much for a small file
+READ_AT_ONCE = 1 << 20  # bytes per read: small files need no buffer of the full limit
 MOST_LINE = 1 << 20  # limit in bytes of a line
 MOST_SKIPPED = 64 << 20  # limit in bytes of longer lines that are skipped
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether something lies at a path; FileError if the system refuses to say (also the next two)."""
+    """Return whether a path exists; raises FileError if the system refuses to tell."""
     return _mode(path) is not None
 
 
@@ -63,7 +63,7 @@ def refusing(what: str, path: str | os.PathLike[str], problem: str = "") -> Iter
 
 
 def check_target(what: str, path: str | os.PathLike[str], problem: str = "cannot be written") -> None:
-    """Raise FileError, naming `what` (a flag), unless a file can be written at a path, as far as known."""
+    """Raise FileError, naming `what` (a flag), if it is known that no file can be written at a path."""
     folder, why = os.path.dirname(path) or ".", ""
     if is_folder(path):
         why = "it is a folder, expected a file name"
@@ -157,10 +157,10 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
 def read_lines(
     path: str | os.PathLike[str], holding: bytes, expected: str = "a file of lines"
 ) -> Iterator[bytes]:
-    """Yield the lines of a regular file that hold a text, without their ends, in bounded memory; FileError.
+    """Yield the lines of a regular file that contain `holding`, without line ends, in bounded memory.
 
-    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros; if such lines are
-    very long, the file has no lines. Millions of other lines, empty ones too, take no time.
+    A line of MOST_LINE bytes is skipped, because a crash may have left a run of zeros; very long ones, or a
+    file that cannot be read, raise FileError. Millions of other lines, empty ones too, take no time.
     """
     with open_file(path, expected) as file:
         try:
@@ -182,7 +182,7 @@ def _lines(file: BinaryIO, holding: bytes) -> Iterator[bytes]:
         rest, begin = data[end:], 0
         if skips and end:
             skips, begin = False, data.index(b"\n") + 1
-        while begin < end and (at := data.find(holding, begin, end)) >= 0:  # only such lines are cut out
+        while begin < end and (at := data.find(holding, begin, end)) >= 0:  # cut out only matching lines
             begin, stop = max(begin, data.rfind(b"\n", begin, at) + 1), data.index(b"\n", at)
             if stop - begin < MOST_LINE:
                 yield data[begin:stop]

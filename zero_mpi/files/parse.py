@@ -79,7 +79,7 @@ def _is_nested(value: Any, levels: int) -> bool:
 
 
 def _signs(raw: bytes | str) -> tuple[int, int]:
-    """Return upper bounds on lists and objects, and on values, in a JSON text: signs in texts count too."""
+    """Return upper bounds on lists and objects, and on values, in a JSON text: signs in strings count too."""
     if isinstance(raw, str):
         lists, commas = raw.count("[") + raw.count("{"), raw.count(",")
     else:

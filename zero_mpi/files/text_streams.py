@@ -1,7 +1,7 @@
-"""Text files as streams of bytes, packed or not, and their lines that begin between two places.
+"""Text files, packed (compressed) or not, as streams of bytes, and their lines between two places.
 
-A packed file can only be read from its beginning, so each rank runs through it once, for all of its
-pieces, which come in the order of the file.
+A packed file can only be read from its beginning, so each rank reads it once, for all of the rank's
+pieces in the order of the file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TextStream:
         self.close()
 
     def read(self, count: int) -> bytes:
-        """Return so many bytes, or the rest of the file; there need not be memory for more."""
+        """Return `count` bytes, or the rest of the file; a large `count` alone takes no memory."""
         parts = list[bytes]()
         while count:
             with self._reading():
@@ -119,7 +119,7 @@ class TextStream:
         self.stop = stop
 
     def reaches(self, first: int) -> bool:
-        """Tell whether the lines from a place on can still be read."""
+        """Return whether the lines from a place on can still be read."""
         return self.stop == first or self.at < first
 
     @contextmanager
@@ -153,7 +153,7 @@ def line_number(path: Path, place: int) -> int:
 
 
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8, which some programs write first
-PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # place where a text of one line is no JSON
+PLACE = re.compile(r": line \d+ (column \d+) \(char \d+\)$")  # end of Python's message for invalid JSON
 T = TypeVar("T")
 
 
@@ -167,7 +167,7 @@ def each_line(
     """Yield the results of `read` for each line's number, from 1, and value; one line is held at a time.
 
     A ValueError of `read` and any other failure becomes a FileError, which names `flag`, file and line.
-    lines: lines of a file of another kind, used instead; bad: gets a line in error instead of a FileError
+    lines: lines to read instead of the file's; bad: called for an invalid line, in place of a FileError
     """
     for number, raw in enumerate(_flagged(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw

@@ -1,6 +1,6 @@
 """The transport for a user's script or notebook; it also ends all ranks of a script together.
 
-A rank of a script may fail, end early, or start another collective than the others, which would wait for it
+If a rank of a script fails, ends early, or starts a different collective, the other ranks would wait for it
 forever. So `connect` ensures that an uncaught exception ends all ranks, and that a wait which cannot succeed
 or takes many minutes ends the job (`watchdog`). In a single process none of this is installed.
 """
@@ -34,28 +34,28 @@ from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import END, World, find_world, meet
 
 VARIABLE = "ZERO_MPI_TIMEOUT"  # seconds, if `connect` gets no timeout
-TIMEOUT = 600.0  # as `--timeout` of the command
+TIMEOUT = 600.0  # seconds, the same default as that of `--timeout`
 
 
 def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     """Return the communicator of the ranks that a launcher has started; a `SerialComm` for a single process.
 
-    So the same lines run under mpirun, as plain Python, in a notebook, and without an MPI installation. It
-    starts MPI if there is one. A rank computes on one thread unless the environment says
+    The same script runs under mpirun, as plain Python, in a notebook, and without an MPI installation. If MPI
+    is installed, it is started. A rank computes on one thread unless the environment says
     otherwise, even if numpy was imported before zero_mpi. Collective.
 
     timeout   seconds that a rank may wait for others before the job ends with status 86 and prints the state
               of each rank; 0: never; left out: the variable ZERO_MPI_TIMEOUT, or 600
-    check     compare each collective with those of the other ranks before it starts: slower; the first that
-              differs is an error on all ranks, with its sizes and types
+    check     compare each collective across ranks before it starts (slower); at the first difference all
+              ranks raise an error that shows sizes and types
 
     If the variable ZERO_MPI_BITS=portable is set before the program starts, results have the bits of
     `--bits portable`.
 
     From now on an uncaught exception ends all ranks, and so does a rank that ends, with any status, while
-    others wait for it. Collectives belong to one thread: in another one they raise UsageError. Raises
+    others wait for it. Only one thread may start collectives; other threads get UsageError. Raises
     UsageError if a launcher has started this process and there is no MPI or too little space in /dev/shm, and
-    if bits cannot be portable; ValueError for a timeout that is no number of seconds.
+    if bits cannot be portable; ValueError for a timeout that is not a number of seconds.
     """
     ops.use_threads()
     world = find_world() if WatchedScript.running is None else WatchedScript.running.world
@@ -140,7 +140,7 @@ class WatchedScript:
         self.world.kill(status)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
-        """Record the exit status, then do what sys.exit does: the status cannot be found out at the end."""
+        """Record the exit status, then do what sys.exit does: an exit hook cannot read the status."""
         if threading.current_thread() is threading.main_thread():
             self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
         raise SystemExit(status)
@@ -148,7 +148,7 @@ class WatchedScript:
     def _ended(self) -> None:
         """Tell the other ranks that this process ends, and wait for them."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
-            return  # a child process, or a command whose ranks have met already
+            return  # a child process, or a command whose ranks have already ended together
         sys.stdout.flush()
         records.ended = self._status
         with self.world.meter.waiting(END):
@@ -167,7 +167,7 @@ def meeting_place(world: World) -> Path | None:
         for probe in probes:
             with suppress(OSError):
                 probe.mkdir(mode=0o700)
-    probes = world.comm.broadcast_object(probes)  # when they are made: the others check at once
+    probes = world.comm.broadcast_object(probes)  # sent after mkdir: ranks check at once
     seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:

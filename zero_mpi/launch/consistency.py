@@ -1,7 +1,7 @@
 """Checks that all ranks have the same package, Python, MPI and NumPy, the same flags and model files.
 
 Hosts drift apart: one has an older environment, one reads another copy of a file. Such a job would hang, or
-train differently on each rank. So ranks compare these facts, in one short message if all agree.
+train differently on each rank. So ranks compare these facts; if all agree, one short message suffices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def installation(world: World) -> dict[str, str]:
 
 
 def blas() -> str:
-    """Return NumPy's BLAS library and its kernels in use: others give other last bits."""
+    """Return NumPy's BLAS library and its kernels in use: different kernels round differently."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
     about = (pool.get(key) for key in ("internal_api", "version", "architecture"))
@@ -102,7 +102,7 @@ def short_digest(value: Any) -> str:
 
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of started ranks if each takes itself for the only one; otherwise 0."""
+    """Return the number of started ranks if each believes that it is the only one; otherwise 0."""
     started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
     return started if size == 1 < started else 0
 
@@ -113,7 +113,7 @@ def is_first(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if a launcher has started several ranks and each takes itself for the only one.
+    """Raise UsageError if a launcher has started several ranks and each believes it is alone.
 
     Then mpi4py has loaded another MPI library than the launcher's. Only the first rank prints it.
     """

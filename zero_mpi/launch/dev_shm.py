@@ -1,14 +1,14 @@
-"""Segments of MPI libraries in /dev/shm: a check for free space, and removal of those that killed jobs left.
+"""Segments of MPI libraries in /dev/shm: checks for free space, and removes the segments of killed jobs.
 
 Free space is checked before MPI starts (`check_room`). MPICH dies of a segmentation fault without a message
 if /dev/shm is too small for the segment that all ranks of a node share: in containers it has 64 MiB by
 default. UCX uses most of it, for messages that MPICH can carry by itself; so if space is short, UCX is
-configured to use none. The ranks of a node decide alike: the segment is made after all have checked.
+configured to use none. All ranks of a node decide alike: the segment is made after all have checked.
 
 A segment is a file, which stays with its pages when a job is killed. So a rank removes its name as soon as
 all ranks hold it (`unname`), and a run starts by removing stale segments (`sweep`): those that no process has
-open or mapped. The kernel knows that: it grants a lease only for a file that no other process has open. Names
-do not tell which job made a file, and a list of processes would miss those of other containers.
+open or mapped. The kernel knows that: it grants a lease only for a file that no other process has open. A
+file's name does not identify its job, and a list of processes would miss those of other containers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_mpi.launch.ending import DRAIN, say
 PLACE = Path("/dev/shm")
 SEGMENTS: tuple[str, ...] = ("mpich_shm_*", "mpich_shar_tmp*", "ucx_shm_posix_*")  # MPICH, its windows, UCX
 SEGMENTS += ("vader_segment.*", "sm_segment.*", "osc_sm.*")  # Open MPI 4 and 5, its windows
-SETTLED = 2.0  # seconds after which a library has mapped what it made
+SETTLED = 2.0  # seconds after which a library has mapped its new segments
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
@@ -48,7 +48,7 @@ def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
         # Ranks of other nodes wait in MPI_Init, and if a rank exits before MPI_Init, MPICH's launcher lets
         # them wait. It ends all ranks if one dies of a signal.
         if environment.local_rank(environ):
-            time.sleep(1.0)  # the first rank of the node speaks
+            time.sleep(1.0)  # the first rank of the node prints the error
         else:
             say(f"zero_mpi: error: {problem}")
             time.sleep(DRAIN)
@@ -76,7 +76,7 @@ def free_bytes(place: Path = PLACE) -> int | None:
     try:
         about = os.statvfs(place)
         files = [path.stat() for path in place.iterdir()]
-    except OSError:  # no such folder; a segment that has just lost its name
+    except OSError:  # no such folder, or a segment was just removed
         return None
     launched = time.time() - process_age(os.getppid())
     ours = [each for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched]
@@ -125,6 +125,6 @@ def sweep(place: Path = PLACE) -> None:
 def unname() -> None:
     """Remove the names of this job's own segments, once all ranks of the node have them mapped."""
     maps = Path("/proc/self/maps").read_text(errors="replace")
-    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # not opened by name again
-        with contextlib.suppress(OSError):  # another rank was first
+    for path in set(re.findall(rf"{PLACE}/mpich_shm_\w+$", maps, re.MULTILINE)):  # never opened again
+        with contextlib.suppress(OSError):  # another rank removed it first
             os.unlink(path)

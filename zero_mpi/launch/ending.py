@@ -1,4 +1,4 @@
-"""Ending a job: messages before it, the end itself, and a launcher that is held back while ranks save.
+"""Ends a job: prints its last messages, ends all ranks, and holds the launcher back while ranks save.
 
 Several ranks may fail together, and in any thread, also while another thread is inside the MPI library. So
 ranks take turns to print, a message is one write, and the rank that ends the job does not rely on the library
@@ -37,14 +37,14 @@ PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
 HOLD = 120.0  # seconds at most: if the ranks cannot save, the launcher must end the job
 LOOK = 0.2  # seconds between two looks at the ranks of the node
-LATER = 5.0  # seconds after which another process continues it, if no rank is left to do it
+LATER = 5.0  # further seconds until another process continues the launcher, if no rank has done so
 
 _is_over = threading.Event()  # set when there is nothing left to wait for
 _held: list[tuple[int, subprocess.Popen[bytes]]] = []  # the launcher's process, and the one that continues it
 
 
 def say(text: str) -> None:
-    """Print lines to stderr, in one write so that those of several ranks do not mix."""
+    """Print lines to stderr, in one write so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         os.write(2, f"{printable(text, keep=chr(10))}\n".encode(errors="backslashreplace"))
 

@@ -1,11 +1,11 @@
 """Lock of a run folder, `OUT/.lock`: the folder belongs to one job at a time, until that job is dead.
 
-The process that creates the file, which only one can, holds the folder. The holder, rank 0, keeps a flock on
-it, which ends with the process, and renews the record in it every few seconds. A refused flock means that the
+The process that creates the file holds the folder; only one can. The holder, rank 0, keeps a flock on the
+file, which ends with the process, and renews its record every few seconds. A refused flock means that the
 holder lives. A granted one means that it is dead only if it was on this machine: between machines flocks may
 be missing or local (NFS and Lustre, depending on mount options). There a holder is dead when its record does
-not change, by the watcher's clock. Its file is then renamed, which only one process can, and a new one is
-made. A holder that was only stopped notices that, or that the folder was moved or removed: its job ends.
+not change, by the watcher's clock. Its file is then renamed, which only one process can do, and a new file is
+made. If a holder was only stopped, it notices this, or a moved or removed folder, and its job ends.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EVERY = 2.0  # seconds between signs of life of a holder
 LOOK = 0.2  # seconds between looks at a file that another job holds
 SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
-SETTLE = 5.0  # seconds without one after which a refused lock counts as held all the same
-LEAVE = 60.0  # seconds that a holder of the same batch job, requeued or the step before, has to end
+SETTLE = 5.0  # seconds without a sign of life after which a refused lock still counts as held
+LEAVE = 60.0  # seconds for a holder of the same batch job (requeued, or its previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
 ROOM = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
 ANY = 1 << 62  # hard links of our own file: a backup may have made them
@@ -126,7 +126,7 @@ def is_held_here(path: Path) -> bool:
 
 
 def lock(handle: int) -> bool | None:
-    """Return whether the system grants this process the lock of a file; None: it has no locks here.
+    """Return whether the system grants this process the lock of a file; None: there are no locks here.
 
     Linux passes a flock on to NFS and Lustre. A lock of fcntl ends when any handle of the file is closed.
     """
@@ -144,7 +144,7 @@ def is_at(handle: int, path: Path) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------ to get it
+# ------------------------------------------------------------------------------------------ taking the lock
 
 
 def create(path: Path, mine: Record) -> int | None:
@@ -170,7 +170,7 @@ def take(path: Path, mine: Record) -> int:
 
     An existing file is read again and again, until it is free, or its holder shows a sign of life.
     """
-    seen: bytes | None = None  # content of the file at the look before
+    seen: bytes | None = None  # content of the file at the previous look
     begun = since = time.monotonic()
     is_told = False
     with naming(path):
@@ -195,7 +195,7 @@ def take(path: Path, mine: Record) -> int:
                     )
             elif locked is not False and quiet > PATIENCE:
                 put_aside(path, raw, mine)
-            elif locked is not False and not is_told and (holder or quiet > 0):  # it is not only being made
+            elif locked is not False and not is_told and (holder or quiet > 0):  # not being created
                 is_told = True
                 left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
@@ -231,16 +231,16 @@ def put_aside(path: Path, raw: bytes, mine: Record) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
         if aside.read_bytes()[:ROOM] != raw:
-            with contextlib.suppress(OSError):  # without links: it makes a new one
+            with contextlib.suppress(OSError):  # no hard links: that job makes a new file
                 os.link(aside, path)
         os.unlink(aside)
 
 
-# ------------------------------------------------------------------------------------------------ to keep it
+# ------------------------------------------------------------------------------------------ keeping the lock
 
 
 class RunLock:
-    """Folder that is ours from `take` to `release`. lost: why not any more; at_loss: called GRACE later."""
+    """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called after GRACE."""
 
     def __init__(self, path: Path, mine: Record, handle: int) -> None:
         self._path, self._mine = path, mine
@@ -293,7 +293,7 @@ class RunLock:
                 return
 
     def look(self) -> str:
-        """Check the folder now; return why it is not ours any more, or an empty text."""
+        """Check the folder now; return why it is no longer ours, or an empty text."""
         for pause in (LOOK, 0.0):  # a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
@@ -324,9 +324,9 @@ class RunLock:
 
 
 class Hold:
-    """Run folder of a job, on each rank; on rank 0 with its lock.
+    """Run folder of a job, on each rank; rank 0 holds its lock.
 
-    lost: why the folder is not ours any more, as this rank knows, or nothing; look: the same, checked now.
+    lost: why the folder is no longer ours, as far as this rank knows, or empty; look: the same, checked now.
     """
 
     def __init__(self, world: World, lock: RunLock | None) -> None:
@@ -363,7 +363,7 @@ def make_and_take(out: Path) -> RunLock:
     job = find_job()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        next(out.iterdir(), None)  # it can be read as well
+        next(out.iterdir(), None)  # an error if it cannot be read
         metrics.check(out)
         return RunLock.take(out, "" if job is None else job.name)
     except UsageError:

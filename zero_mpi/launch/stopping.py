@@ -1,10 +1,10 @@
-"""Signals that ask a run to stop: noted from the program's first line on, obeyed when all ranks can.
+"""Stop signals of a run: noted from the program's first line on, and obeyed as soon as all ranks can.
 
 A handler only notes the signal, since a rank that exited alone would leave the others waiting. Before the
 first step the ranks agree on it in every agreement (`launch.world.StopAwareComm`), later after each step.
 Long local work without communication is interrupted at once (`cut_short`). A thread receives signals too: the
 main one may be inside the MPI library, where no Python handler runs. The thread answers a second Ctrl-C, and
-ends a run whose ranks do not reach an agreement while it is prepared.
+ends a run whose ranks reach no agreement during its preparation.
 
 A program of this package listens from its first line to its last; in a script, the called command listens.
 On Ctrl-C `train` saves before it ends, any other command ends at once, with a line and status 130. An import
@@ -30,7 +30,7 @@ from zero_mpi import environment
 from zero_mpi.launch.ending import FAILED, REQUEUE, await_turn, end_surely, hold_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so nothing is requeued for them
+OF_PEOPLE = ("SIGINT", "SIGHUP")  # no batch system sends them, so they never requeue a job
 START, PREPARING, STEPS, OVER = "start", "preparing", "steps", "over"
 NO_STEP = "before the first step"
 WHEN = {START: NO_STEP, PREPARING: NO_STEP, STEPS: "after this step", OVER: "at the end of the run"}
@@ -38,7 +38,7 @@ TWICE = 0.4  # seconds within which two count as one: terminal and launcher may 
 GRACE = 3.0  # seconds for an agreement of all ranks while a run is prepared
 STAGGER = 0.5  # seconds per rank: if all have to end the job, the first prints it
 
-INTERRUPTED = 130  # a shell's status of a program that Ctrl-C has ended
+INTERRUPTED = 130  # a shell's exit status for a program ended by Ctrl-C
 Handler = Callable[[int, FrameType | None], None]
 
 program = ""  # the command that this process was started for, such as "train"
@@ -169,7 +169,7 @@ class StopSignals:
         finally:
             if before and self._listens and not (self.caught and environment.under_launcher()):
                 for number, handler in before.items():
-                    signal.signal(number, handler or signal.SIG_DFL)  # None: a library has it
+                    signal.signal(number, handler or signal.SIG_DFL)  # None: set by a C library
                 os.close(signal.set_wakeup_fd(self._wakeup))  # this ends the thread
                 self.caught, self.phase, self._heard = "", START, {}
                 self._listens = self._gives_up = False
@@ -220,7 +220,7 @@ class StopSignals:
             report(stopped_early(stopped), is_error=stopped.status == FAILED)
             self._leave(stopped.status, str(stopped))
 
-    # ----------------------------------------------------------------------------- what hears them
+    # ---------------------------------------------------------------------------------- handlers
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread, where Python calls this between two instructions."""

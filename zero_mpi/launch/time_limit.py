@@ -1,9 +1,9 @@
 """Time limit of a run: its own, or that of the batch system.
 
 Slurm and PBS end a job at its limit with a signal and, seconds later, with SIGKILL: too late to save a large
-model. So rank 0 asks for the end time beforehand. A job's variables have the end as of the start; squeue and
-qstat print the time left now, since limits get extended. A thread calls them, because a busy batch system is
-slow; without an answer nothing changes.
+model. So rank 0 asks for the end time beforehand. A job's variables have the limit as of its start. Limits
+get extended, so squeue and qstat are asked for the time left. A thread calls them, because a busy batch
+system is slow; without an answer nothing changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from zero_mpi.environment.limits import process_age
 
-INTERVAL = 240.0  # seconds between two questions
+INTERVAL = 240.0  # seconds between two queries
 PATIENCE = 30.0  # seconds for an answer
 NOTICE = 30.0  # seconds before a job's end reserved for the job script and for an inexact end
 
@@ -39,14 +39,14 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
     """Return the batch job whose variables are in `environ`, if there are any."""
     if number := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        if array and task:  # by its number, for one task of an array has the id that stands for all
+        if array and task:  # the id of one task may be that of the full array
             number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
         left = None if end is None else end - time.time()
         question = ("squeue", "--noheader", "--jobs", number, "--format=%L")
         return BatchJob(f"Slurm job {number}", question, slurm_left, left)
     if number := environ.get("PBS_JOBID"):
-        limit = clock_seconds(environ.get("PBS_WALLTIME", ""))  # of Torque
+        limit = clock_seconds(environ.get("PBS_WALLTIME", ""))  # set by Torque
         left = None if limit is None else limit - process_age()
         return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, left)
     return None

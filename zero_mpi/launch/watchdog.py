@@ -11,7 +11,7 @@ ranks have started different collectives under one number, or one has ended befo
 has started, then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a
 rank without progress past the limit prints the report for all. A rank that was stopped, or whose host is
 lost, has not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of
-hosts differ. The names of files tell the jobs apart.
+hosts differ. Each file's name contains its job.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LOOK = 0.5  # seconds between looks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report on the others
 CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank starts a roll call, and joins one
 MOST_PAUSE = 60.0  # seconds between two comparisons, at most
-SUSPENDED = 2.0  # seconds (at most half the limit) of a look's delay that mean that the process was stopped
-WATCHERS = (__file__, " in _renew")  # the second name is in the threads of status.json and of the lock
+SUSPENDED = 2.0  # seconds (at most half the limit) of delay by which a look shows a stopped process
+WATCHERS = (__file__, " in _renew")  # the second: threads that renew status.json and the lock
 FOLDER = ".ranks"
 MOST = 1 << 22  # bytes of a signed file, at most
 STACKS = 4  # ranks at most whose stacks are shown
@@ -57,11 +57,11 @@ STACKS = 4  # ranks at most whose stacks are shown
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank."""
+    """State of a rank, as it signs it for the others."""
 
     doing: str  # work of its main thread, such as "step 3"
     waits: str  # the collective in which it waits; empty: none
-    last: str  # the last collective that it has left
+    last: str  # the last collective that it has completed
     seconds: float  # seconds since the last change of these
     stacks: str = ""  # of its threads
     started: Sequence[Sequence[Started]] = ()  # the last collectives that it has started, by communicator
@@ -102,7 +102,7 @@ class RankReports:
 
     def leave(self) -> None:
         """Remove this rank's files, as it makes progress; the last rank to leave removes the folder."""
-        with contextlib.suppress(OSError):  # others are there
+        with contextlib.suppress(OSError):  # other ranks have files there
             self._file.unlink(missing_ok=True)
             self._folder.rmdir()
 
@@ -110,7 +110,7 @@ class RankReports:
         """Return whether this rank prints the report for all: the first signed rank that asks does."""
         try:
             os.close(os.open(self._folder / f"{self._job}-speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except (FileExistsError, FileNotFoundError):  # another rank prints; or has, and all is cleared
+        except (FileExistsError, FileNotFoundError):  # another rank prints, or has printed and cleared
             return False
         return True
 
@@ -123,7 +123,7 @@ class RankReports:
     def read(self) -> dict[int, RankState]:
         found, now = dict[int, RankState](), 0.0
         for path in self._paths():
-            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # one that left just now
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a rank left just now
                 now = now or self._file.stat().st_mtime
                 said = parse_json(read_file(path, MOST))
                 said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]
@@ -132,13 +132,13 @@ class RankReports:
         return found
 
     def clear(self) -> None:
-        """Remove the folder, of any job: rename it first, so that no rank finds half of it."""
+        """Remove the folder of any job: rename it first, so that no rank sees a half-removed one."""
         aside = self._folder.with_name(f"{self._folder.name}-{self._job}")
         with contextlib.suppress(OSError):
             self._folder.rename(aside)
-        with contextlib.suppress(OSError):  # also where the run's folder is moved at this moment
+        with contextlib.suppress(OSError):  # the run's folder may be moved at this moment
             for folder in self._folder.parent.glob(f"{self._folder.name}-{'[0-9a-f]' * 12}"):
-                if folder.is_dir():  # a pipe would be waited for
+                if folder.is_dir():  # not a pipe, for example
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -184,7 +184,7 @@ def in_vain(found: Mapping[int, RankState]) -> Vain | None:
     return None
 
 
-# -------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------ messages
 
 
 def verdict(found: Mapping[int, RankState], ranks: int) -> str:
@@ -268,7 +268,7 @@ class Watchdog:
         self._tell: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = LOOK / 2, 0.0  # of comparisons, which grow rare
+        self._pause, self._compares_at = LOOK / 2, 0.0  # between comparisons, ever longer
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -356,7 +356,7 @@ class Watchdog:
         if self._signed is not None and now >= self._compares_at:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._compares_at = now + self._pause
-            vain = in_vain(reports.read()) if reports.is_first() else None  # one compares: ranks may be many
+            vain = in_vain(reports.read()) if reports.is_first() else None  # only one rank compares
             if vain is not None:
                 self._speak(changed, age, vain)
 
@@ -397,7 +397,7 @@ class Watchdog:
         reports.clear()
         end_surely(self._kill, found.status)
 
-    # ----------------------------------------------------------------------------------------- alone
+    # ----------------------------------------------------------------------------------- last resort
 
     def _last_resort(self) -> None:
         late = False

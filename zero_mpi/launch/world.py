@@ -1,7 +1,7 @@
 """Runs a command on all ranks and ends it on all of them: one line, one traceback, one exit status.
 
 If a rank of an MPI job dies of an exception, the others wait for it. So all exceptions of a command are
-caught here. Bad input that every rank knows of ends with status 2 and a line from rank 0; an error of one
+caught here. Bad input that all ranks know ends with status 2 and a line from rank 0; an error of a single
 rank is printed with its number and aborts the job.
 """
 
@@ -68,7 +68,7 @@ class World:
     size: int
     mpi: Any = None  # mpi4py's MPI module, or None for a single process
     shutdown: Any = None  # a communicator that is used only at the end
-    # The communicator of agreements.
+    # The communicator on which ranks agree.
     comm: StopAwareComm = field(default_factory=lambda: StopAwareComm(SerialComm()), compare=False)
     # Called on each rank once all ranks have reached the end.
     closing: list[Callable[[], None]] = field(default_factory=list, compare=False)
@@ -114,8 +114,8 @@ class World:
     def together(self, action: Callable[[], Any]) -> Any:
         """Return action() of this rank; if it raises UsageError or JobError on any rank, all raise the first.
 
-        It must not communicate, and is not called if the folder is lost. This and the next methods are
-        collective. A signal before the first step ends it.
+        `action` must not communicate, and is not called if the folder is lost. A signal before the first step
+        ends it. This and the next methods are collective.
         """
         return agree.together(self.comm, lambda: self._unless_over(action))
 
@@ -174,7 +174,7 @@ def find_world() -> World:
     Raise UsageError if MPI cannot start.
     """
     dev_shm.check_room()
-    if environment.under_launcher():  # it lets ranks wait in MPI_Init for one that ended before
+    if environment.under_launcher():  # ranks would wait in MPI_Init for a rank that has ended
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
         from zero_mpi.comm.start_mpi import MPI
@@ -240,7 +240,7 @@ def run(
 
 
 def end_interrupted(world: World) -> int:
-    """Print that this process was interrupted, and end the job; return the status of a process alone."""
+    """Print that this process was interrupted, and end the job; in a single process return the status."""
     stopping.say_interrupted()
     if world.size > 1:  # rank 0 has printed it; another rank prints only if it alone was interrupted
         await_turn(world.rank)
@@ -290,7 +290,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     if world.rank == 0 and fine:  # now all ranks have reached this point
         world.tell(status, problem)
     if world.shutdown is not None and status == REQUEUE:
-        meet(world, PATIENCE)  # then rank 0 has called its listeners: a held launcher may end all ranks
+        meet(world, PATIENCE)  # rank 0 calls its listeners first: a released launcher may end all ranks
     ending.release_launcher()
     for thread in threading.enumerate():
         if thread.name == "zero_mpi saver":  # left by a run that failed; it may be inside the MPI library

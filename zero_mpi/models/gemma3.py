@@ -1,4 +1,4 @@
-"""The `gemma3` architecture (Gemma Team, 2025): five of six blocks attend to a window, the sixth to all.
+"""The `gemma3` architecture (Gemma Team, 2025): five of six blocks attend to a window only.
 
 Attention and feed-forward have a norm before and one after them, and q and k are normalized head by head.
 The rotary frequencies of blocks with a window have their own base, which is never scaled.
@@ -18,9 +18,9 @@ from zero_mpi.models.rotary import UNSUPPORTED_KEYS, RotaryModel
 from zero_mpi.nn import Chain, GeGLU, Layer, Multiply, RoPE
 from zero_mpi.nn.activation import SwiGLU
 
-PERIOD = 6  # of blocks; the last of them has no window
-LOCAL_BASE = 10000.0  # of the others' rotary frequencies
-BLOCKS_27B = 62  # the model with 62 blocks divides scores by another width; llama.cpp detects it so too
+PERIOD = 6  # blocks; the last block of each period has no window
+LOCAL_BASE = 10000.0  # base of the rotary frequencies of blocks with a window
+BLOCKS_27B = 62  # Gemma 3 27B scales scores by another width; llama.cpp also detects it by its blocks
 WINDOW, PATTERN, BASE = (
     "attention.sliding_window",
     "attention.sliding_window_pattern",
@@ -30,7 +30,7 @@ WINDOW, PATTERN, BASE = (
 
 @dataclass(frozen=True)
 class Gemma3(RotaryModel):
-    """Sizes of a gemma3 model; `sliding_window`: positions that a block of the first kind sees, 0 for all."""
+    """Sizes of a gemma3 model; `sliding_window`: positions that a block with a window sees; 0: all."""
 
     arch: ClassVar[str] = "gemma3"
     interleaved: ClassVar[bool] = False

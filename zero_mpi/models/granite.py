@@ -1,6 +1,6 @@
 """The `granite` and `granitemoe` architectures (IBM, 2024): a llama with four multipliers.
 
-They are those of muP (Yang et al., 2022). granitemoe is a mixture of experts.
+The multipliers come from muP (Yang et al., 2022). granitemoe is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Granite(Llama):
     """Sizes and multipliers of a granite model.
 
     embedding_scale  multiplies token embeddings; residual_scale: outputs of attention and feed-forward
-    attention_scale  multiplies products of queries and keys; 0: 1 / root of a head's width, as elsewhere
+    attention_scale  multiplies products of queries and keys; 0: 1 / sqrt(head width), as in llama
     logit_scale      divides the logits
     """
 
@@ -98,7 +98,7 @@ class GraniteMoE(Granite):
 
 SHARED = "expert_shared_feed_forward_length"
 
-# field -> its key, and the meaning of a key of 0, which llama.cpp treats as a missing key
+# field -> (GGUF key, value if the key is 0, which llama.cpp treats as missing)
 MULTIPLIERS = {
     "embedding_scale": ("embedding_scale", 1.0),
     "residual_scale": ("residual_scale", 1.0),

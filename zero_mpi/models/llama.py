@@ -1,4 +1,4 @@
-"""The `llama` architecture and the relatives that differ from it in data alone.
+"""The `llama` architecture and related ones that differ from it only in settings.
 
 llama: Touvron et al., 2023, with the frequency factors of Llama 3. smollm3: Bakouch et al., 2025; every
 fourth block has no rotary positions and attends far back (Yang et al., "RoPE to NoRoPE and Back Again",

@@ -12,12 +12,12 @@ from zero_mpi.nn.layer import Composite
 from zero_mpi.nn.low_rank import FIRST, SECOND
 from zero_mpi.ops.block_kinds import BlockKind
 
-# PEFT's all-linear leaves these out too: they have adapters only if a pattern begins with "output", or
-# has this part of the name of router or experts, whose adapters are many.
+# Head, router and experts get adapters only if a pattern begins with "output" or contains a part of NAMED:
+# adapters of experts are many. PEFT's all-linear leaves these weights out too.
 HEAD = "output.weight"
 NAMED = ("ffn_gate_inp", "_exps")
 TARGETS = ("blk.*.attn_*.weight", "blk.*.ffn_*.weight")  # all projections of attention and feed-forward
-FROZEN = ("!*.weight.*",)  # every name without an ending of adapters or added rows behind it
+FROZEN = ("!*.weight.*",)  # every name without a suffix of adapters or added rows
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LoRA:
     """Adapters of rank `rank` for the weights that match patterns; products are scaled by alpha / rank.
 
     stored: names and types of the frozen weights that stay quantized in the blocks of their file
-    rounding: names and types of matrices that layers see rounded, merged with their adapters
-    added: number of the last rows of embedding and head that are trained, because their tokens were added
+    rounding: names and types of matrices that layers read merged with their adapters and rounded
+    added: number of added tokens, whose rows at the end of embedding and head are trained
     """
 
     rank: int
@@ -61,7 +61,7 @@ class LoRA:
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a pattern names a projection; head, router and experts must be meant: see above."""
+    """Return whether a pattern selects a projection; head, router and experts must be named: see NAMED."""
     named = name != HEAD or pattern.startswith("output")
     return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
 
@@ -72,7 +72,7 @@ def is_adapter(name: str) -> bool:
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
-    """Return the linear layers after the embedding, by their weights; with the head, unless it is tied."""
+    """Return the linear layers after the embedding by weight name, including an untied head."""
     blocks = (stage for stage in stages if stage.scope.startswith(("blk.", "output")))
     found = (part for stage in blocks for part in parts_of(stage.layer))
     return {part.weight: part for part in found if isinstance(part, Linear)}

@@ -26,7 +26,7 @@ Metadata = Mapping[str, Any]
 Number = TypeVar("Number", int, float)
 Read = Callable[[str], Array]
 """The elements of a file's tensor by its name, 1-D float32."""
-HEAD_STD = 0.02  # of all matrices at the start (Radford et al., GPT-2, 2019)
+HEAD_STD = 0.02  # standard deviation of initial weights (Radford et al., GPT-2, 2019)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelConfig:
     may_have_experts: ClassVar[bool] = False
     """True if a feed-forward may be a mixture of experts."""
     needs_experts: ClassVar[bool] = False
-    """True if every feed-forward is one."""
+    """True if every feed-forward is a mixture of experts."""
     vocab_size: int
     context_length: int
     embedding_length: int
@@ -54,7 +54,7 @@ class ModelConfig:
 
     @classmethod
     def experts_from_flags(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that checked flags give to a mixture of experts; raise UsageError."""
+        """Return the fields of a mixture of experts from checked flags; raise UsageError if they conflict."""
         count, used, width = (sizes[name] for name in EXPERTS)
         without = [f"{spelled(name)} {sizes[name]}" for name in EXPERTS if not count and sizes[name]]
         if without or (cls.needs_experts and not count):
@@ -110,7 +110,7 @@ class ModelConfig:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of these blocks."""
+        """Bytes of the parameters that stay quantized."""
         params = self.params() if self.stored else {}
         return sum(kind.bytes_of(params[name].size) for name, kind in self.stored.items() if name in params)
 
@@ -119,7 +119,7 @@ class ModelConfig:
         return stage_params(self.stages())
 
     def constants(self) -> dict[str, Array]:
-        """Return float32 tensors of the file that are no parameters: not trained, written back unchanged."""
+        """Return float32 tensors of the file that are not trained and are written back unchanged."""
         return {}
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -144,7 +144,7 @@ def name_some(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(shown(name) for name in ordered[:most]) or "none") + more
 
 
-NEUTRAL = (None, "none", 0, 1)  # values of a key that mean the same as its absence; so does False, not True
+NEUTRAL = (None, "none", 0, 1)  # values that mean the same as a missing key, as False does, but not True
 
 
 class ModelKeys:
@@ -158,7 +158,7 @@ class ModelKeys:
         return self._given(name, self.keys.number(f"{self.arch}.{name}", least), default)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return the integer from 1 at ARCH.NAME, or `default`; without a default the key is required."""
+        """Return the positive integer at ARCH.NAME, or `default`; without a default the key is required."""
         return self._given(name, self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
@@ -173,7 +173,7 @@ class ModelKeys:
         return found
 
     def blocks(self, tensors: Iterable[str]) -> int:
-        """Return ARCH.block_count; raise if the file has fewer blocks: building one costs time and memory."""
+        """Return ARCH.block_count; raise if the file has fewer: building a block costs time and memory."""
         count, found = (
             self.size("block_count"),
             len({n.split(".")[1] for n in tensors if n.startswith("blk.")}),
@@ -246,7 +246,7 @@ def spelled(name: str) -> str:
 
 
 def common_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that every architecture takes from the flags, which were checked."""
+    """Return the sizes that every architecture takes from checked flags."""
     dim, heads = flags["dim"], flags["heads"]
     require_divides(
         dim, heads, f"--heads {heads} does not divide --dim {dim}", "every head gets dim / heads columns"
@@ -267,11 +267,11 @@ def head_stages(norm: Layer, width: int, vocabulary_size: int, tied: bool) -> li
     return [Stage("output", Chain(norm, Linear("output", width, vocabulary_size)))]
 
 
-MOST_BLOCKS = 2_000  # twice the deepest that was ever trained; a plan of more takes minutes
+MOST_BLOCKS = 2_000  # twice the depth of the deepest trained model; a plan of more blocks takes minutes
 
 
 def elements(model: ModelConfig) -> int:
-    """Return the number of elements of all parameters; blocks may differ, as with adapters in some."""
+    """Return the number of elements of all parameters; only some blocks may have adapters."""
     return sum(param.size for param in model.params().values())
 
 

@@ -1,8 +1,8 @@
 """The `phi3` architecture (Abdin et al., 2024): one matrix for q, k and v, and one for gate and up.
 
 For long contexts it has two sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one
-up to the context of its first training, one for a longer one. The model's context in the file selects the
-set, as llama.cpp does by default, so neither a short text nor a cache changes the results.
+up to the context of its first training, one beyond. The model's context in the file selects the set, as
+llama.cpp does by default, so neither a short text nor a cache changes the results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 class Phi3(RotaryModel):
     """Sizes of a phi3 model.
 
-    long_factors, short_factors   divisors of rotary frequencies, or none of either
-    original_context              longest context that uses the short ones; 0: the model's context
-    rope_magnitude                factor of q and k when they are rotated
+    long_factors, short_factors   divisors of rotary frequencies; empty: none
+    original_context              longest context that uses short_factors; 0: the model's context
+    rope_magnitude                factor by which rotated q and k are multiplied
     """
 
     arch: ClassVar[str] = "phi3"

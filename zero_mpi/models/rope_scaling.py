@@ -1,9 +1,8 @@
 """Scaling of rotary positions beyond the context of a model's first training, as described by GGUF keys.
 
-`linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` keeps the high ones, divides the low
-ones, interpolates between them along a ramp, and multiplies q and k by a magnitude that grows with the
-factor's logarithm (Peng et al., "YaRN", 2023). Keys describe both. Llama 3 has its own divisors instead, in a
-tensor.
+`linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` keeps high frequencies, divides low
+ones, interpolates along a ramp between them, and multiplies q and k by a magnitude that grows with the
+factor's logarithm (Peng et al., "YaRN", 2023). Llama 3 has its own divisors in a tensor instead.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ ROPE_FREQS = "rope_freqs.weight"
 NONE, LINEAR, YARN = "none", "linear", "yarn"
 TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length"))
 OLD_FACTOR = "rope.scale_linear"
-FAST, SLOW = (
-    32.0,
-    1.0,
-)  # turns within the first context from which, and up to which, a frequency is quick, slow
+# A frequency is high from FAST rotations within the original context on, and low up to SLOW rotations.
+FAST, SLOW = 32.0, 1.0
 # Keys of YaRN's other numbers, and the only supported value of each.
 FIXED = {
     "rope.scaling.yarn_beta_fast": FAST,
@@ -50,7 +47,7 @@ class RopeScaling:
         """Return the scaling in a file's keys, None if there is none; raise UsageError for other kinds."""
         for name, only in FIXED.items():
             keys.require(name, only)
-        kind = keys.text(TYPE) or LINEAR  # so llama.cpp has it
+        kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
         factor = keys.number(FACTOR, 0) or keys.number(OLD_FACTOR, 0) or 1.0
         if kind == NONE or (kind == LINEAR and factor == 1):
             return None

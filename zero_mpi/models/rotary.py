@@ -2,8 +2,8 @@
 
 The architectures differ in class variables: the rotary order of the rows of q and k, the places of norms,
 blocks without rotary positions, biases, and the tensors that llama.cpp reads. Other differences are methods
-of an architecture. A file decides which of the possible biases a model has. Annotations are no strings here:
-subclasses in other modules have them in their own signatures.
+of an architecture. A file decides which of the possible biases a model has. Annotations are not strings here,
+because subclasses in other modules inherit them in their signatures.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -47,7 +47,7 @@ from zero_mpi.nn import (
     SwiGLU,
 )
 
-# `attention.sliding_window` is none of these: files of qwen2 carry it though their models attend to all
+# `attention.sliding_window` is not listed: files of qwen2 have it although their models attend to all
 # positions (`use_sliding_window` is off), and llama.cpp does not read it for these architectures.
 UNSUPPORTED_KEYS: tuple[str, ...] = ("attention.scale", "attention.clamp_kqv", "rope.scaling.attn_factor")
 UNSUPPORTED_KEYS += ("expert_shared_count", "expert_group_count", "expert_group_used_count")
@@ -64,7 +64,7 @@ class RotaryModel(ModelConfig):
     """
 
     interleaved: ClassVar[bool]
-    """Rotary pairs in the rows of q and k: neighbours (llama.cpp's NORM), else one of each half (NEOX)."""
+    """True if rotary pairs are adjacent rows of q and k (llama.cpp's NORM), not one of each half (NEOX)."""
     head_norms: ClassVar[bool] = False
     """Apply a norm to q and k, per head."""
     joint_norms: ClassVar[bool] = False
@@ -228,7 +228,7 @@ class RotaryModel(ModelConfig):
 
     @property
     def heads(self) -> Heads:
-        """The heads of the attention."""
+        """Numbers and widths of the attention heads."""
         return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
     def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
@@ -282,7 +282,7 @@ class RotaryModel(ModelConfig):
         ]
 
     def window(self, block: int) -> int | None:
-        """Return the most positions that a block attends to; None: all positions before each."""
+        """Return the number of positions that a block attends to; None: all earlier positions."""
         return None
 
     @property
@@ -344,5 +344,5 @@ class RotaryModel(ModelConfig):
 
 
 def block_number(prefix: str) -> int:
-    """Return the number in the prefix of a block's names: 3 of `blk.3`."""
+    """Return the block number in a prefix of names: 3 for `blk.3`."""
     return int(prefix.rpartition(".")[2])

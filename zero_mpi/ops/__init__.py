@@ -22,7 +22,7 @@ from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
 
 globals().update(OPERATIONS)
 
-_INSTEAD = {  # why operations are not compiled: whether it is so
+_INSTEAD = {  # reason why operations are not compiled -> whether it applies
     "ZERO_MPI_OPS=reference disables compiled operations": os.environ.get("ZERO_MPI_OPS") == "reference",
     "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
@@ -48,7 +48,7 @@ def compiles() -> bool:
 def products(kind: Any) -> tuple[str, str]:
     """Return (the library that multiplies a type on the host, ""), or ("", why float32 copies are used).
 
-    It is ("", "") for float32 if BLAS multiplies it, and on a GPU.
+    The result is ("", "") on a GPU, and for float32 if BLAS multiplies it.
     """
     if device.in_use() is not device.HOST:
         return "", ""
@@ -114,9 +114,9 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
 
 
 def use_threads(count: int | None = None) -> int:
-    """Compute on `count` threads in this process, by default on as many as environment variables say.
+    """Set the number of compute threads of this process, by default from environment variables; return it.
 
-    For the reference they are the threads of NumPy's BLAS. Return the number of threads.
+    For the reference, these are the threads of NumPy's BLAS.
     """
     if count is None:
         count = threads.of_libraries() if environment.threads_were_set else 1
@@ -131,7 +131,7 @@ def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
-    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # small work, or a library's
+    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # no kernel: the reference computes
         OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
 

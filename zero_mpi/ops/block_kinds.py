@@ -24,7 +24,7 @@ RARE = (  # an older package gguf lacks some
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A type by its name in GGUF: elements of a block, and its bytes."""
+    """Quantized type: its name in GGUF, and the elements and bytes of a block."""
 
     name: str
     elements: int
@@ -42,13 +42,13 @@ BLOCK_KINDS = {
 }
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
 SCALES |= {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""The places of float16 numbers in a block of `PACKED`: its elements are finite if these are."""
+"""Byte offsets of the float16 scales in a block of each `PACKED` kind: elements are finite if these are."""
 
 EXPONENT = np.uint16(0x7C00)  # bits of a float16; all are set if it is infinite or NaN
 
 
 def finite_blocks(raw: Array, kind: str) -> Array:
-    """Return for each full block of a kind of `PACKED`, given as bytes, whether its elements are finite."""
+    """Return, for each full block in raw bytes, whether its elements are finite; `kind`: one of `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, at : at + 2].copy().view(np.uint16) & EXPONENT for at in SCALES[kind]]
     found: Array = (np.hstack(scales) != EXPONENT).all(axis=1)

@@ -48,7 +48,7 @@ def processor() -> str:
 def key() -> str:
     """Return a hash of everything that the code depends on."""
     digest = hashlib.sha256()
-    place = str(SOURCES)  # numba asks for it too
+    place = str(SOURCES)  # numba's cache depends on it too
     for text in (
         place,
         platform.python_version(),
@@ -88,7 +88,7 @@ def is_ours(folder: Path) -> bool:
 
 @cache
 def folder() -> Path:
-    """Return the folder; never fails."""
+    """Return the cache folder, or a temporary one if no parent is usable; never fails."""
     name = key()
     for base in candidates():
         if is_ours(base / name):

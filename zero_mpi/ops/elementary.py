@@ -1,10 +1,10 @@
 """Logarithms, powers, cosines and normal numbers, with the same bits on every machine if requested.
 
-The C library's differ between its versions and processors in the last bit, and so do NumPy's, which call it
-or have vector code of their own. Under `--bits portable` functions of this module stand in their place, made
-of what IEEE 754 rounds in one way only: sums, products, quotients, square roots, and powers of two by their
-bits; and of `decimal`, which computes without the processor's floats. Otherwise they are the libraries'.
-What trains takes them from here, and no such function from `math` or NumPy.
+The C library's functions differ in the last bit between versions and processors. So do NumPy's, which call it
+or have their own vector code. Under `--bits portable` functions of this module replace them. These use only
+what IEEE 754 rounds in one way (sums, products, quotients, square roots, and powers of two by their bits) and
+`decimal`, which computes without the processor's floats. Otherwise the libraries' functions are used.
+Training code takes these functions from here, never from `math` or NumPy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ QUARTER_TURN = tuple(
     map(float.fromhex, ("0x1.921fb54400000p+0", "0x1.0b4611a600000p-34", "0x1.3198a2e037073p-69"))
 )
 TURN = float.fromhex("0x1.921fb54442d18p+2")
-MOST_ANGLE = 2.0**20  # so that whole quarters times the first two parts of one are exact
-SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor's, from the last one
+MOST_ANGLE = 2.0**20  # up to it, the quarters times the first two parts of a quarter turn are exact
+SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, 0, -1)]  # Taylor coefficients, the last first
 EXPONENTIAL = [1 / math.factorial(n) for n in range(14, 0, -1)]
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(9, 1, -1)]
 

@@ -1,7 +1,7 @@
 """Mixtures of experts in plain array code: the choice of experts, and products of rows grouped by expert.
 
-T tokens, N experts, U of them used by a token; R = T U rows, sorted by expert and within one by token. The
-shapes do not depend on the choice: `starts` (N + 1,) says where the rows of each expert begin.
+T tokens, N experts, U of them used by a token; R = T U rows, sorted by expert, then by token. The shapes do
+not depend on the choice: `starts` (N + 1,) says where the rows of each expert begin.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_mpi.ops.registry import operation
 
 
 def groups(starts: Array) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and where they are."""
+    """Yield each expert that has rows, and the slice of its rows."""
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
         if stop > start:
             yield expert, slice(start, stop)
@@ -35,9 +35,9 @@ def linear_wide(x: Array, w: Array, plus: Array | None = None) -> Array:
 def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     """Choose the `used` experts of each token by a router's logits (T, N).
 
-    Return p (T, N), the softmax; chosen (T, U), the experts of the largest p, which fall; of equal ones the
-    lower index comes first; rows (R,), for each sorted row its place in chosen (flat); tokens (R,), its
-    token; weights (R, 1), its p, over the sum of the token's if `normalized`; starts (N + 1,).
+    Return p (T, N), the softmax; chosen (T, U), the experts with the largest p in descending order, ties by
+    lower index; rows (R,), the place of each sorted row in chosen (flat); tokens (R,), its token; weights
+    (R, 1), its p, divided by the sum over its token's experts if `normalized`; starts (N + 1,).
     Shazeer et al., "Outrageously Large Neural Networks", 2017.
     """
     xp = namespace(logits)
@@ -56,7 +56,7 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 
 @operation("dw R 1, w R 1 wide, p T N wide, chosen T U int64, rows R int64 -> T N; R == T * U")
 def route_backward(dw: Array, w: Array, p: Array, chosen: Array, rows: Array, normalized: bool) -> Array:
-    """Return dlogits (T, N) of `route` from dw (R, 1); nothing goes through the choice."""
+    """Return dlogits (T, N) of `route` from dw (R, 1); no gradient passes through the choice."""
     xp = namespace(dw)
     d, share = xp.empty((2, rows.size), p.dtype)
     d[rows], share[rows] = dw[:, 0], w[:, 0]

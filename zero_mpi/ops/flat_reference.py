@@ -20,8 +20,8 @@ PIECE = 1 << 18  # elements unpacked at a time, a multiple of every block: tempo
 
 # The order in which gradients of biases and norms are summed over rows: one sum over thousands of rows loses
 # a bit when their number grows fourfold. Of each LANES * LANE_ROWS rows, row i goes to lane i mod LANES, and
-# lanes are added in pairs, these short sums one after the other. The order follows from the number of rows
-# alone; blocks of a GPU have their own order, with sums as short.
+# lanes are added in pairs. These short sums are added one after the other. The order depends on the number of
+# rows alone. GPU blocks use another order, with sums as short.
 LANES, LANE_ROWS = 4, 16
 
 
@@ -45,7 +45,7 @@ def adamw(
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2 with g times grad_scale;
     p = p (1 - lr decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps).
-    decay (n,), float64: of each of n runs of one length that p consists of.
+    decay (n,), float64: one number for each of the n runs of equal length that p consists of.
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The temporaries are blocks that
     stay in cache; each element is computed alone, so the bits do not depend on how an array is cut.
     """

@@ -1,6 +1,6 @@
 """The functions of ggml that make and read blocks of every quantized type, called by ctypes.
 
-The library is that of the extra `ggml`, or the site's own libggml-base.so, named by ZERO_MPI_GGML.
+The library comes with the extra `ggml`, or ZERO_MPI_GGML names the site's own libggml-base.so.
 """
 
 from __future__ import annotations

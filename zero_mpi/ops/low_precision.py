@@ -42,7 +42,7 @@ ROLES: dict[str, Roles] = {}  # by name of an operation
 
 
 def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
-    """Let an operation have the roles that its signature says."""
+    """Add the roles of an operation to `ROLES`, as its signature gives them."""
     told_by = next(entry.name for entry in expected.entries if entry.kind == "same")
     low = tuple(
         place for place, result in enumerate(expected.results) if result.axes and result.kind == "same"
@@ -65,7 +65,7 @@ def widened(x: Any) -> Any:
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
     """Return `operation`, of float32 and wider, extended to low arrays; unchanged if it has no `ROLES`.
 
-    `native`: the low types that it computes with by itself.
+    `native`: the low types that it supports without float32 copies.
     """
     roles = ROLES.get(name)
     if roles is None:
@@ -87,7 +87,7 @@ def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) 
     """Run the operation on widened arguments; round its results to the type of the deciding argument."""
     kind = list(given.values())[roles.told_by].dtype
     wide = {name: widened(value) for name, value in given.items()}
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities of float16 are met on purpose
+    with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)
     for name in roles.written:
         if wide.get(name) is not given.get(name):
@@ -105,7 +105,7 @@ def rounded(result: Any, places: tuple[int, ...] | None, kind: Any) -> Any:
 
 
 def narrowed(x: Array | None, kind: Any) -> Array | None:
-    """Return `x` rounded to nearest, ties to even; too large values become infinite, which the norm shows."""
+    """Return `x` rounded to nearest, ties to even; overflow gives infinity, which the gradient norm shows."""
     with np.errstate(over="ignore"):
         return None if x is None else x.astype(kind)
 

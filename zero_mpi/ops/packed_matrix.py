@@ -1,4 +1,4 @@
-"""Matrices that stay in the blocks of their file: one for layers that compute forward alone, or a stack."""
+"""Matrices that stay in the blocks of their file: one, for layers that only run forward, or a stack."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedStack:
-    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of one) uint8; one is unpacked when it is asked for.
+    """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8; an index unpacks one matrix.
 
-    kept     the type to which its elements are rounded; `dtype` is that of the matrices
+    kept     the type to which its elements are rounded; `dtype`: the type of an unpacked matrix
     """
 
     raw: Array
@@ -82,5 +82,5 @@ class PackedStack:
 
 
 def packs(kind: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of a type and shape can be such a matrix: its rows are full blocks."""
+    """Return whether a tensor of a type and shape can be a `PackedMatrix`: its rows are full blocks."""
     return kind in PACKED and len(shape) == 2 and shape[1] % BLOCK_KINDS[kind].elements == 0

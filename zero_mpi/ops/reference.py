@@ -1,8 +1,8 @@
 """Every operation and its backward in plain array code: the definition that fast versions are held to.
 
-Shapes, in one legend: N rows (tokens), B sequences, T positions, C model width, O output width, H query
-heads, K key/value heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* into
-the array given for them. Inputs are written only if a docstring says "in place". Work is done in their type.
+Axes: N rows (tokens), B sequences, T positions, C model width, O output width, H query heads, K key/value
+heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *added* into the array given
+for them. Inputs are written only if a docstring says "in place". Results are computed in the inputs' type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_mpi.ops.flat_reference import column_sums
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import check_kept
 
-LOGITS_BYTES = 64 << 20  # of logits at a time: each time a head reads its weights and adds to dw once
+LOGITS_BYTES = 64 << 20  # of logits per chunk; for each chunk, a head reads its weights and adds to dw once
 WITH_MEAN = "dy ... C, x ... C, w C, mean ... 1 wide, r ... 1 wide, "
 GROUPED = "; S >= T and K > 0 and H % K == 0"  # heads of q share those of k and v
 
@@ -185,8 +185,8 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
     """Turn pairs of x (B, T, H, D) by the angles whose cosines and sines are cos, sin (T, P), P <= D/2.
 
     `interleaved`: pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + P]), its
-    NEOX order. What is behind the P pairs stays. Backward is the same with -sin. `out` takes the result and
-    may be x itself.
+    NEOX order. Elements behind the P pairs do not change. Backward is the same with -sin. `out` takes the
+    result and may be x itself.
     Su et al., "RoFormer", 2021.
     """
     y = namespace(x).empty_like(x) if out is None else out
@@ -216,7 +216,7 @@ def causal_attention(q: Array, k: Array, v: Array, scale: float, begins: Any = N
     """Compute softmax attention in which a position sees itself and earlier ones.
 
     q (B, T, H, D), k (B, S, K, D), v (B, S, K, E) with S >= T: the queries are the last T of S positions.
-    begins (B, T): the first of the S positions that each one sees, which never falls along a row.
+    begins (B, T): the first of the S positions that each query sees; it never decreases along a row.
     Return y (B, T, H, E) and the input of backward, here the weights (B, K, R, T, S). Query head h uses
     key/value head h // (H / K) (Ainslie et al., "GQA", 2023).
     """
@@ -263,7 +263,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float) -> tuple[Any, Arr
     """Return the loss and its gradient by the logits (..., V), for integer targets (...).
 
     loss = scale * sum over rows of -log softmax(logits)[target], a float64 scalar; dlogits has the same
-    factor; a row whose target is UNCOUNTED has no part in either. With scale = 1 / (targets of the whole
+    factor; a row whose target is UNCOUNTED adds to neither. With scale = 1 / (targets of the whole
     step) the sum over micro-batches is the mean.
     """
     xp = namespace(logits)

@@ -1,4 +1,4 @@
-"""Registration of operations: `operation` makes one of its definition, `implements` adds a faster version.
+"""Registration of operations: `operation` registers a definition, `implements` a faster version.
 
 Both are decorators and return the function unchanged. All lists of operations, in the package
 and its tests, are read from here.
@@ -38,7 +38,7 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 
         @wraps(definition)
         def quietly(*given: Any, **named: Any) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):  # the norm will tell, as with kernels
+            with np.errstate(over="ignore", invalid="ignore"):  # the norm will show it, as with kernels
                 return definition(*given, **named)
 
         setattr(defined, name, accept_low(name, definition))
@@ -62,7 +62,7 @@ def implements(
 ) -> Callable[[F], F]:
     """Return a decorator that makes a function the version of an operation for a type of array.
 
-    low: the types of low precision in which it computes; of others on the host it gets float32 copies.
+    low: the low types that it supports; on the host it gets arrays of other low types as float32 copies.
     """
 
     def add(version: F) -> F:
@@ -74,6 +74,6 @@ def implements(
 
 
 def register(kind: type) -> None:
-    """Let operations on arrays of a type be computed by their faster versions."""
+    """Use the faster versions of operations for arrays of a type."""
     for name, version in VERSIONS[kind].items():
         OPERATIONS[name].register(kind, version)

@@ -1,4 +1,4 @@
-"""Numbers as blocks of a quantized type hold them, for training on what a file will have."""
+"""Rounding to the numbers of a quantized type, so that training uses those of the exported file."""
 
 from __future__ import annotations
 

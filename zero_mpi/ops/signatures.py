@@ -5,9 +5,9 @@ shapes and types were seen before costs a look-up.
 
 A signature has an entry `name axes type` for each array, separated by commas; `?` marks one that may be None,
 `+` one that is written. Axes are those of `reference`, `...` stands for any number of them, and a letter has
-one length throughout. Without a type an array has that of the first such one; `wide` is that or float32,
-whichever is wider; `real` and `whole` are any such type. A name alone is a number or a string, which a
-condition behind a semicolon may read. Behind an arrow are the results, without names: `axes type`.
+one length throughout. All arrays without a type have the same one; `wide` is that type or float32, whichever
+is wider; `real` and `whole` are any such type. A name alone is a number or a string, which a condition after
+a semicolon may read. Results follow after an arrow, without names: `axes type`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def examine(name: str, signature: Signature, *given: Any) -> None:
 
 
 def shape_of(axes: Sequence[str], sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return a shape by the lengths of its axes, of `...` a tuple; 4 for others than these."""
+    """Return the shape of these axes; `sizes` has their lengths, a tuple for `...`; the default is 4."""
     lengths = (sizes.get(axis, 4) for axis in axes)
     return tuple(n for length in lengths for n in (length if isinstance(length, tuple) else (length,)))
 
@@ -153,7 +153,7 @@ def results_of(signature: Signature, given: Mapping[str, Any]) -> list[tuple[tup
 
 
 def bind(axes: Sequence[str], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Give axes the lengths of a shape; return whether they have no others already."""
+    """Set the lengths of axes from a shape; return False if an axis already has another length."""
     many = axes[0] == "..."
     lead = len(shape) - len(axes) + many
     lengths = (shape[:lead], *shape[lead:]) if many else shape

@@ -15,31 +15,31 @@ from zero_mpi.device.types import Array
 Take = Callable[[tuple[int, ...], Any], Array]  # makes an array of a shape and a type
 
 # Attention on the CPU.
-BLOCK = 64  # rows: smaller ones cost calls, larger ones work above the diagonal
-KEPT_WEIGHTS = 64 << 10  # elements of a head's blocks up to which they are kept
+BLOCK = 64  # rows: smaller blocks need more calls, larger ones compute more above the diagonal
+KEPT_WEIGHTS = 64 << 10  # a head with at most so many weights keeps them for backward
 LOW_BLOCK = 128  # rows in bfloat16: a product by oneDNN takes ten microseconds to begin
-LOW_TILE = 256 << 10  # elements of scores at a time there, which stay in cache
+LOW_TILE = 256 << 10  # scores in bfloat16 attention at a time: so many stay in cache
 
 # Kernels of the GPU.
 PACK = 16  # bytes that a thread loads at once
-THREADS = 256  # of a block, where nothing else is said
-COLUMN_ROWS, COLUMN_LINES = 32, 128  # of a sum over rows: rows of a line, and lines at most
+THREADS = 256  # of a block, by default
+COLUMN_ROWS, COLUMN_LINES = 32, 128  # in a sum over rows: rows per line of partial sums, and the most lines
 RUN = 32  # sorted places that a thread of an embedding's gradient walks through, as in embedding.cu
 HELD = 4  # packs of a norm's sums that a thread holds, as in norm.cu
-NORM_LINES = 512  # of a norm's partial sums, at most
+NORM_LINES = 512  # most lines of a norm's partial sums
 
 # Attention, heads and products on the GPU.
-SCORES = 256 << 20  # bytes of float32 scores at a time, as far as one query a head needs no more
-EVEN = 16  # queries that blocks are multiples of, where they have so many
-SLOPES = 4 << 30  # bytes of cuDNN that grow with the square of T
-LOGITS_BYTES = 2 << 30  # of logits at a time: each time a head reads its weights and adds to dw once
+SCORES = 256 << 20  # most bytes of float32 scores at a time, unless one query per head needs more
+EVEN = 16  # the queries of a block are a multiple of it, unless they are fewer
+SLOPES = 4 << 30  # most bytes of cuDNN's backward that grow with the square of T
+LOGITS_BYTES = 2 << 30  # of logits per chunk; for each chunk, a head reads its weights and adds to dw once
 LARGE_GPU = 40e9  # bytes of memory; smaller ones take a quarter of the slopes and an eighth of the logits
 LINE = 8  # elements that a row of logits is a multiple of: products of other lengths are slow
 WORKSPACE = 32 << 20  # bytes for cuBLASLt on Hopper and later
 
 
 def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Array, Array]:
-    """Return arrays for dq, dk and dv: columns of one if q, k and v are, to avoid joining them later."""
+    """Return arrays for dq, dk and dv: columns of one array if q, k and v are, to save a copy later."""
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
@@ -58,7 +58,7 @@ def head_weights(length: int, total: int, block: int = BLOCK) -> int:
 
 
 def unseen_weights(begins: Array, block: int = BLOCK) -> int:
-    """Return the weights left out in one head of all sequences: of keys that no row of a block sees.
+    """Return the weights that one head of all sequences omits, because no row of a block sees their key.
 
     begins (B, T): the first key that each row sees.
     """
@@ -115,7 +115,7 @@ def score_rows(heads: int, total: int) -> int:
 def cudnn_group(shape: tuple[int, ...], kv: int, most: float) -> tuple[int, int]:
     """Return (sequences, key/value heads) per call of cuDNN's backward of q (B, T, H, D), by `most` bytes.
 
-    It is all of them if one head needs too much, or a part of the logarithms would not be aligned.
+    One call takes all if one head needs more than that, or if a part of the logarithms would be unaligned.
     """
     batch, length, heads, _ = shape
     fit = int(min(most / slopes_of(heads // kv, length), batch * kv))  # key/value heads at a time
@@ -144,7 +144,7 @@ def cudnn_slopes(shape: tuple[int, ...], kv: int) -> int:
 
 
 def logit_width(vocabulary: int) -> int:
-    """Return the elements of a row of logits."""
+    """Return the elements of a row of logits, padded to a multiple of LINE."""
     return -(-vocabulary // LINE) * LINE
 
 
@@ -156,7 +156,7 @@ def logit_rows(n: int, row_bytes: int, memory: float = LARGE_GPU) -> int:
 
 
 def check_kept(*kept: tuple[Array | None, int]) -> None:
-    """Raise ValueError unless what attention's forward kept has as many elements as backward reads."""
+    """Raise ValueError unless the arrays that attention's forward kept have the sizes that backward reads."""
     for x, size in kept:
         if x is not None and x.size != size:
             raise ValueError(
@@ -165,5 +165,5 @@ def check_kept(*kept: tuple[Array | None, int]) -> None:
 
 
 def run_length(p: Array, runs: Array) -> int:
-    """Return the elements of each run, if p consists of as many as `runs` has entries; at least 1."""
+    """Return the length of a run, if p consists of one run per entry of `runs`, all equal; at least 1."""
     return max(1, int(p.size) // max(1, int(runs.size)))

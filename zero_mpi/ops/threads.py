@@ -1,10 +1,10 @@
 """The threads of a rank: its computations are cut into independent parts.
 
-A kernel or a product runs on one thread and lets go of the interpreter's lock, so Python's own threads are
-enough, and the libraries of products get one each: threads of theirs would spin on the cores that ours want.
-Parts are equal runs of rows, one for each thread, and the thread that asks takes the last one. What is
-computed for a row by itself has the same bits on any number of threads; sums over rows are added up part by
-part, in the order of the rows.
+A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
+enough. The libraries of products are limited to one thread: more would spin on the cores that ours need.
+Parts are equal runs of rows, one for each thread, and the calling thread takes the last one. Results that
+depend on one row have the same bits on any number of threads; sums over rows are added part by part, in the
+order of the rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zero_mpi.device.types import Array
 
 T = TypeVar("T")
 
-LEAST = 1 << 16  # elements a part: to wake a thread and hear of it takes fifty microseconds
-LEAST_PRODUCT = 1 << 22  # multiplications a part: so many take as long
-EVEN_ROWS = 16  # of parts of a matrix: kernels of libraries take so many at a time
-EVEN = 256  # elements that parts of flat arrays are multiples of: whole vectors, as in one loop over all
+LEAST = 1 << 16  # elements per part: to wake a thread and wait for it takes fifty microseconds
+LEAST_PRODUCT = 1 << 22  # multiplications per part: so many take as long
+EVEN_ROWS = 16  # parts of a matrix have a multiple of it: the libraries' kernels take so many at a time
+EVEN = 256  # parts of flat arrays have a multiple of it: full vectors, as in one loop over the array
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
@@ -51,7 +51,7 @@ def use(count: int) -> None:
 
 
 def count() -> int:
-    """Return the number of threads, with the one that asks."""
+    """Return the number of threads, including the calling one."""
     return _threads
 
 
@@ -134,7 +134,7 @@ def piece(part: slice, axis: int, **of: Any) -> dict[str, Any]:
 
 
 def with_sums(shape: tuple[int, ...], work: Callable[..., None], *sums: Array) -> None:
-    """Call `work(part, *sums)`, which adds sums over its rows to them; several parts each have their own."""
+    """Call `work(part, *sums)`, which adds sums over a part's rows; each of several parts has its own."""
     parts = cut(shape)
     if len(parts) == 1:
         work(parts[0], *sums)

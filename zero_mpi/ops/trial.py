@@ -1,11 +1,11 @@
 """A small trial that shows whether two machines compute the same bits: every operation on fixed numbers.
 
-Names do not tell: OpenBLAS calls Zen 5 and Intel's AVX-512 cores alike, compiled code depends on the
-processor, products on the threads. So each operation runs once, by the way that a training takes, on numbers
-made of whole-number arithmetic, and what comes out is digested. Products have the shapes for which libraries
-have kernels of their own: forward and both backwards, odd edges, a single row, sums longer than a block, and
-such that threads share. Nothing depends on the rank, the job or the model. What unpacks a file's blocks is
-not tried: it adds up nothing, and its bits are those that the format says.
+Names are not enough: OpenBLAS has one name for Zen 5 and Intel's AVX-512 cores, compiled code depends on the
+processor, and products on the number of threads. So each operation runs once, by the same code as in
+training, on numbers made by integer arithmetic, and the results are hashed. Products have the shapes that
+libraries have special kernels for: forward and both backwards, odd edges, a single row, sums longer than a
+block, and sizes that threads share. Nothing depends on the rank, the job or the model. Unpacking a file's
+blocks is not tried: it adds up nothing, and the format defines its bits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import signatures
 from zero_mpi.ops.registry import OPERATIONS
 
-# (rows, inputs, outputs) of linear layers. OpenBLAS has kernels of their own for products of up to a million
-# steps, cuts sums of some hundreds of terms (each of the three is that long once) and shares out the larger.
+# (rows, inputs, outputs) of linear layers. OpenBLAS has special kernels for products of up to a million
+# steps, cuts sums of some hundreds of terms (each size is that long once) and divides larger products.
 PRODUCTS = (
     (1, 96, 65), (7, 33, 130), (64, 64, 64), (96, 192, 576), (64, 1040, 200), (520, 96, 72), (160, 264, 700)
 )  # fmt: skip
-# (sequences, positions, heads, key/value heads, width of a head): weights kept, and computed again.
+# (sequences, positions, heads, key/value heads, width of a head): weights kept, then recomputed.
 ATTENTIONS = ((2, 70, 4, 2, 32), (1, 400, 1, 1, 24))
-STREAM = 1 << 18  # numbers: as many as the largest array has, and a little
-ROWS, WIDTH = 67, 193  # of everything that works row by row: no multiple of any vector or unrolled loop
+STREAM = 1 << 18  # numbers: a few more than the largest array has
+ROWS, WIDTH = 67, 193  # for operations on rows: no multiples of a vector or an unrolled loop
 VOCABULARY = 301
 SIZES = {
     "...": (ROWS,),
@@ -120,7 +120,7 @@ def experts(draw: Draw) -> Iterator[Array]:
     """Try the choice of experts, and products of rows sorted by expert."""
     x, w, gate = draw(2 * ROWS, WIDTH, seed=1), draw(5, 64, WIDTH, seed=2), draw(2 * ROWS, 64, seed=3)
     logits = draw(ROWS, 5, seed=4)
-    logits = numbers(ROWS, 5, seed=4) if logits.itemsize < 4 else logits  # of a router are float32 at least
+    logits = numbers(ROWS, 5, seed=4) if logits.itemsize < 4 else logits  # a router's are at least float32
     for normalized in (True, False):
         p, chosen, rows, _, weights, starts = ops.route(logits, 2, normalized)
         dw = draw(2 * ROWS, 1, seed=5)

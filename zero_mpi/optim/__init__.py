@@ -1,1 +1,1 @@
-"""The optimizer: rules of update by name pattern (`rule`), and what is around them."""
+"""The optimizer: update rules by name pattern (`rule`), rates, moving average and offload."""

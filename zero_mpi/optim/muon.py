@@ -1,10 +1,10 @@
 """Muon: the momentum of each matrix, made orthogonal, is the direction of its update.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024. A few steps of an odd
-polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is whole on one rank, so the
-products have the same shapes, and the update the same bits, at any number of ranks. By default an update
-has the size that AdamW's has (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate
-and one weight decay serve both.
+polynomial (Newton-Schulz) bring all singular values near 1. Every matrix is unsharded, on one rank: products
+have the same shapes and updates the same bits at any number of ranks. By default an update is as large as
+AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so both use one learning rate and weight
+decay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.optim.rule import MatrixRule, Part
 from zero_mpi.sharding.unit import QUANTUM
 
-# Coefficients (a, b, c) of the polynomial a s + b s^3 + c s^5, a step each.
+# Coefficients (a, b, c) of the polynomial a s + b s^3 + c s^5, one triple per step.
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 JIACHENG = (
     (4.0848, -6.8946, 2.9270),
@@ -31,7 +31,7 @@ JIACHENG = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-SCALES = {  # the size of an update of (rows, columns)
+SCALES = {  # name -> factor of the update of a matrix of (rows, columns)
     "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "spectral": lambda rows, columns: math.sqrt(rows / columns),
@@ -41,13 +41,13 @@ EPS = 1e-7  # added to the norm by which a matrix is divided
 
 @dataclass(frozen=True)
 class Muon(MatrixRule):
-    """Muon for matrices; of more than two dimensions the last two are a matrix.
+    """Muon for matrices: the last two dimensions of a parameter.
 
-    momentum       share of the old momentum that stays
-    nesterov       whether the gradient is added to the momentum once more
+    momentum       decay of the momentum
+    nesterov       True for Nesterov momentum
     scale          "adamw", "keller" or "spectral": the size of updates
     coefficients   (a, b, c) of each step: KELLER, JIACHENG or others
-    parts          name pattern -> rows of each matrix that lies fused in a parameter
+    parts          name pattern -> rows of each of the matrices that are fused in a parameter
     kind           dtype of the products: float32, or bfloat16
     """
 
@@ -109,7 +109,7 @@ class Muon(MatrixRule):
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         by_chunks = part.parameters.reshape(len(part.decay), -1)
         by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
-        by_chunks -= part.gradients.reshape(by_chunks.shape)  # which `direct` has multiplied by the rate
+        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` multiplied them by the rate
         if part.low is not None:
             device.in_use().copy(part.low, part.parameters)
 

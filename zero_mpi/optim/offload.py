@@ -1,9 +1,9 @@
-"""State that lies in the host's memory and passes through the GPU in pieces when it is updated.
+"""Optimizer state in host memory that is copied to the GPU and back, in pieces, when it is updated.
 
-Moments, and float32 parameters where layers read low precision, are used once per step; here they lie in
-pinned memory. A piece comes on one stream, is updated on the one that computes and goes back on a third;
-events put the three in order, so that transfers overlap. The update of each element has the same bits.
-(ZeRO-Offload, Ren et al., 2021, leaves the update to the host; a GPU's link is too fast for that to pay.)
+Moments, and float32 parameters if layers read low precision, are used once per step and are kept in pinned
+memory. One stream copies a piece to the GPU, the compute stream updates it and a third copies it back; events
+order the three, so transfers overlap. The update of each element has the same bits. (ZeRO-Offload, Ren et
+al., 2021, updates on the host; a GPU's link is too fast for that to pay.)
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.sharding.host_masters import CHOICES, NONE, STATE, gpu_to_spare, pinned_zeros
 
-PIECE_ELEMENTS = 4 << 20  # elements of each state that pass at once: 16 MiB
-ROOMS = 3  # one that is filled, one that is updated, one that is emptied
+PIECE_ELEMENTS = 4 << 20  # elements of each state in a piece: 16 MiB
+ROOMS = 3  # sets of buffers: one is filled, one updated, one emptied
 
 
 def piece_of(quantum: int) -> int:
-    """Return the elements of a piece: whole runs of decay, so at least one."""
+    """Return the number of elements of a piece: a positive multiple of `quantum`."""
     return max(1, PIECE_ELEMENTS // quantum) * quantum
 
 
 class HostState(Mapping[str, Array]):
-    """The named states of one unit's part, flat, zeros at first, in pinned memory.
+    """Named states of one unit's part in pinned memory: flat, initially zero.
 
-    `quantum`: pieces begin at its multiples. Reading a state waits for what is on its way there.
+    `quantum`: pieces begin at its multiples. Reading a state waits for copies that are under way.
     """
 
     def __init__(self, where: Cuda, size: int, quantum: int, names: Sequence[str]) -> None:
         self.size, self.piece, self.names = size, piece_of(quantum), names
         self._all = pinned_zeros(where, len(names) * size)
-        self.stored = where.cupy.cuda.Event(block=True, disable_timing=True)  # the last piece that went back
+        self.stored = where.cupy.cuda.Event(block=True, disable_timing=True)  # end of the last copy to host
 
     def __getitem__(self, name: str) -> Array:
         first = self.names.index(name) * self.size
@@ -49,7 +49,7 @@ class HostState(Mapping[str, Array]):
         return len(self.names)
 
     def pieces(self) -> Iterator[tuple[slice, list[Array]]]:
-        """Yield (part, that part of each state), whether its copies are complete or not."""
+        """Yield (part, that part of each state), without waiting for copies."""
         for start in range(0, self.size, self.piece):
             stop = min(start + self.piece, self.size)
             firsts = range(0, len(self.names) * self.size, self.size)
@@ -66,9 +66,9 @@ class GpuRoom:
 
 
 class Offload:
-    """The way of the state through the GPU: three rooms that take turns, and a stream each way.
+    """Transfers of the state to the GPU and back: three sets of buffers in turn, one stream per direction.
 
-    `masters`: whether parameters pass as well.
+    `masters`: True if float32 parameters are transferred too.
     """
 
     def __init__(self, where: Cuda, masters: bool = False) -> None:
@@ -79,23 +79,23 @@ class Offload:
         self._turn = 0
 
     def states(self, sizes: Iterable[tuple[int, int, Sequence[str]]]) -> list[HostState]:
-        """Return states of (elements, quantum, names) each, and rooms for the longest of their pieces."""
+        """Return a state for each (elements, quantum, names); allocate buffers for the longest piece."""
         made = [HostState(self.where, *size) for size in sizes]
         longest = max((min(states.size, states.piece) for states in made), default=0)
         arrays = max((len(states) for states in made), default=0) + self.masters
         self.rooms = [GpuRoom(self.where, longest, arrays) for _ in range(ROOMS)]
-        self.where.synchronize()  # the rooms are memory that the stream of computing may have used
+        self.where.synchronize()  # the compute stream may still use the memory of the buffers
         return made
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rooms, all on the GPU."""
+        """Bytes of the buffers on the GPU."""
         return int(sum(array.nbytes for room in self.rooms for array in room.arrays))
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, states and more) on the GPU, piece by piece; `more`: host arrays, as long as a state.
 
-        GPU work launched before the next chunk is requested may change them; they are copied back.
+        GPU work launched before the next piece is requested may change the arrays; they are copied back.
         """
         self._up.wait_event(states.stored)  # the pieces of the step before
         for part, own in states.pieces():
@@ -114,17 +114,17 @@ class Offload:
         states.stored.record(self._down)
 
     def finish(self) -> None:
-        """Return when all pieces are back: reads of states wait by themselves, reads of parameters do not."""
+        """Wait until all pieces are copied back: reads of states do this, but reads of parameters do not."""
         self._down.synchronize()
 
     def _copy(self, targets: list[Array], sources: list[Array], kind: int, stream: Any) -> None:
-        """Copy arrays by address: `ndarray.set` and `get` look for the right stream and may wait."""
+        """Copy arrays by address, because `ndarray.set` and `get` choose a stream and may wait."""
         for target, source in zip(targets, sources, strict=True):
             self._cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, kind, stream.ptr)
 
 
 def make_offload(name: str) -> Offload | None:
-    """Return what `--offload` asks for; raise UsageError for an unknown name, or without a GPU to spare."""
+    """Return the offload of a value of `--offload`; raise UsageError for an unknown one or without a GPU."""
     if name not in CHOICES:
         raise UsageError(f"--offload {name}: expected one of {', '.join(CHOICES)}")
     return None if name == NONE else Offload(gpu_to_spare(name), masters=name == STATE)

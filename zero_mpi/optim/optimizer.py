@@ -1,7 +1,7 @@
-"""An optimizer over the slices that a rank owns: rules by name pattern, and the states that they keep.
+"""Optimizer of the shards of a rank: rules by name pattern, and their states.
 
-States lie where the optimizer works: 1/N of them per rank where moments are sharded. A step whose gradient
-norm is not finite is skipped, on all ranks alike since all see the same norm.
+A rank has the states of what it updates: 1/N of them if moments are sharded. A step whose gradient norm is
+not finite is skipped on all ranks, because all have the same norm.
 
 This class trusts its callers; `zero_mpi.compat.ShardedOptimizer`, which scripts use, checks arguments.
 """
@@ -24,21 +24,21 @@ from zero_mpi.optim.rule import MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
-States = Mapping[str, Array]  # name -> flat float32, of one unit's part or one array, to read and to fill
+States = Mapping[str, Array]  # name -> flat float32 array of one unit's part or one user's array, writable
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step: the gradient's norm before clipping, and whether the update was left out."""
+    """Result of a step: the gradient's norm before clipping, and whether the update was skipped."""
 
     grad_norm: float
     skipped: bool
 
 
 class MovingAverage:
-    """Averages of the parameters of some units, flat, by their names; zeros until `begin`.
+    """Moving averages of parameters, flat, by unit name; zeros until `begin`.
 
-    After each update e = keep e + (1 - keep) p, in float32, of what the rank updates.
+    After each update e = keep e + (1 - keep) p, in float32, for the parameters that this rank updates.
     """
 
     def __init__(self, units: Iterable[ShardedUnit], keep: float) -> None:
@@ -60,10 +60,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 class ShardedOptimizer:
-    """An optimizer for a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` has its arguments.
+    """Optimizer of a ShardedModule; `zero_mpi.compat.optimizer.ShardedOptimizer` describes its arguments.
 
-    `steps` counts the updates that were made, `skipped` those left out for a norm that was not finite.
-    Making one is collective; raises UsageError where ranks differ, and for `offload` where there is no GPU.
+    `steps` counts updates, `skipped` the steps without one because the norm was not finite. The constructor
+    is collective; it raises UsageError if ranks differ, and for `offload` without a GPU.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShardedOptimizer:
         self._offload = agreed(module.comm, f"this {what}", look)
         self.module, self.rules = module, dict(rules)
         self.lr, self.weight_decay = float(lr), float(weight_decay)
-        self._chosen: dict[str, Rule] = {}  # by name: patterns are matched once, and not in every step
+        self._chosen: dict[str, Rule] = {}  # by name, so that patterns are not matched in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
@@ -104,17 +104,17 @@ class ShardedOptimizer:
         self.average = None if ema is None else MovingAverage(self.units, ema)
 
     def check(self, module: ShardedModule, rules: Mapping[str, Rule], settings: Mapping[str, Any]) -> None:
-        """Raise for impossible arguments, where a class checks them."""
+        """Raise for impossible arguments, in subclasses that check them."""
 
     def check_units(self) -> None: ...
 
     @property
     def type(self) -> str:
-        """The names of the rules, as a file of the state has them."""
+        """Names of the rules, as written in files of the state."""
         return "+".join(dict.fromkeys(rule.type for rule in self.rules.values()))
 
     def rule_of(self, name: str) -> Rule:
-        """Return the rule of a parameter; raises ValueError where there is none."""
+        """Return the rule of a parameter; raise ValueError if none matches."""
         rule = self._chosen.get(name) or matched(self.rules, name, None)
         if rule is None:
             raise ValueError(f"rules: none matches {name}: add one for the pattern *")
@@ -122,18 +122,18 @@ class ShardedOptimizer:
         return rule
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
-        """Return whether owners turn a unit's gradients into directions: its rules take whole matrices."""
+        """Return whether owners turn a unit's gradients into directions: its rules need full matrices."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
     def averages(self) -> Mapping[str, Array]:
-        """Return the moving averages by unit, where they are kept; before any update, the parameters."""
+        """Return the moving averages by unit (not copies); before any update these are the parameters."""
         assert self.average is not None, "made with ema=X"
         if not self.steps:
             self.average.begin(self.units)
         return self.average.values
 
     def begin(self) -> None:
-        """Let rules prepare the parameters of a new run, once these have values. Collective."""
+        """Let rules prepare the parameters of a new run, once they have values. Collective."""
         if all(type(rule).begin is Rule.begin for rule in self.rules.values()):
             return
         self.module.drop_gathered()
@@ -143,10 +143,10 @@ class ShardedOptimizer:
         self.module.publish()
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
-        """Update the parameters by the module's gradients and forget these. Collective.
+        """Update the parameters by the module's gradients, then clear the gradients. Collective.
 
-        Returns the norm before clipping, and whether the update was left out because that was not finite.
-        `lr`: for this step, otherwise the one given at the start; `max_norm`: clip the global norm to it.
+        Returns the norm before clipping, and whether the update was skipped because that was not finite.
+        `lr`: rate of this step (default: the constructor's); `max_norm`: limit of the global norm.
         """
         lr = self.lr if lr is None else lr
         pending = self.module.overlapped_sync_gradients()
@@ -189,11 +189,11 @@ class ShardedOptimizer:
                     yield state, unit, names
 
     def state_part(self, unit: ShardedUnit) -> slice:
-        """Return the part of a unit that this rank keeps states of: of whole matrices its own alone."""
+        """Return the part of a unit whose states this rank keeps: with matrix rules only what it owns."""
         return unit.part if self._is_directed(unit) else unit.parameters.master_part
 
     def _make_states(self) -> dict[str, States]:
-        """Return zeros for each unit, where they are kept."""
+        """Return states of zeros for each unit, on the device or offloaded."""
         sizes = {}
         for unit in self.units:
             part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]
@@ -224,7 +224,7 @@ class ShardedOptimizer:
         return AllOf(handles)
 
     def _parts(self, unit: ShardedUnit, lr: float) -> Iterator[tuple[Part, float, Rule]]:
-        """Yield the parts of a unit that one rule updates, with its rate."""
+        """Yield (part, rate, rule) of each part of a unit that has a single rule and rate."""
         parameters, gradients, _ = unit.updated
         rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
         decay = self.weight_decay * rates.decays
@@ -238,7 +238,7 @@ class ShardedOptimizer:
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
     def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
-        """Yield a unit's parameters and states where they are updated: all, or offloaded ones by pieces."""
+        """Yield a unit's parameters and states on the device: all at once, or by pieces if offloaded."""
         kept = self.states[unit.name]
         if not isinstance(kept, HostState):
             yield slice(0, parameters.size), parameters, kept
@@ -251,7 +251,7 @@ class ShardedOptimizer:
             yield part, rest[0] if rest else parameters[part], states
 
     def memory_bytes(self) -> int:
-        """Return the bytes of states and averages on this rank, wherever they are."""
+        """Return the bytes of states and averages of this rank, in device and host memory."""
         averages = [] if self.average is None else [self.average.values]
         return sum(map(bytes_of, [*self.states.values(), *averages]))
 

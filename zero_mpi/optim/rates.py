@@ -1,7 +1,7 @@
-"""Weight decay and factors of the learning rate, which an update takes by the parameter's name.
+"""Weight decay and learning-rate factors of parameters, by name pattern.
 
-Both are the same within a chunk of a unit. Decay is a table with a number for each chunk. Rates differ
-rarely: a unit is cut into segments of one factor. An element's update does not depend on such cuts.
+Both are constant within a chunk of a unit. Decay is a table with a number for each chunk. Rates differ
+rarely, so a unit is cut into segments of one factor. The cuts do not change the update of an element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class UnitRates:
     """Factors of the part of one unit that an optimizer updates.
 
-    decays      for each chunk the factor of its decay, 0 where none decays: (chunks,) float64, on the device
+    decays     factor of the weight decay of each chunk, 0 for no decay: (chunks,) float64, on the device
     segments   (elements, factor of the rate, rule), one after the other
     """
 
@@ -43,7 +43,7 @@ class UnitRates:
 
 
 class ParameterRates:
-    """Factors of all units, by their names.
+    """Factors of all units, by unit name.
 
     scales, decays: pattern -> factor of the learning rate, or of the decay; the last match wins.
     """
@@ -84,7 +84,7 @@ def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
 
 
 def segments(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tuple[slice, float, Rule]]:
-    """Yield neighbouring chunks of one factor and rule as runs of elements."""
+    """Yield (elements, factor, rule) for each run of adjacent chunks with the same factor and rule."""
     start = 0
     for (factor, rule), same in groupby(updates):
         stop = start + quantum * sum(1 for _ in same)
@@ -93,7 +93,7 @@ def segments(updates: Iterable[tuple[float, Rule]], quantum: int) -> Iterator[tu
 
 
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
-    """Return factors by pattern; raise ValueError for what is none or names no trained parameter."""
+    """Return factors by pattern; raise ValueError for other values and for patterns without a match."""
     instance(what, scales, Mapping, "a mapping of name patterns to numbers")
     for pattern in scales:
         instance(what, pattern, str, "name patterns")

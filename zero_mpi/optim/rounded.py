@@ -1,4 +1,4 @@
-"""Quantization-aware training: after each update parameters are what a quantized file will hold of them."""
+"""Quantization-aware training: after each update parameters have the values of a quantized file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MASTER = "master"
 class Rounded(Rule):
     """Rule that updates float32 masters by another rule; parameters are the masters rounded to a type.
 
-    Gradients are those at the rounded parameters. Slices end at multiples of 1024 elements or of a row, and
+    Gradients are taken at the rounded parameters. Shards end at multiples of 1024 elements or of a row, and
     rows fill blocks, so no block is cut.
     """
 
@@ -30,12 +30,12 @@ class Rounded(Rule):
         return (*self.rule.states, MASTER)
 
     def begin(self, part: Part) -> None:
-        """Let the masters be the first parameters, and round these."""
+        """Copy the initial parameters to the masters, then round the parameters."""
         part.states[MASTER][...] = part.parameters
         self._round(part)
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        """Update the masters, and round them to the parameters."""
+        """Update the masters, then round them into the parameters."""
         taken = replace(part, parameters=part.states[MASTER], low=None)
         self.rule.update(taken, lr, grad_scale, step)
         self._round(part)

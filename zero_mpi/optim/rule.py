@@ -1,4 +1,4 @@
-"""Update rules of an optimizer: one interface, chosen by name patterns, and AdamW."""
+"""Update rules of an optimizer: the interface `Rule`, and AdamW."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero_mpi.device.types import Array
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring elements that one update takes, flat arrays of one length.
+    """Adjacent elements that are updated together, as flat arrays of the same length.
 
-    parameters, gradients   float32, of this rank; gradients are the sums over ranks, without `grad_scale`
+    parameters, gradients   float32; gradients are summed over ranks, not yet multiplied by `grad_scale`
     states   name -> float32 array
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
-    low      takes the parameters rounded to the type of computing; None if layers read `parameters`
+    low      receives the parameters rounded to the compute dtype; None if layers read `parameters`
     """
 
     parameters: Array
@@ -29,11 +29,11 @@ class Part:
 
 
 class Rule(ABC):
-    """A rule of update. Make one by a subclass with the two attributes and `update`.
+    """Update rule. A subclass has these two attributes and `update`.
 
-    type     its name, in `optimizer.gguf`
-    states   names of its states: float32 arrays as long as the parameters, zeros at first. A file holds
-             them in full shape as `optimizer.STATE.PARAMETER`
+    type     name of the rule in `optimizer.gguf`
+    states   names of its states: float32 arrays as long as the parameters, initially zero, saved in full
+             shape as `optimizer.STATE.PARAMETER`
     """
 
     type: ClassVar[str]
@@ -51,7 +51,7 @@ class Rule(ABC):
 
 
 class MatrixRule(Rule):
-    """A rule that needs whole matrices: each lies on one rank (`ShardedModule(whole=...)`)."""
+    """Rule that needs full matrices, each on one rank (`ShardedModule(whole=...)`)."""
 
     @abstractmethod
     def direct(
@@ -63,10 +63,10 @@ class MatrixRule(Rule):
         lr: float,
         grad_scale: float,
     ) -> None:
-        """Turn the gradient of one parameter into what `update` takes for it, in place, and update states.
+        """Turn the gradient of one parameter into the direction that `update` takes, in place; update states.
 
-        gradient, states: flat float32, from the parameter's first element on, with zeros behind its last
-        up to a multiple of 1024. Called on the owner alone, once a step, before `update`.
+        gradient, states: flat float32, the elements of the parameter and zeros up to a multiple of 1024.
+        Called only on the owner, once per step, before `update`.
         """
 
 
@@ -74,7 +74,7 @@ class MatrixRule(Rule):
 class AdamW(Rule):
     """AdamW (Loshchilov and Hutter, 2019).
 
-    betas, eps    decay of the two moments, and what is added to the root of the second
+    betas, eps    decay of the two moments, and the number added to the root of the second
     """
 
     betas: tuple[float, float] = (0.9, 0.95)

@@ -36,7 +36,7 @@ OF_LAYOUT = (  # fields that a layout depends on
 
 
 class SimulatedComm(SerialComm):
-    """Communicator of any number of ranks, of which this is the first; nothing travels."""
+    """Communicator of any number of ranks, of which this is the first; it sends nothing."""
 
     def __init__(self, case: Case) -> None:
         self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
@@ -48,8 +48,8 @@ class Case:
     """Sizes as in the flags of `zero_mpi.train`. Ranks fill one node after the other.
 
     The plan is that of rank 0: it owns the longest slice of each unit and has a micro-batch in every round.
-    All targets count. Of a preference loss each window has one pair, whose answers have half of it each; of
-    one that learns prompts, these have half of that.
+    All targets count in the loss. With a preference loss each window holds a pair, each answer half of it; if
+    prompts are learned, the first half of each answer is its prompt.
 
     transport_wanted    the value of --transport, or the actual transport of a run
     packed              windows hold several documents
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of an element of summed gradients, of states and of what is updated."""
+        """Bytes per element of summed gradients, optimizer states and updated parameters."""
         return int(self.precision.master.itemsize)
 
     @property
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if reductions add in rank order: with `fast` too where no library adds."""
+        """True if reductions add in rank order, as they do even with `fast` where no library adds."""
         return self.exact_wanted or not self.transport.adds or self.hybrid
 
     @property
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def hybrid(self) -> bool:
-        """True if every node has all slices, as it does where it replicates what it shares."""
+        """True if every node has all slices: strategies within nodes, or replicated moments over NODES."""
         by_node = self.transport == kinds.NODES and not self.strategy.shards_moments
         return self.nodes > 1 and (self.strategy.within_nodes or by_node)
 
@@ -148,7 +148,7 @@ class Case:
 
     @property
     def owners(self) -> int:
-        """Number of ranks that the slices are divided among."""
+        """Number of ranks over which each unit is sliced."""
         return self.per_node if self.hybrid else self.ranks
 
     @property
@@ -171,7 +171,7 @@ class Case:
         """Passes over a step's data that measure log-probabilities before its forward; False: no adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
-        unpaired = self.preference.is_unpaired  # which reads answers to other prompts as well
+        unpaired = self.preference.is_unpaired  # this loss also reads answers to other prompts
         return (False,) * (1 + unpaired) * self.base_is_reference + (True,) * unpaired
 
     @property

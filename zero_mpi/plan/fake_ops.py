@@ -2,8 +2,8 @@
 
 Each takes from the memory of its arrays what `ops.cpu` takes from `device.arrays.recycled`, in the same
 order, or on a GPU what `ops.gpu` takes; `workspaces` has the differences. An operation that is not named here
-takes its results alone, as its signature says. (Float32 copies on the host, for float16 or without a bfloat16
-matmul library, are not counted.)
+takes memory only for the results in its signature. (Float32 copies on the host, for float16 or without a
+bfloat16 matmul library, are not counted.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zero_mpi.ops.packed_matrix import PackedStack
 from zero_mpi.ops.registry import OPERATIONS
 from zero_mpi.ops.sizes import head_weights, unseen_weights
 
-NO_RESERVE = 0x4000  # Linux: address space alone, without a claim to memory; mmap has no name for it yet
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, address space without memory; `mmap` does not name it yet
 LEAST_ARENA = 1 << 30  # bytes
 
 
@@ -61,9 +61,9 @@ class FakeArray(np.ndarray[Any, Any]):
 
 
 class FakeMemory:
-    """Counts the memory of fake arrays, and the cost of making them; `plan.workspaces` has its kinds.
+    """Counts the memory of fake arrays, and the cost of making them; `plan.workspaces` has its subclasses.
 
-    held, small   bytes of recycled blocks; the most at any time in arrays that are too small for these
+    held, small   bytes of recycled blocks; peak bytes of the arrays that are too small for such blocks
     logits        bytes of the largest piece of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
     """
@@ -122,7 +122,7 @@ class FakeMemory:
 
 
 class NoMemory(Host):
-    """Device whose arrays are fake and not counted: the memory that a module keeps is counted apart."""
+    """Device whose arrays are fake and not counted: the memory that a module keeps is counted elsewhere."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.activations = memory
@@ -294,7 +294,7 @@ def _(
     return 0.0, dx
 
 
-# ------------------------------------------------------------------------------------- what one line can say
+# ------------------------------------------------------------------------------------ operations of one line
 
 
 @merged.register(FakeArray)
@@ -315,7 +315,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # few tokens of a text are added ones
+    none = tokens.reshape(-1)[:0]  # a text has few added tokens
     return tokens, none, none
 
 

@@ -1,4 +1,4 @@
-"""Speeds of a machine as numbers: what a message takes in a node and between nodes, how fast a rank is.
+"""Speeds of a machine: the time of messages in a node and between nodes, and the rates of a rank.
 
 They come from the JSON of `zero-mpi doctor`, from a TOML file, from flags, or are assumed; a report names the
 source.
@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of all writers together, and of each writer."""
+    """Rates of a disk in bytes per second: of all writers together, and of each writer."""
 
     rate: float
     writer_rate: float
@@ -66,11 +66,11 @@ class Machine:
         return replace(self, between=next(needed).link) if self.levels else self
 
 
-# 10 Gbit between nodes; what one core reaches, the last as fitted to the steps in docs/benchmarks.md.
+# 10 Gbit/s between nodes and the rates of one core; `moves` is fitted to the steps in docs/benchmarks.md.
 ASSUMED = Machine(Link(5e-6, 2.5e-10), Link(3e-5, 8e-10), flops=5e10, moves=12e9)
-# Units for bfloat16: twice the rate of products in float32, as measured in docs/benchmarks.md.
+# CPU with bfloat16 units: twice the float32 rate of products, as measured in docs/benchmarks.md.
 ASSUMED_BF16 = replace(ASSUMED, flops=2 * ASSUMED.flops)
-# GPUs of 2023 and their networks by data sheets, at shares that are often reached: not measured here.
+# GPUs of 2023 and their networks: shares of the data sheets' rates that are often reached, not measured.
 GPU_LINKS = Link(2e-5, 1 / 4e10), Link(3e-5, 1 / 2e10)
 ASSUMED_GPU = Machine(*GPU_LINKS, flops=4e14, moves=3e12)  # products of low precision
 ASSUMED_GPU_FP32 = replace(ASSUMED_GPU, flops=4e13)

@@ -1,4 +1,4 @@
-"""Plan of a case: everything about it, worked out."""
+"""Plans of cases: memory, traffic and time; sweeps over the number of ranks; the largest sizes that fit."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def largest(case: Case, limit: int) -> Largest:
 
 
 def stored_alike(model: ModelConfig, like: ModelConfig) -> ModelConfig:
-    """Return a model of another size whose base is stored in blocks as that of `like`, block by block."""
+    """Return `model`, of another size than `like`, with its base stored in the same types of blocks."""
     if like.lora is None or not like.stored:
         return model
     kinds, found = like.stored, []

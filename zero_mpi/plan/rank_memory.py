@@ -1,9 +1,8 @@
 """Bytes that the largest rank holds, by their purpose; every size comes from the runtime's own layout.
 
-Rank 0 is the largest: it owns the longest slice of every unit. They lie on its device; host memory of a rank
-with a GPU is listed apart. Beside the listed bytes a process has its interpreter and libraries
-(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and memory of the MPI
-library.
+Rank 0 is the largest: it owns the longest slice of every unit. The bytes are on its device; host memory of a
+rank with a GPU is listed separately. In addition a process needs memory for its interpreter and libraries
+(some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and the MPI library.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Memory:
     tables: int = called("tables")  # which chunks decay, their sums of squares
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # while a checkpoint is written
-    # Not of one rank: memory that a node's ranks need together. Not on the device: pinned memory, snapshot.
+    # `node_shared`: memory that a node's ranks need together; `host`: not on the device (pinned, snapshot).
     node_shared: int = called("(a node in /dev/shm)")
     host: int = called("(in the host's memory)")
 
@@ -124,16 +123,16 @@ def plan_memory(case: Case) -> Memory:
 
 
 def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
-    """Return the bytes that are kept of a unit between rounds and steps; of shared memory, the slices."""
+    """Return the bytes of a unit that persist between rounds and steps; of shared memory only the slices."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     wide = case.sum_bytes
     updated, averages = case.updated(unit, own), case.ema is not None
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
-    # Unless an allreduce sums in place, a slice is summed beside the whole, into which it is gathered.
+    # Unless an allreduce sums in place, a slice has its own buffer and is then gathered into the full array.
     summed = unit.length + own * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_wholes:
         summed = own
-    # Of a chunk: its square twice (in slices), whether it decays (in what is updated).
+    # Per chunk: two sums of squares (in slices), and whether it decays (in the updated elements).
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
     return {
         "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.dealt[0]),
@@ -169,8 +168,8 @@ def node_shared(case: Case) -> int:
     return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
 
-# Bytes of a rank's own (interpreter, NumPy, MPI) and of the files that a node's ranks share; with compiled
-# operations, and the compiler while one rank fills the folder of compiled code for the first time.
+# Bytes of each rank (interpreter, NumPy, MPI) and of the files that a node's ranks share: without and with
+# compiled operations, and of the compiler while one rank first fills the folder of compiled code.
 PLAIN_RANK, PLAIN_FILES = 44 << 20, 22 << 20
 RANK, FILES, COMPILER = 88 << 20, 96 << 20, 64 << 20
 STEP = 1 << 24  # a request is a multiple of this number of bytes
@@ -180,7 +179,7 @@ READING = 2  # extra memory while rank 0 reads the text, in multiples of the tok
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a node."""
+    """Bytes that a job needs on a node."""
 
     programs: int = called("programs and libraries")  # interpreters, and the compiler
     mpi: int = called("MPI's own segments")

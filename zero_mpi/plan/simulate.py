@@ -1,9 +1,9 @@
-"""Simulated step without memory or ranks: the runtime's own module over the real layers, all noted.
+"""Simulated step without memory or ranks: runs the runtime's module and layers and records events.
 
-`ShardedModule` runs as it is. Its transport only notes what is started and waited for, and the device that
-it computes on makes arrays that have shapes and nothing else. The script of a step lists what
-happens on a rank in order: segments of computing, starts, waits. It is the same for any number of ranks, so
-many cases share one.
+`ShardedModule` runs unchanged. Its transport only notes what is started and waited for, and its device
+makes arrays that have shapes and nothing else. The script of a step lists the events on a rank in
+order: segments of computing, starts, waits. The script is the same for any number of ranks, so many cases
+share one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result. steps: the events of each step; sizes in bytes of what pools held in the end.
+    """Result of a simulation. steps: the events of each step; the others: bytes in pools at the end.
 
     recycled: as `arrays.recycled_stats` reports it, logits included; small: arrays outside that pool.
     """
@@ -129,7 +129,7 @@ class ScriptedComm(SimulatedComm):
 
 
 class FakeDistilled(Distilled):
-    """A teacher's loss whose divergence takes what the real one takes."""
+    """Distillation loss on fake arrays; its divergence takes as much memory as the real one."""
 
     def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
         return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
@@ -140,7 +140,7 @@ class FakeDistilled(Distilled):
 
 
 class Simulator:
-    """Real module over a transport and a device without memory, and the steps that it makes."""
+    """Real module over a transport and a device without memory; makes simulated steps."""
 
     def __init__(self, case: Case, memory: Compiled | None = None) -> None:
         self.case, self.memory = case, memory or KERNELS[case.device]()

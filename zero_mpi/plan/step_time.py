@@ -185,7 +185,7 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     own, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, own, length)
-    if case.shares_gathers and case.strategy.shards_parameters:  # lanes, which share their node's link
+    if case.shares_gathers and case.strategy.shards_parameters:  # lanes share their node's link
         of_node = itemsize * partition.bounds[case.per_node]
         return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
     return ring_seconds(case.ranks, slowest(case, machine), own, length)
@@ -194,9 +194,9 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
 def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
     """Return the seconds to pass parts on in a ring until every member has all, or short ones in a tree.
 
-    `part`: the longest, in bytes. In a ring it passes all links; no member of a tree gets more than all.
-    Of several `rings` over the same links each has its share of the bytes, and while a message of one is in
-    transfer the links carry the others' messages.
+    `part`: bytes of the longest. In a ring it passes all links; in a tree no member gets more than `whole`.
+    Several `rings` over the same links share the bytes, and while a message of one is in
+    transfer the links carry messages of the others.
     """
     steps, short = members - 1, whole < SHORT * rings
     moved = (min(steps * part, whole) if short else steps * part) * link.beta
@@ -234,7 +234,7 @@ def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
     back = way if case.nodes > 2 else 0.0  # two nodes send in opposite directions
     if case.hybrid:
         return Cost(way + added + back, 2 * links)
-    return Cost(way + added + back / case.nodes, links)  # sums that return to their owners
+    return Cost(way + added + back / case.nodes, links)  # sums only return to their owners
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
@@ -288,7 +288,7 @@ def save_seconds(case: Case, machine: Machine) -> float | None:
     machine, nbytes = machine.joining(case.nodes), saved_bytes(case)
     arrays = sum(rank_memory.saved_bytes(case, unit, 1) // BYTES for unit in case.layout.units)
     latency = (case.ranks - 1).bit_length() * slowest(case, machine).alpha
-    # Bytes that come to rank 0's node: none where writers are on all nodes, or where it has all slices.
+    # Bytes that reach rank 0's node: none if writers are on all nodes, or if the node has all slices.
     comes = not case.hybrid and case.checkpoint_io == "gather"
     brought = comes * nbytes * (1 - case.per_node / case.ranks) * machine.between.beta
     return max(brought, min(brought, LEFT_IN_MEMORY) + nbytes / rate) + MEETINGS * arrays * latency

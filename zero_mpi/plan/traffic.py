@@ -1,7 +1,7 @@
 """Bytes that ranks send to each other in a step, in a node and between nodes, by formulas.
 
 P ranks, R rounds of micro-batches in a step. L_u is the length of unit u with its gaps and s_u the slice of
-the rank in question, both in elements of 4 bytes (of blocks of a file, in words of as many).
+the rank in question, both in elements of 4 bytes (for blocks of a file, in 4-byte words).
 A rank sends, per step:
 
 - full-shard: R (P - 1) sum of g_u s_u for parameters, R sum of (L_u - s_u) for gradients;
@@ -11,11 +11,11 @@ A rank sends, per step:
 
 g_u is the number of gathers in a round: 1 for the units of the last stage, for a unit that distant stages
 share, and for one whose backward does not read weights (embedding, learned positions); 2 for all others. In a
-round with fewer micro-batches than ranks, a rank without one sends no gradients. Beside this travel two short
+round with fewer micro-batches than ranks, a rank without one sends no gradients. Ranks also send two short
 float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
 nodes other formulas hold (`comm.nodes`).
 
-All this is what `Meter.sent_bytes` counts, whatever route the library chooses. All are vectors over ranks.
+`Meter.sent_bytes` counts the same bytes, whatever route the library chooses. Results are arrays over ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Route:
     """Route of each slice straight to every rank, or to its owner.
 
     Ranks 0 ... ranks - 1, `per_node` of them on each node but the last.
-    all_give      ranks with only zeros give these as well
+    all_give      ranks without a micro-batch send their zeros, too
     passes_sums   reductions between nodes send sums, float32 always, and not gradients
     """
 
@@ -70,8 +70,8 @@ class Route:
 class Lanes(Route):
     """Route in which ranks of one position on their nodes carry their slices between nodes (comm.nodes).
 
-    A sum goes from node to node up to the last active one, then to its owner. A sum that continues one of an
-    earlier round goes from its owner to the first node first.
+    A sum goes from node to node up to the last active node, then to its owner. A sum that continues from an
+    earlier round first goes from its owner to the first node.
     """
 
     passes_sums = True
@@ -92,7 +92,7 @@ class Lanes(Route):
 class ByNode(Route):
     """Route where every node has all slices; partitions are over a node's ranks (comm.nodes.hybrid).
 
-    A sum goes from node to node up to the last active one, and to all. shared: full parameters are one array
+    A sum goes from node to node to the last active one, then to all. shared: full parameters are one array
     """
 
     passes_sums = True
@@ -167,7 +167,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_wholes:
-                # Each rank updates all of it, from sums: float32 always. Muon's directions follow them.
+                # Each rank updates the full unit, so sums (float32) are gathered, and Muon's directions.
                 gradients += case.sum_bytes * gathered * (1 + unit.whole)
             for kind, count in kinds.items():
                 gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
@@ -187,4 +187,4 @@ def gathers_of(case: Case, unit: int) -> int:
     schedule = case.layout.schedule
     passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
     started = [action.unit for actions in passes for action in actions if isinstance(action, Gather)]
-    return started.count(unit) * len(case.rounds)  # g_u a round
+    return started.count(unit) * len(case.rounds)  # g_u per round

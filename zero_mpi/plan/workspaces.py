@@ -1,8 +1,8 @@
 """Temporary memory of operations: of the compiled operations of the CPU, and of those of a GPU.
 
 Each class is a memory, whose methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
-order, and release it in the same way. Sizes are those of `ops.sizes`, for neither package can be imported
-where a plan is made.
+order, and release it in the same way. Sizes come from `ops.sizes`, because the planner can import neither
+package.
 """
 
 from __future__ import annotations

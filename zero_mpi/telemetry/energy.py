@@ -1,4 +1,4 @@
-"""Energy that a host has used, by its counters: of Intel's and AMD's processors, or of Cray's nodes.
+"""Energy that a host has used, from the counters of Intel and AMD processors or of Cray nodes.
 
 Linux shows the processors' counters (RAPL) below /sys/class/powercap, mostly to root alone: one per socket,
 which includes its cores, and on some machines one for its memory. A Cray's counter covers the full node.

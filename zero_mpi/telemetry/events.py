@@ -28,7 +28,7 @@ RESTARTED, GAVE_UP = "restarted", "gave-up"  # written by `supervise`, between t
 class Events(logging.Handler):
     """File of events as one rank sees it. `at` sets the step, `reason` why the run was stopped.
 
-    It is a handler of the log too: from `begin` to `end` a logged warning becomes an event.
+    This is also a handler of the log: from `begin` to `end` a logged warning becomes an event.
     """
 
     def __init__(self, out: Path, rank: int, lost: Callable[[], str] = str) -> None:
@@ -61,7 +61,7 @@ class Events(logging.Handler):
         self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
 
     def end(self, event: str, reason: str = "") -> None:
-        """Write the last event, on any rank: the first one stays. A job that ends well must have begun."""
+        """Write the job's last event, once, on any rank; without `begin` only a failure is written."""
         log.logger.removeHandler(self)
         if self._ended or not (self._begun or event == FAILED):
             return
@@ -84,7 +84,7 @@ class Events(logging.Handler):
 def append_line(path: Path, text: str) -> None:
     """Add a line in one write; a line that a crash cut off stays a line of its own. Raises OSError.
 
-    A pipe without a reader would take some lines, then wait forever.
+    `open_in_place` refuses a pipe: without a reader it would take some lines, then block forever.
     """
     handle = open_in_place(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:

@@ -2,8 +2,8 @@
 
 Users of the package as a library see nothing unless they set that logger up, as with any other. A
 command installs one handler: rank 0 logs at the level of `--log-level`, to stdout or beside the progress
-bar; the other ranks log only warnings, to stderr, with `[rank/size]` in front. At level debug all lines
-have it.
+bar; the other ranks log only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines
+have this prefix.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lines(logging.Handler):
         stream.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record: one line, even if texts of files are in it, unless it is a text (`info_text`)."""
+        """Write a record as one line, whatever it contains; a text of `info_text` keeps its lines."""
         form = readable if getattr(record, "is_text", False) else one_line
         self.write(form(f"{self.prefix}{WORDS.get(record.levelno, '')}{record.getMessage()}"))
 
@@ -89,7 +89,7 @@ def says(level: str) -> bool:
 
 
 def write_through(write: Callable[[str], object] | None) -> None:
-    """Let lines go through `write`, as beside a progress bar; None: as before."""
+    """Send lines to `write`, for example around a progress bar; None: print them again."""
     for handler in installed():
         handler.write = write or handler.print
 

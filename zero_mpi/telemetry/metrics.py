@@ -1,8 +1,8 @@
 """Records of a run, from rank 0: a line of `metrics.jsonl` per step, its progress, the trackers.
 
 The chain over both records and checkpoints (`telemetry.proof`) is written along with them. Floats are written
-in full precision, so two exact runs have the same text. A record that cannot be written leaves no part of it,
-and none comes after it: `problem` says why, so that all ranks end.
+in full precision, so two exact runs have the same text. A record is written in full or not at all. After a
+failure no more records are written, and `problem` says why, so that all ranks end.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def check(out: Path) -> None:
-    """Raise UsageError where a link, or no regular file, is in the place of one that a job appends to."""
+    """Raise UsageError if a file that a job appends to exists and is a link or not a regular file."""
     for name in (METRICS, PROOF, events.NAME):
         if os.path.lexists(out / name):
             with refusing("", out / name, "cannot be written"):

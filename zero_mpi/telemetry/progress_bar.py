@@ -1,4 +1,4 @@
-"""Progress of a run: a bar where a person watches, a line now and then in a log.
+"""Progress of a run: a bar on a terminal, a line now and then in a log.
 
 Both show the same in 80 columns: step, loss, speed, share of the peak, memory of the largest rank, time left.
 Launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
@@ -34,7 +34,7 @@ class Display:
             seen = sys.stderr.isatty()
             shape = {"dynamic_ncols": seen, "ncols": None if seen else WIDTH}
             self._bar = tqdm(total=steps, initial=done, bar_format=BAR, **shape)
-            # To the bar's own stream, also when it has ended: two pipes would mix their order.
+            # Lines use the bar's own stream, also after its end: two pipes would mix their order.
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, record: Mapping[str, Any], logged: bool) -> None:
@@ -67,7 +67,7 @@ class Display:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
         took, number = time.perf_counter() - self._begun, record["step"]
-        left = took * (self._steps - number) / (number - self._done)  # by the steps of this job so far
+        left = took * (self._steps - number) / (number - self._done)  # from the mean step of this job so far
         return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
 
 
@@ -90,7 +90,7 @@ def interval(seconds: float) -> str:
 
 
 def watched() -> bool:
-    """Return whether stderr, or that of a process that started this one, is a terminal."""
+    """Return whether stderr of this process, or of a launcher above it, is a terminal."""
     if sys.stderr.isatty():
         return True
     pid = os.getppid()

@@ -34,7 +34,7 @@ CHAIN = "chain"  # origin of a job that resumes, with other settings, from the s
 FIRST = "0" * 64  # head before the first line
 ID, ORIGIN = "id", "from"  # id of a checkpoint; id of the one that a run resumes from
 MOST_STEPS = 1 << 52  # upper bound of a step
-# What of a record any job of the same run has to get; all else is of machines, ranks and time.
+# Fields of a record that are equal in all jobs of the same run; others depend on machines, ranks and time.
 BITS = (
     *("loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_losses", "val_loss_before"),
     *("balance_loss", "z_loss", "load_least", "load_most"),
@@ -50,7 +50,7 @@ class Broken(ValueError):
 
 
 class Line(NamedTuple):
-    """Line of a chain, SAVED read as CHECKPOINT. head: of the chain after it; end: its end in bytes."""
+    """Line of a chain, SAVED read as CHECKPOINT. head: of the chain after the line; end: its end in bytes."""
 
     number: int
     step: int
@@ -86,7 +86,7 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
     head, end, number = FIRST, 0, 0
     try:
         with BufferedReader(open_file(path, "a file of lines")) as file:
-            while raw := file.readline(MOST_LINE):  # a line that is too long has no end
+            while raw := file.readline(MOST_LINE):  # a longer line comes without its end
                 number += 1
                 line = opened(number, raw, head, end)
                 head, end = line.head, line.end
@@ -132,7 +132,7 @@ class KeptProof:
     at: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, behind a dropped line
+    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, after a dropped line
 
 
 def kept_until(path: Path, step: int) -> KeptProof:
@@ -157,7 +157,7 @@ def kept_until(path: Path, step: int) -> KeptProof:
 
 
 class Proof:
-    """Writes the file, for rank 0; OSError if it cannot. head: the digest of all that was computed."""
+    """Writer of the file, on rank 0. Raises OSError. head: the digest of everything computed so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
         kept = kept_until(path, beginning.step)
@@ -169,10 +169,10 @@ class Proof:
         self._begin(kept, beginning)
 
     def _begin(self, kept: KeptProof, now: JobStart) -> None:
-        """Continue after the lines that stay; log it, unless the run simply resumes from its checkpoint."""
+        """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # a kill came before the line
+        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # killed before it wrote this line
             self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
             goes_on = True
         if kept.at != now.step or not goes_on:

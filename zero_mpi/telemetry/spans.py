@@ -1,9 +1,9 @@
 """Activity of a rank as spans of time, while a timeline is recorded.
 
-`active` is the recorder while one is on, else None: code to be recorded checks it and does no more. A span
+`active` is the recorder, or None while none is on: the recorded code checks this and does no more. A span
 is a tuple in a list that only grows; names are composed and times computed from stamps after the last
 step. Computing is stamped by the clock of the device (`device.stopwatch`), since the host only launches
-work on a GPU; waits and transfers by the host's. `trace.timeline` starts a recorder on all ranks and writes.
+work on a GPU; waits and transfers by the host's clock. `train.timeline` starts recorders on all ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ENDED = 4  # index of the end in a transfer
 class SpanRecorder:
     """Recorder of the spans and transfers of this rank.
 
-    watch               the device's clock: marks after the work that it was given so far, times later
-    step, micro_batch   in progress now: they are noted with each span
+    watch               the device's clock: it marks the end of the work queued so far, and reads times later
+    step, micro_batch   numbers in progress now, which each span notes
     ends_in             the step in which recording ended because there were too many spans, or None
     open                spans of `during` that have begun and not ended
     """
@@ -73,7 +73,7 @@ class SpanRecorder:
         self.step, self._begun, self._in_step = number, now, True
 
     def end_steps(self, now: Any = None) -> None:
-        """Note that the last step ends; where none was named, the full recording is one step."""
+        """Note that the last step ends; if no step was begun, the full recording is one step."""
         if self.ends_in is None:  # otherwise the step is incomplete
             ended = self._stamp() if now is None else now
             self.spans.append((STEPS, "step", str(self.step), self._begun, ended, self.step, None))
@@ -85,7 +85,7 @@ class SpanRecorder:
         self._stay_bounded()
 
     def _stay_bounded(self) -> None:
-        """Stop recording at the limit, so memory is bounded, within what one micro-batch adds."""
+        """Stop recording at the limit, so that memory is bounded; one micro-batch may exceed it."""
         if len(self.spans) + len(self.transfers) > MAX_SPANS and self.ends_in is None:
             self.ends_in = self.step
             stop()

@@ -1,8 +1,8 @@
 """`OUT/status.json`: whether a run is running, is done, or why it ended; for scripts and people.
 
-A launcher's exit status is no proof: 0 was seen where a host was lost. So rank 0 writes "done" after
-all ranks have come to the end. During a run a thread renews the file every few seconds, so a job that
-was killed shows by its age. The rank that ends a job for a failure writes why. The file is replaced by a
+A launcher's exit status is no proof: some return 0 although a host was lost. So rank 0 writes "done" after
+all ranks have reached the end. During a run a thread renews the file every few seconds, so an old file
+shows a killed job. The rank that ends a job for a failure writes why. The file is replaced by a
 rename, so nobody reads half of it, and no step waits for it.
 """
 
@@ -57,7 +57,7 @@ class Status:
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
     def before(self) -> dict[str, Any]:
-        """Return what the job before this one has left in the file; empty if nothing."""
+        """Return the status that the job before this one has left in the file; empty if none."""
         return as_object(self._before)
 
     def at(self, step: int) -> None:
@@ -110,9 +110,9 @@ class Status:
 
 
 def overwrite(path: Path, text: bytes) -> None:
-    """Overwrite a file where no new one has room: in one call, into the block that it has. OSError.
+    """Overwrite a file in place, in one call and within its disk block, if the disk is full. Raises OSError.
 
-    It is not truncated first, so if the write fails, the old text is still there; it may end in blanks.
+    The file is not truncated first, so a failed write leaves the old text; the new text may end in blanks.
     """
     handle = open_in_place(path, os.O_WRONLY)
     try:

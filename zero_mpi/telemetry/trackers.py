@@ -1,7 +1,7 @@
-"""Trackers: other places for the numbers of a run's records.
+"""Trackers: send the numbers of a run's records to other programs.
 
-A tracker gets the record of each step and sends every number in it (`numbers`). The setting with the name of
-a class in `TABLE` turns it on, and is its `wish`. `check` raises UsageError if the tracker cannot work here.
+A tracker gets the record of each step and sends every number in it (`numbers`). `TABLE` has a tracker for
+each setting; the setting's value is its `wish`. `check` raises UsageError if the tracker cannot work here.
 Each job of a run is a run of its own at W&B and MLflow, which cannot discard the steps that a resume repeats.
 """
 
@@ -56,7 +56,7 @@ def is_number(value: object) -> bool:
 
 
 def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of all numbers of a record but the step: alone, by name, or of each rank."""
+    """Yield (tag, value) of all numbers in a record except the step; a list has a number for each rank."""
     for tag, value in record.items():
         if isinstance(value, list):
             figures = {rank: figure for rank, figure in enumerate(value) if is_number(figure)}
@@ -73,9 +73,9 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Guarded:
-    """Tracker whose failures are logged once and end nothing: a server, or the client of one.
+    """Tracker whose failures, such as those of a server, are logged once and do not end the run.
 
-    `begin` makes it, and may raise anything; that becomes a JobError, before the first step.
+    `begin` makes the tracker; any exception that it raises becomes a JobError, before the first step.
     """
 
     def __init__(self, flag: str, begin: Callable[[], Tracker]) -> None:
@@ -207,7 +207,7 @@ class WandB:
 
     def __init__(self, job: TrackedJob, wish: str) -> None:
         wandb = self.check(wish)
-        # The terminal and its output stay the run's own, and the run measures machines itself.
+        # W&B must not capture the terminal's output, and the run measures its machines itself.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
         self._run = wandb.init(
             project=wish,
@@ -277,7 +277,7 @@ class MLflow:
             self._failure = error
 
     def close(self) -> None:
-        """End the run there, after all numbers were taken."""
+        """End the run at MLflow after all numbers were sent."""
         self._hand_over()
         self._queue.put([])
         self._sender.join()

@@ -51,7 +51,7 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 
 @signals.heard()
 def command(world: World, arguments: Sequence[str]) -> int:
-    """Do the full run on this rank. Return the exit status, 75 where the run was asked to stop."""
+    """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
     check_installation(world)
     config: Config = world.together(lambda: parse(arguments))
     if config.dry_run:
@@ -64,7 +64,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if session.resumed:
         session.notes.append(f"resuming from {session.resumed} at step {session.progress.step}")
     phase("the run is prepared")
-    outcome.status.steps = session.config.steps  # --epochs has no number of steps before
+    outcome.status.steps = session.config.steps  # with --epochs it was not known before
     outcome.at(session.progress.step)
     if is_over(session):
         world.on_root(lambda: say_over(session))
@@ -98,7 +98,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
 
 
 def show(world: World, config: Config) -> int:
-    """Print what the run would be. Return the exit status. Collective; raises UsageError as a run does."""
+    """Print the plan of a run. Return the exit status. Collective; raises UsageError as a run does."""
     world.on_root(lambda: check_out(Path(config.out)))
     spec = resolve(world, config)
     case, why = find_case(world, spec)

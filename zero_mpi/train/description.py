@@ -40,14 +40,14 @@ from zero_mpi.models import ModelConfig
 from zero_mpi.ops import trial
 from zero_mpi.telemetry import log
 
-# 0 is left out: checkpoints are as they were before there were such sizes
+# These are left out if 0, as in the checkpoints of versions without them.
 LATER = ("rope_dimension_count", "expert_count", "expert_used_count")
 
 
 def describe(
     config: Config, model: ModelConfig, tokenizer: Tokenizer | None, init: WeightSource | None
 ) -> Description:
-    """Return what checkpoints store beside their tensors, without the parts of `of_text` and the machine."""
+    """Return what checkpoints store besides tensors, without the machine and what `of_text` adds."""
     name = {"general.name": f"zero_mpi {model.arch}"}
     if init is not None:
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
@@ -64,7 +64,7 @@ def describe(
         metadata[QAT] = known_type(config.qat)
     sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
-    if tokenizer is not None and config.control_tokens is not None:  # token files spell nothing
+    if tokenizer is not None and config.control_tokens is not None:  # token files have no text to parse
         settings["control_tokens"] = config.control_tokens
     settings["data.tokenizer"] = fingerprint(tokenizer)
     settings |= config.fixed()
@@ -107,7 +107,7 @@ def what_was_read(
 ) -> dict[str, Any]:
     """Return what this rank read from files that every rank opens itself; all ranks must agree on it.
 
-    checkpoint: identity of the one that is resumed.
+    checkpoint: identity of the resumed checkpoint.
     """
     return {
         f"the checkpoint of --resume {config.resume}": checkpoint,
@@ -125,7 +125,7 @@ def sizes_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a size as JSON gives it back."""
+    """Return a size as it reads back from JSON."""
     if isinstance(value, frozenset):
         return sorted(value)
     return list(value) if isinstance(value, tuple) else value
@@ -173,7 +173,7 @@ REMEDY = "use the same --threads N and CPU type (or --bits portable) on all rank
 
 
 def machine_facts(threads: int, kind: Any) -> dict[str, Any]:
-    """Return what this rank computes with: names, and the digest of a trial with the threads that are set.
+    """Return facts on this rank's machine: names, and the digest of a trial with the threads that are set.
 
     kind: the dtype that the run computes in.
     """
@@ -201,7 +201,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
-    """Raise UsageError for a rank that computes other bits, naming what it has that most ranks do not have.
+    """Raise UsageError for a rank that computes other bits, naming how it differs from most ranks.
 
     If not `exact`, add a note instead. `found`: host and machine of each rank.
     """

@@ -1,10 +1,10 @@
 """Checks that there is memory for a run, before anything large is allocated.
 
 The memory planned for the ranks of each node is compared with what the system allows them: by a control
-group, by limits of a process, by free memory. A run that exceeds one of them is killed without a
-message, minutes later. The first two are compared with what is still to be allocated: interpreters and
-libraries are there already. Space in /dev/shm is checked where it is taken (`comm.shared.memory`): without it
-a run uses messages.
+group, by limits of a process, by free memory. A run that exceeds one of them is killed without a message,
+minutes later. The first two are compared with what is still to be allocated: interpreters and libraries are
+loaded already. Space in /dev/shm is checked where it is taken (`comm.shared.memory`): without it a run uses
+messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def status(name: str) -> int:
 
 
 def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, ranks: int) -> str:
-    """Return why some node has no room for the run, or an empty text."""
+    """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # the planned memory lies on the GPU, which reports itself when it is full
     least = STATE * elements(model) // len(nodes)  # bytes of a node, however the model is sharded
@@ -77,9 +77,9 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
 
 
 def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
-    """Return why this node has no room, or an empty text.
+    """Return why this node lacks memory, or an empty text.
 
-    arrays and text: bytes that each rank takes; shared: bytes that its node takes beside them
+    arrays and text: bytes that each rank takes; shared: further bytes that its node takes
     """
     needed = node.ranks * (arrays + text) + shared
     if needed > node.limits.memory:

@@ -1,7 +1,6 @@
-"""The loss that a run learns from: for each micro-batch a `HeadLoss`, for each step what is recorded of it.
-
-Training, its recomputation and evaluation take whichever objective the flags choose, and know no kinds:
-cross-entropy, preferences, or a teacher's predictions.
+"""The loss that a run minimizes: a `HeadLoss` for each micro-batch, and recorded figures for each step.
+Training, recomputation and evaluation use the objective that the flags choose: cross-entropy, preferences, or
+a teacher's predictions. None of them depends on the kind.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class StepLoss:
         return ()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return what is recorded of the step, from the sums over all ranks."""
+        """Return the figures of the step, from the sums over all ranks."""
         return {}
 
 
 class Objective:
     """Cross-entropy of the targets that count; the base of other objectives.
 
-    keeps: it depends on numbers of the initial model, which `keep` returns, and `use` takes
+    keeps: whether it needs numbers computed from the initial model, which `keep` returns and `use` takes
     """
 
     keeps = False
@@ -62,7 +61,7 @@ class Objective:
         self.module, self.loader = module, loader
 
     def keep(self) -> Floats:
-        """Return what is kept of the model as it is now. Collective."""
+        """Return the numbers to keep, computed from the current model. Collective."""
         raise NotImplementedError
 
     def use(self, kept: Floats) -> None:
@@ -111,7 +110,7 @@ class PairStep(StepLoss):
         self.preference, self.windows, self.batches = preference, windows, batches
         found = [windows.sequences(each) for each in batches]
         ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
-        self.places = list(map(slice, [0, *ends], ends))  # of each micro-batch's sequences
+        self.places = list(map(slice, [0, *ends], ends))  # slices of each micro-batch's sequences
         self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
         self.is_better, count = self.numbers % 2 == 0, self.numbers.size
         self.terms = count if preference.is_unpaired else count // 2
@@ -154,7 +153,7 @@ class PairStep(StepLoss):
         return found.reshape(-1, width)
 
     def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the part of sequences in the loss of the step, and its derivative by each sum."""
+        """Return the contribution of sequences to the step's loss, and its derivative by each sum."""
         ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
         scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
         loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
@@ -165,7 +164,7 @@ class PairStep(StepLoss):
         return loss, slopes.ravel().tolist()
 
     def figures(self, sums: Sequence[float]) -> Figures:
-        """Return rewards and log-probabilities, by the names that people know from TRL."""
+        """Return rewards and log-probabilities, by the names that TRL uses."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
         rewards, found = self.preference.beta * (answers - self.reference), Figures()
@@ -173,7 +172,7 @@ class PairStep(StepLoss):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
                     found[f"{kind}/{name}"] = mean(values[side])
-        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # no sequence is alone
+        if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all are in pairs
             found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
             found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:
@@ -242,7 +241,7 @@ class PreferenceObjective(Objective):
 
 
 def as_it_is(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch."""
+    """Return a micro-batch unchanged."""
     return pairs
 
 

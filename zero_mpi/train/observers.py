@@ -1,4 +1,4 @@
-"""Observers: what happens at a step beside training, called in the order of a list.
+"""Observers: actions at each step besides training, called in the order of a list.
 
 A step begins and ends for all ranks alike, so an observer may start collectives. Its figures go
 into the record of the step, a line of metrics.jsonl.
@@ -32,7 +32,7 @@ from zero_mpi.train.summary import Outcome
 MOST = 20  # steps in a row without finite values
 REMEDY = "try a lower --lr, a longer --warmup or a smaller --grad-clip"
 BEHIND = 0.2  # share of the median's seconds that a rank may be slower
-RECORDS = 3  # number of records in a row in which a rank is behind, until it is named
+RECORDS = 3  # number of records in a row in which a rank must be behind to be named
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,12 @@ class Divergence(Observer):
 
 
 def not_finite(step: int) -> str:
-    """Return why a run that has made all its steps is not done."""
+    """Return why a run whose last step was made has failed."""
     return f"the loss of the last step ({step}) is not finite: the run has diverged; {REMEDY}"
 
 
 def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the records of a run that has made its last step say that it ended so."""
+    """Raise JobError if the records of a run that has made its last step say that its loss was not finite."""
     record = last_record(out / METRICS)
     if record.get("step") == step and record.get("loss", 0.0) is None:
         raise JobError(not_finite(step))
@@ -230,7 +230,7 @@ class RankReport(NamedTuple):
     """Figures of a rank; all but the first cover the time since its last report."""
 
     memory: int  # bytes in use now
-    seconds: float | None  # of computing, per micro-batch; None: it had none, or a GPU computes meanwhile
+    seconds: float | None  # computing, per micro-batch; None: it had none, or a GPU computes meanwhile
     waited: float  # seconds in waits for other ranks
     joules: (
         float | None

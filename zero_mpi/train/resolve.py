@@ -54,13 +54,13 @@ class RunSpec:
     tokenizer: Tokenizer | None  # tokenizer of the text; None: the data are ids
     model: ModelConfig
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
-    description: Description  # what the run's checkpoints store beside their tensors
+    description: Description  # what the run's checkpoints store besides their tensors
     adapter: WeightSource | None = None  # source of the initial adapter weights
     unsaid: frozenset[str] = frozenset()  # settings that are left to the data
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    no_room: str = ""  # why there is no memory for the run, which a dry run prints at its end; on rank 0
+    no_room: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -79,9 +79,9 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     Unless `cached`, text is encoded again even if an earlier result was kept. `begun` is the fingerprint of
     the tokenizer with which the run began, if no checkpoint says it.
 
-    One agreement covers all that each rank reads for itself. The others exist because the next steps
-    need their results: different flags lead ranks apart, all ranks read a checkpoint together, text
-    is too large for a second reader, and one rank of a node compiles the operations for the others.
+    One agreement covers everything that each rank reads itself. There are others because the next steps need
+    their results: ranks with different flags would diverge, all ranks read a checkpoint together, text is too
+    large for a second reader, and one rank of a node compiles the operations for the others.
     """
     phase, notes = log.Phases(), list[str]()
     check(world.comm, description.settings(config), SAME_FLAGS)
@@ -102,7 +102,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
     notes += map(log.Caution, inputs.passed_over(spec.init))
     phase("data")
-    if checkpoint is not None or not config.dry_run:  # bits matter to no plan
+    if checkpoint is not None or not config.dry_run:  # a plan does not depend on bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         described = replace(spec.description, machine={**machine, **spec.description.machine})
         spec = replace(spec, description=described)
@@ -118,7 +118,7 @@ def look(
 ) -> tuple[RunSpec, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: index of the rank on its node, where the launcher does not tell it. `begun`: as for `resolve`.
+    `number`: index of the rank on its node, if the launcher does not give it. `begun`: as for `resolve`.
     """
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)

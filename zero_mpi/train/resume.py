@@ -1,7 +1,7 @@
 """Chooses the checkpoint that a run resumes from, and checks that it may.
 
-`--resume auto` takes the newest checkpoint whose files are sound, and says which it passed over and why. A
-checkpoint of another run (model, corpus, what is marked `fixed` among the flags) is never passed over but
+`--resume auto` takes the newest checkpoint whose files are sound, and reports which it skipped and why. A
+checkpoint of another run (another model, corpus, or value of a flag marked `fixed`) is not skipped but
 refused: its owner wants neither an older checkpoint nor a start from the beginning.
 """
 
@@ -69,7 +69,7 @@ class ResumePoint:
 def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -> ResumePoint | None:
     """Return the checkpoint to resume from, or None; the same on all ranks. Collective; raises UsageError.
 
-    `notes` receives what was passed over. Rank 0 looks at the folders. The bytes of a checkpoint are divided
+    `notes` receives the skipped ones. Rank 0 looks at the folders. The bytes of a checkpoint are divided
     among the ranks, so all ranks must agree on each one that is tried.
     """
     faults: list[str] = []

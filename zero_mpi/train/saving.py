@@ -170,7 +170,7 @@ def reason(best: Best) -> str:
 
 
 def point_best(session: Session) -> None:
-    """Let OUT/best name the best checkpoint of the run that now resumes, or nothing. Only for one rank.
+    """Point OUT/best to the best checkpoint of the resumed run, or remove it. Called on one rank.
 
     Raises UsageError if something other than a link is in its place, JobError if the link cannot be made.
     """

@@ -46,7 +46,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # what an objective keeps of the initial model; bytes
+KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file of numbers that an objective keeps; bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -162,12 +162,12 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
-    """Return what other ranks must know of an array before they have it, or all of one kept in files."""
+    """Return what other ranks need to receive an array, or to read one that stays in files."""
     return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
-    """Return why ranks cannot read the files themselves, alike on all; "" where they can. Collective."""
+    """Return why ranks cannot read the files themselves, the same for all; "" if they can. Collective."""
     told = comm.allgather_object((platform.node(), looked_at(in_files)))
     rank = next((rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]), None)
     if rank is None:
@@ -223,7 +223,7 @@ class Session:
     tokenizer: Tokenizer | None
     notes: list[str]
     transport: str = ""  # description of the transport between ranks; empty for a single rank
-    nodes: int = 0  # number of nodes that the transport tells apart, 0 where it does not
+    nodes: int = 0  # number of nodes that the transport distinguishes; 0 if it does not
     resumed: Path | None = None  # folder of the checkpoint, if the run resumes from one
     weights: Mapping[str, WeightSource | None] = field(default_factory=dict)  # initial weights, by setting
 

@@ -37,7 +37,7 @@ class Steps:
         self.accumulator = Accumulator(session.module, Rounds(micro_batches, comm.rank, comm.size))
         self.rate = schedule_of(session.config)
         self.losses: StepLoss
-        self.sums: list[float] = []  # of the current step
+        self.sums: list[float] = []  # sums of the current step
         self.observers: list[Observer] = []
         self.pace: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -117,7 +117,7 @@ class Steps:
 
 
 def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
-    """Return the least and most load of experts, 1: the mean of a layer, and the entropy, 1: all alike."""
+    """Return the least and greatest load of experts (1: a layer's mean) and the entropy (1: equal loads)."""
     loads = [counts / counts.mean() for name, counts in sums.items() if name.endswith(LOAD) and counts.any()]
     if not loads:
         return {}

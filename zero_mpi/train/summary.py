@@ -38,20 +38,20 @@ from zero_mpi.telemetry.proof import MOST_STEPS
 from zero_mpi.telemetry.status import DONE, FAILED, STOPPED, Status
 from zero_mpi.train.setup import Session
 
-TITLE = 11  # width
+TITLE = 11  # width of a title
 SHOWN = 3  # kinds of memory that are named
 
 
 @dataclass(frozen=True)
 class Start:
-    """Facts that are known when a job starts, beside its session; 0, None or "": not known."""
+    """Facts that are known when a job starts, and its session; 0, None or "": not known."""
 
     session: Session
     hosts: Sequence[tuple[str, int]]  # (name, ranks) in the order of first ranks
     peak: float  # FLOP/s of all ranks together
     memory: Memory | None = None  # planned for the largest rank
-    flop: float = 0.0  # of a step's products
-    ask: int = 0  # bytes of a node's host
+    flop: float = 0.0  # FLOP of a step's products
+    ask: int = 0  # bytes of host memory to request per node
     base: str = ""  # where a base in blocks lies
 
     @property
@@ -94,7 +94,7 @@ class Start:
 
 
 def plan(start: Start) -> Start:
-    """Return the start with memory and work, which only a plan knows."""
+    """Return the start with memory and work, which a plan computes."""
     try:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
@@ -231,7 +231,7 @@ class Outcome:
         return was_stopped_early(str(self._before.get("reason", "")))
 
     def begin(self, start: Start) -> None:
-        """Write down, on rank 0, what starts, and from where."""
+        """Record on rank 0 what starts, and from where."""
         session, before = start.session, self._before
         self.events.begin(session.progress.step, before, **start.fields())
         if session.resumed is not None:
@@ -244,7 +244,7 @@ class Outcome:
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """Write down the end of the job, by its exit status."""
+        """Record the end of the job, by its exit status."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return

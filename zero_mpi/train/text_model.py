@@ -101,7 +101,7 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
 class TextModel:
     """Model of any source that `open_weights` takes; quantized matrices stay in their blocks, if it is GGUF.
 
-    `adapter`: the file of an adapter of this model, which is computed beside it and not merged. Raises
+    `adapter`: the file of an adapter of this model, which is computed separately and not merged. Raises
     UsageError for a model that it cannot run.
     """
 

@@ -4,12 +4,12 @@ Clocks: on one host all ranks read the same one. The offsets of other hosts' clo
 recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
 changes no bit and no order of collectives; what is collective here happens before the first step that is
 recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
-room for one piece.
+memory for one piece.
 
 The file is in the Trace Event Format, which Perfetto and chrome://tracing read (a document of the Chromium
 project). A rank is a process and a track one of its threads. Everything is a complete event ("X": `ts` and
-`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are dealt out
-to as many lanes of a kind as are needed, each of which is a track.
+`dur` in microseconds), so the events of a track must nest. Transfers overlap each other; they are put into as
+many lanes of a kind as needed, each of which is a track.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRAVELS = ("parameters", "gradients")  # first words of labels that continue wit
 
 @contextmanager
 def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
-    """Record what happens inside on all ranks of `comm`, and write it to `path` at the end. Collective.
+    """Record what happens in the body on all ranks of `comm`, and write it to `path` at the end. Collective.
 
     For custom training loops; call `step` where steps begin, or all of it counts as one step:
 
@@ -78,7 +78,7 @@ def tracing(comm: Comm, path: str | Path) -> Iterator[Timeline]:
 
 
 class Timeline:
-    """Records from now on, on all ranks of `comm`, until `write`. Collective."""
+    """Recording on all ranks of `comm` from its creation until `write`. Collective."""
 
     def __init__(self, comm: Comm, path: Path) -> None:
         self.comm, self.path = comm, path
@@ -152,8 +152,8 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 def check_place(comm: Comm, path: Path) -> None:
     """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
-    Other output may go to a device (`files.atomic.write_output`). A timeline comes in pieces into a file
-    next to its target, which is then renamed, so it needs a place for a file.
+    Other output may go to a device (`files.atomic.write_output`). A timeline is written in pieces to a file
+    next to its target and then renamed, so the target must be a file.
     """
 
     def look() -> None:
@@ -169,7 +169,7 @@ def check_place(comm: Comm, path: Path) -> None:
 
 
 class Tracer:
-    """Records the timeline of steps [first, stop) of a run, for `--trace`. Every method is collective.
+    """Recorder of the timeline of steps [first, stop) of a run, for `--trace`. Every method is collective.
 
     path    None: nothing is recorded
     steps   (first, stop), or None: a few steps after the first ones
@@ -187,7 +187,7 @@ class Tracer:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
-        """Begin, go on or end at the beginning of a step."""
+        """Start, continue or stop recording at the beginning of a step."""
         if self._timeline is not None and step >= self.stop:
             self._write()
         if self._path is not None and self._timeline is None and self.first <= step < self.stop:
@@ -197,7 +197,7 @@ class Tracer:
             self._recorded = self._recorded[0] or step, step
 
     def end(self, step: int) -> None:
-        """End with the run, after its last step."""
+        """Stop recording after the last step of the run."""
         if self._timeline is not None:
             self._write()
             if step + 1 < self.stop:

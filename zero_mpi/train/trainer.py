@@ -146,7 +146,7 @@ class Trainer(Steps):
         return self.progress.step >= self.session.config.steps or self.early_stop.is_over()
 
     def totals(self) -> tuple[float, bool]:
-        """Return the loss of all ranks, and whether one of them wants to stop; raises failed writes."""
+        """Return the loss of all ranks, and whether one of them wants to stop; raises errors of writes."""
         fails = self.saving.saver.failed or bool(self.outcome.folder.lost or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         flags = self.wants_to_stop(), fails, saves
@@ -154,7 +154,7 @@ class Trainer(Steps):
         self.saving.time_has_come = save > 0
         if failed:
             self.outcome.folder.check(self.records.problem)
-            self.saving.saver.wait()  # raises on all ranks what failed in the background
+            self.saving.saver.wait()  # raises errors of background saves on all ranks
         return loss, stop > 0
 
     def evaluate(self) -> HeldOutLoss | None:
@@ -179,7 +179,7 @@ class Trainer(Steps):
             self.saving.save(self.progress)
 
     def begin(self) -> Start:
-        """Announce what is about to happen, to the user and in the run's records. Collective."""
+        """Announce the start to the user and in the run's records. Collective."""
         session, phase = self.session, log.Phases()
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
         reached = measure(self.world, session.module.precision.compute)

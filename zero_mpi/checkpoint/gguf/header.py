@@ -114,7 +114,7 @@ def pack_key(key: str, value: Any) -> bytes:
 
 
 def _pack_value(value: Any) -> tuple[int, bytes]:
-    """Return (type, bytes) of a value that is no text.
+    """Return (type, bytes) of a value that is not text.
 
     The order of tests matters: bool is an int, np.float64 a float.
     """

@@ -69,7 +69,7 @@ class Index:
         self.file, self.path, self.size = file, path, size
         self.at, self.end = 0, min(size, MAX_INDEX_BYTES)
         self.subject = ("key", "")
-        self.items = 0  # of arrays, so far
+        self.items = 0  # items of arrays read so far
 
     def fault(self, what: str, at: int | None = None) -> GGUFError:
         return GGUFError(f"{self.path}: at byte {self.at if at is None else at}: {what}")
@@ -250,7 +250,7 @@ def _placed(
 ) -> dict[str, TensorInfo]:
     """Return the table with places in the file.
 
-    `whole`: refuse bytes behind the last tensor, which digests of a checkpoint do not cover; others may pad.
+    `whole`: refuse bytes behind the last tensor, which a checkpoint's digests do not cover; others may pad.
     """
     start, end = padded(index.at, alignment), index.at
     for name, info in tensors.items():

@@ -1,7 +1,7 @@
-"""Reader of a GGUF model: it reads the index, and of the data only the bytes that are asked for.
+"""Reader of a GGUF model: it reads the index, and only those bytes of the data that are requested.
 
 A model may be split into files NAME-00001-of-0000N.gguf. The first holds the keys, each holds its own tensor
-table; opened by the first they are one model, and nothing else of this package knows that they are several.
+table; if the first is opened, they act as one model, and the rest of this package does not see the parts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GGUFFile(Readable):
     def surplus(self) -> int:
         """Bytes behind the last tensor, which other programs may leave."""
         alignment = int(self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
-        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # of the last
+        ends = {info.part: info.offset + info.nbytes for info in self.tensors.values()}  # of each part
         return sum(max(0, self.parts[part].nbytes - padded(end, alignment)) for part, end in ends.items())
 
     def read_bytes(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:

@@ -160,7 +160,7 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
 
 
 def score_width(width: int, heads: int, layers: int, head: int) -> int:
-    """Return the number by whose root gemma3 divides scores: with 62 layers it is not a head's width."""
+    """Return the number whose root divides gemma3's scores: with 62 layers it is not a head's width."""
     return width // heads if layers == 62 else head
 
 

@@ -232,7 +232,7 @@ PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
-# Settings that name the layers, the training or the base: they are ignored, the tensors say what is needed.
+# Settings about layers, training or base. They are ignored, because the tensors show what is needed.
 PASSED_OVER = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
@@ -244,7 +244,7 @@ PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others ch
 
 @dataclass(frozen=True)
 class PeftFolder(Readable):
-    """The index of a folder; the data is read on demand. `metadata` has the keys of an adapter's GGUF."""
+    """Index of a PEFT folder; the data is read on demand. `metadata` has the keys of an adapter's GGUF."""
 
     path: Path
     metadata: Metadata

@@ -103,7 +103,7 @@ class Order(Enum):
     SAME = "same"
     HALVES = "halves"  # rows of a head: first those of even place in GGUF, then those of odd place
     TRANSPOSED = "transposed"
-    LESS_ONE = "less one"  # the elements themselves: weights of norms that are kept as what is added to 1
+    LESS_ONE = "less one"  # the same order: weights of norms from which 1 is subtracted
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Family:
     blocks: str
     outer: dict[str, str]
     inner: dict[str, str]
-    dropped: str  # pattern of what holds no weights
+    dropped: str  # pattern of names that hold no weights
     orders: dict[str, Order]
 
 
@@ -164,7 +164,7 @@ MIXTURES = {  # family -> module of experts, tensors of one, joint tensors
     "olmoe": ("mlp", _SINGLE, _JOINT),
     "granitemoe": ("", {}, _JOINT_GRANITE),
 }
-GGUF_NAMES = {"mixtral": "llama"}  # architectures of families that are no architecture of their own
+GGUF_NAMES = {"mixtral": "llama"}  # families without an architecture of that name in GGUF
 _OLMO2 = replace(
     _ROTARY,
     inner={theirs: ours for theirs, ours in _ROTARY.inner.items() if not theirs.endswith("layernorm")}
@@ -229,7 +229,7 @@ FAMILIES = {
 def parts_of(arch: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """Yield the matrices of experts in a folder's tensor; nothing for another tensor.
 
-    They are the GGUF name, the number of the expert, the matrix's first element and its shape.
+    Each has the GGUF name, the number of the expert, the matrix's first element and its shape.
     """
     block = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{,5})\.(.+?)(\.weight)?", name)
     if block is None or arch not in MIXTURES:
@@ -251,7 +251,7 @@ def parts_from(
 ) -> list[tuple[str, tuple[int, ...], list[str]]] | None:
     """Return the folder's tensors for a GGUF tensor of experts: name, shape, and GGUF names in turn.
 
-    A joint tensor comes with the first of its GGUF tensors. None for a tensor of something else.
+    A joint tensor comes with the first of its GGUF tensors. None for another tensor.
     """
     prefix, _, stem = name.removesuffix(".weight").rpartition(".")
     layer, (module, single, joint) = prefix.replace("blk.", "model.layers."), MIXTURES[arch]

@@ -1,6 +1,7 @@
 """Rotary positions in a config.json: the width of a head, the base, and the scaling of frequencies.
 
-Linear scaling and YaRN are keys of a GGUF. Llama 3's is no key but a tensor of divisors, `rope_freqs.weight`.
+Linear scaling and YaRN are keys of a GGUF. Llama 3's scaling is not a key but a tensor of divisors,
+`rope_freqs.weight`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from zero_mpi.ops.elementary import log, power
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # how far back a layer sees
 MAX_HEAD = 1 << 14  # elements of a head; tables of its rotary positions are made before a tensor is read
-ROPE_SCALING = "zero_mpi.rope_scaling"  # a key: Llama 3's settings as JSON, which its divisors do not tell
+ROPE_SCALING = "zero_mpi.rope_scaling"  # a key: Llama 3's settings as JSON, which its divisors do not show
 FORMER = "original_max_position_embeddings"  # the context of the first training
-FORMER_PHI3 = 4096  # where a configuration of Phi 3 does not say
+FORMER_PHI3 = 4096  # default in a configuration of Phi 3
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
-SCALINGS = ("linear", "yarn")  # which are keys
+SCALINGS = ("linear", "yarn")  # kinds that GGUF has keys for
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
 OLDER_LONGROPE = ("su", "yarn")  # its older names in a configuration of Phi 3
 ROPE_FREQS = "rope_freqs.weight"
@@ -71,7 +72,7 @@ def turned_width(arch: str, settings: Settings) -> int:
 
 
 def of_one_kind(arch: str, settings: Settings) -> Settings:
-    """Return the settings with one for rotary positions, that of layers with full attention.
+    """Return the settings with one kind of rotary positions, that of layers with full attention.
 
     Layers with a window have their own, which must be gemma3's: the base 10000, not scaled. Mistral's
     missing settings are filled in with the defaults that differ from those of llama's classes.

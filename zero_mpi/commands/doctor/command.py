@@ -1,7 +1,7 @@
 """Command `doctor`: its flags, the list of checks, the table and the JSON file.
 
-Rows are printed as they are found, so a check that hangs stands last; a watchdog ends it. All ranks hold all
-rows, so they agree on the exit status.
+Rows are printed when they are ready, so a check that hangs follows the last row; a watchdog ends it. All
+ranks have all rows, so they agree on the exit status.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Run all checks. Return the exit status, the same on all ranks."""
     options = world.together(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
-        return FAILED  # each process believes that it is the full job: only the first one says so
+        return FAILED  # each process believes that it is the full job; only the first prints this
     if options.json is not None:
         world.on_root(lambda: check_target("--json", options.json))
     watchdog = Watchdog(world.rank, options.timeout, world.kill)

@@ -1,10 +1,10 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
 A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; nothing else shows it.
-With cores three things go wrong: more ranks than cores, where a rank that waits for a message keeps the core
-from the rank that would send it; ranks bound to fewer cores than they have threads, or several to one core
-while others idle; and ranks dealt out over the hosts in turn, so that neighbours are on different hosts.
-Without shared memory a run goes over messages: slower, with the same bits.
+Three mistakes with cores are common: more ranks than cores, where a rank that waits for a message keeps the
+core from the rank that would send it; ranks bound to fewer cores than they have threads, or several to one
+core while others idle; and ranks assigned to hosts in turn, so that neighbours are on different hosts.
+Without shared memory a run uses messages: it is slower and has the same bits.
 Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
 (`comm.gpu.probe`): some libraries claim support and then crash.
 """
@@ -32,7 +32,7 @@ from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
 from zero_mpi.ops.code_cache import installed
 from zero_mpi.plan.rank_memory import programs
 
-LAUNCHERS = {  # the first variable that is set names it; inside an allocation Slurm's are always there
+LAUNCHERS = {  # the first variable that is set names the launcher; an allocation always has Slurm's
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
     "PALS_RANKID": "mpiexec of PALS",
     "MV2_COMM_WORLD_RANK": "mpirun of MVAPICH2",
@@ -59,9 +59,9 @@ BIND = (
 )
 LEAST_MEMORY = 512 << 20  # bytes per rank, of which interpreter and libraries take 100 MiB
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
-SPARE_FILES = 64  # files beside a connection to each other rank
+SPARE_FILES = 64  # files in addition to one connection per other rank
 PROC = Path("/proc")
-LOOKS, PAUSE = 4, 0.02  # the fewest threads of some looks count, so that a short one is not in it
+LOOKS, PAUSE = 4, 0.02  # looks, and seconds between; the minimum leaves out short threads
 SMALL = 256 << 20  # bytes of a small shared memory: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried
 MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
@@ -76,7 +76,7 @@ STAGED = (
 
 
 def versions(where: Ranks) -> list[Row]:
-    """Compare what a job compares before it starts, and mpi4py, which may differ. Collective."""
+    """Compare the versions that a job compares at its start, and mpi4py, which may differ. Collective."""
     found = where.gather(installation(where.world) | {"mpi4py": installed("mpi4py") or "none"})
     return [version(name, [each.get(name, "none") for each in found]) for name in found[0]]
 
@@ -126,14 +126,14 @@ def thread_level(mpi: Any) -> Row:
 
 
 def progress(found: Iterable[Iterable[str]]) -> Row:
-    """Return the row of a setting that makes blocking calls twenty times slower, given those on each rank."""
+    """Return the row of progress threads, which slow blocking calls 20 times; `found`: settings per rank."""
     name = next((name for names in found for name in names), "")
     value = f"{name} is set: blocking calls take many times longer" if name else "the MPI library starts none"
     return assessed("progress threads", value, not name, f"unset {name}")
 
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
-    """Tell whether a switch is set to something that means on."""
+    """Return whether a variable switches something on."""
     return environ.get(name, "").lower() not in OFF
 
 
@@ -182,14 +182,14 @@ def cores(where: Ranks) -> list[Row]:
 
 
 def seat_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
-    """Return this rank's seat."""
+    """Return the placement of this rank."""
     yields = all(is_on(environ, name) for name in yielding(library))
     cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
     return Placement(cores, threads, environment.threads_were_set, yields, environment.quota())
 
 
 def yielding(library: str) -> dict[str, str]:
-    """Return the settings by which a library's ranks hand their core over while they wait."""
+    """Return the settings by which a library's ranks yield their core while they wait."""
     own = tuple(start for name, start in VARIABLES.items() if library.startswith(name))
     return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
 
@@ -205,7 +205,7 @@ def hosts(found: list[NodeSeats]) -> Iterator[Row]:
 
 
 def order(found: list[NodeSeats]) -> Row:
-    """Check that the ranks of a host follow each other, and are as many on each."""
+    """Check that the ranks of a host are consecutive, and that all hosts have equally many."""
     odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
     if odd:
         which = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
@@ -272,10 +272,10 @@ def threads(found: list[NodeSeats]) -> Row:
 
 
 def load(where: Ranks) -> Iterator[Row]:
-    """Check for programs of others, with which the measurements would share the cores. Collective."""
+    """Check for other programs, which would share the cores with the measurements. Collective."""
 
     def busy_threads() -> int:
-        """Count threads of the host that run or wait for a core: the fewest in some looks; 0: unknown."""
+        """Return the host's threads that run or wait for a core, the minimum of some looks; 0: unknown."""
         found = list[int]()
         with contextlib.suppress(OSError):
             for _ in range(LOOKS):
@@ -297,9 +297,9 @@ def limits(where: Ranks) -> list[Row]:
 
 
 def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
-    """Return the row of memory, and of limits that would harm a job: of many, the first ones."""
+    """Return the row of memory, and rows of limits that would harm a job: the first ones of many."""
     hosts = list(zip(found, map(len, where.nodes), strict=True))
-    # The bytes that every rank can have if all ranks of its host take as much.
+    # The bytes that every rank can have if all ranks of its host take equal amounts.
     each = where.figures["memory_bytes_per_rank"] = min(host.memory // count for host, count in hosts)
     tight = next((host for host in found if host.memory != host.available), None)
     limit = f"; a control group limits a host to {short_size(tight.group_memory or 0)}" if tight else ""

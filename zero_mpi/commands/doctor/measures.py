@@ -1,10 +1,10 @@
 """Measurements of the doctor: the run folder, products on each rank, messages between ranks, bits of results.
 
-Rank 0 does in the run folder with small files what a save does (`checkpoint.folders`). Every host then looks
-for what rank 0 wrote, since each rank reads its own part of a checkpoint. Nothing of it stays.
+Rank 0 saves small files in the run folder as a checkpoint is saved (`checkpoint.folders`). Every host then
+looks for these files, since each rank reads its own part of a checkpoint. All files are removed afterwards.
 
-A step takes as long as its slowest rank. The products are those of a model, with the threads that a job has,
-while all others multiply too. Ranks pass a small and a large message on in a ring, all rings at once: the
+A step takes as long as its slowest rank. Products are measured as in a model, with a job's number of threads,
+on all ranks at once. Ranks pass a small and a large message on in a ring, all rings at once: the
 ranks of each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks
 of a node share its link, and the large message is cut among them. A time is the median over repeats of the
 slowest rank.
@@ -48,7 +48,7 @@ PRODUCTS, MESSAGES = (0.5, 0.2), (0.2, 0.02)  # seconds of a measurement, withou
 SMALL = 64  # bytes of the message that measures latency
 BUFFERS = 4  # number of buffers of the largest size that a rank must have memory for
 FEWEST, MOST = 3, 60  # repeats
-SLOW_LINK, LATE = 125e6, 1e-3  # bytes per second (1 Gbit/s) and seconds: see to the network's settings
+SLOW_LINK, LATE = 125e6, 1e-3  # limits in bytes per second (1 Gbit/s) and in seconds
 NAME_IT = (
     "if the hosts have a faster network, select its interface: MPICH -iface NAME or UCX_NET_DEVICES, Open "
     "MPI --mca btl_tcp_if_include NAME; otherwise train with large batches"
@@ -59,7 +59,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Findings of rank 0. problem: why a run could not save there; folder: to look for; made: to remove."""
+    """Results of rank 0. problem: why saving fails; folder: of the trial; made: new folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -72,21 +72,21 @@ class Trial:
 
 
 def run_folder(where: Ranks) -> list[Row]:
-    """Try the run folder. Collective."""
+    """Test the run folder. Collective."""
     out = Path(where.options.out)
     found: Trial = where.world.comm.broadcast_object(try_folder(out) if where.world.rank == 0 else None)
     seen = where.of_nodes(lambda: bool(found.problem) or sees(found.folder))
     if where.world.rank == 0:
         if found.folder is not None:
             shutil.rmtree(found.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # somebody uses it by now, and what is above it
+        with contextlib.suppress(OSError):  # in use by now, as are its parents
             for folder in found.made:
                 folder.rmdir()
     return list(folder_rows(out, found, [name for ok, name in where.named(seen) if not ok]))
 
 
 def try_folder(out: Path) -> Trial:
-    """Try everything that one rank can; the trial folder stays."""
+    """Test everything that one rank can test; the caller removes the trial folder."""
     found = Trial()
     try:
         found.made += [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -101,7 +101,7 @@ def try_folder(out: Path) -> Trial:
                 found.written += file.write(data)
             os.fsync(file.fileno())
         found.synced, begun = time.perf_counter() - begun, time.perf_counter()
-        for text in ("first", "second"):  # checkpoints of one step, the second in the place of the first
+        for text in ("first", "second"):  # two checkpoints of one step, the second replaces the first
             new = folders.begin(folders.step_folder(folder, 1))
             (new / folders.MODEL).write_text(text)
             folders.publish(folder, 1, new, keep=1)
@@ -118,7 +118,7 @@ def try_folder(out: Path) -> Trial:
 
 
 def sees(trial: Path | None) -> bool:
-    """Tell whether this host sees what rank 0 published; a network file system may take a moment."""
+    """Return whether this host sees rank 0's checkpoint; a network file system may take a moment."""
     until = time.monotonic() + PATIENCE
     while trial is not None:
         with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def kernels(where: Ranks) -> list[Row]:
 
 
 def bits_row(trials: list[str], library: str, fault: str) -> Row:
-    """Return the row of the ranks' bits, given each rank's trial and what keeps --bits from holding."""
+    """Return the row of the ranks' bits, given each rank's trial and why --bits is not met."""
     kinds = len(set(trials))
     value = f"trial {trials[0]}" + (f" and {plural(kinds - 1, 'other')} among the ranks" if kinds > 1 else "")
     how = "native, fastest kernels for each CPU"

@@ -17,13 +17,13 @@ from zero_mpi.comm import Comm, SerialComm
 from zero_mpi.launch.world import World
 
 T = TypeVar("T")
-OK, NOTE, BAD = "ok", "note", "bad"  # note: costs speed, safety or the same bits; bad: a job would fail
+OK, NOTE, BAD = "ok", "note", "bad"  # note: less speed or safety, or other bits; bad: a job would fail
 TITLE = 23  # columns of the names
 
 
 @dataclass(frozen=True)
 class Row:
-    """Line of the table. Every verdict but ok has a remedy: a command, a setting, or what to ask for."""
+    """Row of the table. Every verdict but ok has a remedy: a command, a setting, or a request."""
 
     what: str
     value: str

@@ -24,8 +24,8 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.text_streams import each_line, is_text
 
-# Scored: the answers; a last word, each token of which must be the most likely; all of a text. For CORE
-# what begins where prompts differ, what they have in common at their ends, or a continuation as a last word.
+# Scored parts: the answers; a last word, each token of which must be the most likely; all of a text. For
+# CORE: from where prompts differ on, their common ending, or a continuation as a last word.
 ANSWERS, LAST, TEXT = "answers", "last", "text"
 DIFFERING, COMMON, GREEDY = CORE = ("differing", "common", "greedy")
 MANY = {"choices", "context_options", "endings"}  # fields with several texts
@@ -37,7 +37,7 @@ BY_NAME = "lambada"  # part of the name of a file whose lines are texts with a l
 class Question(NamedTuple):
     """Question: answers, the contexts that they follow (one, or one for each), number of the right answer.
 
-    `front` comes before all, solved questions too.
+    `front` comes before everything, solved questions included.
     """
 
     contexts: Sequence[str]
@@ -132,7 +132,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
         name: [each.get(name) for each in inside["choices"] if isinstance(each, dict)]
         for name in ("text", "label")
     }
-    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # so OpenBookQA numbers its questions, ARC does not
+    book = re.fullmatch(r"\d+-\d+", str(value.get("id")))  # OpenBookQA numbers its questions so, ARC does not
     stem = {"question_stem" if book else "question": inside.get("stem")}
     return {**{k: v for k, v in value.items() if k != "question"}, **inside, **stem, "choices": table}
 
@@ -140,7 +140,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None; raises ValueError for damaged fields.
 
-    `name` of the file tells what fields do not; `delimiter` is between question and answer of CORE.
+    `name`, of the file, decides where fields do not; `delimiter` is between question and answer of CORE.
     """
     has = {*value, f"({BY_NAME})"} if BY_NAME in name.lower() else {*value}
     fields = next((each for each in FORMS if has.issuperset(each.split())), None)
@@ -178,7 +178,7 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
 
 Ids = NDArray[np.int64]
 MOST_ANSWERS, MOST_LETTERS = 1000, 1 << 22  # per question; all answers with their questions
-QUESTION = ("question", "context")  # names of the field before an answer: one of them
+QUESTION = ("question", "context")  # names of the field before an answer
 EXPECTED = 'expected an object such as {"question": "...", "answers": ["...", "..."], "right": 0}'
 
 
@@ -192,7 +192,7 @@ class EncodedChoices:
     counts: list[int] = field(default_factory=list)  # sequences of each question
     right: list[int] = field(default_factory=list)  # number of the right answer of each question
     answers: list[str] = field(default_factory=list)  # all answers; empty for further windows of a text
-    span: str = ANSWERS  # which tokens count, as above
+    span: str = ANSWERS  # the tokens that count, as above
     cut: int = 0  # number of sequences whose beginnings are left out, since they exceed the context
 
     @property
@@ -251,8 +251,8 @@ def encode_choices(
 ) -> EncodedChoices:
     """Return the questions of a file as tokens, control tokens parsed; long ones lose their beginning.
 
-    `bos` comes before each, bos or eos before CORE's and where nothing else would. Raises FileError for an
-    answer that is longer than `context` positions, or has no token.
+    `bos` comes before each; bos or eos before CORE's, and where the first token would be scored. Raises
+    FileError for an answer that is longer than `context` positions, or has no token.
     """
     read = with_shots(read_choices(path, delimiter), shots)
     found = EncodedChoices(span=read[0].span)
@@ -285,7 +285,7 @@ def encode_choices(
 def rows_of(
     each: Question, tokenizer: Tokenizer, first: list[int], edge: list[int], context: int
 ) -> Iterator[tuple[Ids, int]]:
-    """Yield ids for each answer, `first` or at least `edge` in front, and the first that counts."""
+    """Yield ids for each answer, after `first` (`edge` if needed), and the place of the first scored one."""
     texts = [before + answer for before, answer in zip(cycle(each.contexts), each.answers, strict=False)]
     texts += [text.rstrip() for text in each.contexts]
     every = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]

@@ -52,12 +52,12 @@ from zero_mpi.train.setup import share_corpus
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Text and questions that the models are given to read."""
+    """Text and questions of an evaluation."""
 
     windows: WindowSet | None  # over the text, if there is one
     text: dict[str, Any]  # facts about it, for --json
-    tokens: np.ndarray[Any, Any]  # of each window
-    answers: list[AnswerSet]  # of the questions, and once more where the most likely ids are asked for
+    tokens: np.ndarray[Any, Any]  # number of tokens of each window
+    answers: list[AnswerSet]  # of the questions; repeated if the most likely ids are requested
     choices: EncodedChoices | None
 
 
@@ -117,7 +117,7 @@ def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWind
 
 
 def about(cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
-    """Return the facts about the text, but for the number of tokens."""
+    """Return the facts about the text, except the number of tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size

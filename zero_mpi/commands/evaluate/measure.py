@@ -44,7 +44,7 @@ from zero_mpi.telemetry import log
 from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
-ROWS = 64  # of logits compared at a time
+ROWS = 64  # rows of logits compared at a time
 FIGURES = 3  # sums of a window: divergence, squares of changes of probability, equal most likely tokens
 
 
@@ -112,7 +112,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
-    """Return `values` in runs of `counts`: those of each question."""
+    """Return `values` in runs of `counts`, one run for each question."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -121,7 +121,7 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 def opened_module(
     world: World, config: Config, candidate: Candidate, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
-    """Yield a model over all ranks with its weights; nothing of it is kept. Collective; raises UsageError."""
+    """Yield a model over all ranks with its weights, then free it. Collective; raises UsageError."""
     watchdog.beat(f"reading {candidate.name}")
     notes: list[str] = []
     comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
@@ -263,7 +263,7 @@ def divergence_figures(sums: Array, tokens: int) -> dict[str, float]:
 
 
 class Importance:
-    """Sums of the squares of each matrix's inputs, and the number of these, over all micro-batches in order.
+    """Sums of the squares of each matrix's inputs, and the number of inputs, over all micro-batches in order.
 
     They are summed as gradients are: the result does not depend on the number of ranks.
     """
@@ -317,9 +317,9 @@ class Importance:
 
 # ------------------------------------------------------------------------------------------- predictions
 # `--top-k-out`: a rank writes the records of its micro-batches to their places, so the bytes do not depend on
-# the number of ranks, and a job that is started again leaves out the micro-batches whose records are there.
+# the number of ranks, and a restarted job skips the micro-batches whose records exist.
 
-LEAST = 1e-12  # of the mass of all other ids
+LEAST = 1e-12  # least mass of all other ids
 
 
 class TopK(HeadLoss):
@@ -352,7 +352,7 @@ def write_top_k(
     part, top = out.with_name(f"{out.name}.part"), TopK(teacher)
 
     def is_done(i: int) -> bool:
-        """Return whether the last record that micro-batch i writes is there."""
+        """Return whether the last record that micro-batch i writes exists."""
         places = windows.places(i)
         return any(teacher.read(str(part), places[places >= 0][-1:]).tobytes())
 

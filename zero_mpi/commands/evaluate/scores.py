@@ -56,8 +56,8 @@ def perplexity(loss: float) -> float | None:
 def standard_error(nats: Array, tokens: Array) -> float | None:
     """Return the standard error of sum(`nats`) / sum(`tokens`), for windows drawn at random.
 
-    That of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), since the first of overlapping windows has
-    more tokens than the others. None for a single window.
+    It is the error of a ratio (Cochran, "Sampling Techniques", 1977, 2.11), since the first of overlapping
+    windows has more tokens than the others. None for a single window.
     """
     if len(nats) < 2:
         return None
@@ -69,7 +69,7 @@ def standard_error(nats: Array, tokens: Array) -> float | None:
 def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None = None) -> Figures:
     """Return the preferred answers: by log-likelihood, and by that per token or byte of the answer.
 
-    acc                of CORE's by log-likelihood per token, else by log-likelihood
+    acc                by log-likelihood; for tasks of CORE by log-likelihood per token
     acc_norm           by log-likelihood per letter, without the space in front; acc_bytes: per byte
     right              questions whose right answer is the most likely; of equally likely ones the first
     counts accuracy           their share of all questions
@@ -110,7 +110,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, missed: Array | None 
 def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
     """Return `model` minus `base`, figure by figure; the standard error is that of the difference.
 
-    Windows are the same for both, so what they have in common is no error.
+    Windows are the same for both, so differences between windows are not part of the error.
     """
     found: Figures = {}
     if "text" in model:
@@ -139,7 +139,7 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """Yield all lines of the answer, made only of values that --json writes."""
+    """Yield all lines of output, made only of values that --json writes."""
     names = [shown(model["model"], 40) for model in figures["models"]]
     rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
     names += [DIFFERENCE] * (len(rows) - len(names))
@@ -179,7 +179,7 @@ def lines(figures: Figures) -> Iterator[str]:
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
-    """Yield which part of the text was predicted."""
+    """Yield lines on the part of the text that was predicted."""
     some = "" if text["windows"] == text["windows_of_the_text"] else f" of {text['windows_of_the_text']:,}"
     kind, every = "windows of", f"a new one every {text['stride'] or 0:,}"
     if text["stride"] is None:

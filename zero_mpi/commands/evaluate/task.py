@@ -1,4 +1,4 @@
-"""Task of an evaluation: its flags, of which those that training has as well are training's own settings."""
+"""Task of an evaluation: its flags. Flags that training has too are training's own settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
 MOST_CONTEXT = 2048  # default tokens of a window: attention takes the square of it
-SETTINGS = {  # those of training that an evaluation has, and what --help says where it means something else
+SETTINGS = {  # settings of training that an evaluation has, with a text for --help where the meaning differs
     "data": "text, token files or conversations (.jsonl)",
     "tokenizer": "byte, from-init (the model's, default) or a tokenizer file",
     **dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""),
@@ -206,7 +206,7 @@ class Opened:
 def look(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
-    `number`: index of the rank on its node, where the launcher does not tell it.
+    `number`: index of the rank on its node, if the launcher does not give it.
     """
     device.use(task.config.device, number)
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")

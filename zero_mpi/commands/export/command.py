@@ -1,7 +1,7 @@
 """`zero-mpi export SOURCE TARGET --type q8_0`: a model in another type or format, on any number of ranks.
 
-Tensors pass through in pieces, so a model of any size takes a few MiB. The result is written beside its
-place, flushed to disk and renamed: TARGET is complete, or it is not there.
+Tensors pass through in pieces, so a model of any size takes a few MiB. The result is written next to TARGET,
+flushed to disk and renamed: TARGET is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 
 def prepare(options: Namespace, tells: bool) -> Export:
-    """Return the export that is asked for; raises UsageError. `tells`: this rank prints warnings."""
+    """Return the requested export; raises UsageError. `tells`: this rank prints warnings."""
     options.type = known_type(options.type)
     target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
@@ -317,7 +317,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
-    """Return the source's keys that are still true, and the tokenizer's if it lies in a folder."""
+    """Return the source's keys that still hold, and the tokenizer's if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(file_type(wanted))
     if wanted in MIXES or wanted.startswith("q"):

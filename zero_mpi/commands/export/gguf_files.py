@@ -90,7 +90,7 @@ AT_ONCE = 1 << 18  # elements encoded at a time: a few MiB with all temporaries
 class Encoder:
     """The types of a source's tensors in a file, and how blocks are made.
 
-    by_ggml      by ggml's quantizers; otherwise by the package gguf, which has those of 8 bits and the oldest
+    by_ggml      by ggml's quantizers; otherwise by the package gguf, which has the 8-bit and the oldest types
     importance   weights of columns by tensor, (matrices, width)
     masters      state of a checkpoint whose parameters are rounded already: blocks are made of its masters
     """

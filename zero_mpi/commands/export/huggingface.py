@@ -74,7 +74,7 @@ EOT, EOM = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 
 def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
-    """Return the tokens that end an answer, eos first, and the key of one that the chat template alone tells.
+    """Return the tokens that end an answer, eos first, and the key of one that only the chat template shows.
 
     An unknown tokenizer has no such tokens.
     """
@@ -111,9 +111,9 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Tensor on its way into a folder: name and shape there, and its source.
+    """Tensor to be written into a folder: name and shape there, and its source.
 
-    `runs`: ranges of elements of the source's tensors that follow each other in it; empty: all of `spec`.
+    `runs`: ranges of elements of the source's tensors that it consists of; empty: all of `spec`.
     """
 
     name: str
@@ -194,7 +194,7 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
 def of_experts(
     source: WeightSource, spec: TensorSpec, parts: list[tuple[str, tuple[int, ...], list[str]]]
 ) -> Iterator[Outgoing]:
-    """Yield tensors of experts: one for each, or one with those of all."""
+    """Yield tensors of experts: one for each expert, or one for all."""
     stack = spec.shape[0] if len(spec.shape) == 3 else 1
     for place, (there, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
@@ -255,7 +255,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         problem = "frequencies are scaled by keys" + (" and by a tensor" if scaling else "")
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
-    # Phi 3's class takes the first context from beside the scaling.
+    # Phi 3's class reads the first context outside the scaling.
     former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
@@ -305,7 +305,7 @@ def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
 
 
 def key_scaling(keys: Keys) -> dict[str, Any] | None:
-    """Return the linear scaling or YaRN that the keys describe; None without."""
+    """Return the linear scaling or YaRN that the keys describe; None if there is none."""
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
@@ -332,8 +332,8 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
     """Return the setting whose divisors `rope_freqs.weight` holds, None without one.
 
-    The model's own setting is tried first. Otherwise factor and former context are searched: all Llama 3 use
-    the same rest. FileError for other divisors.
+    The model's own setting is tried first. Otherwise factor and former context are searched: all other
+    numbers are the same in every Llama 3. FileError for other divisors.
     """
     if ROPE_FREQS not in source.tensors:
         return None
@@ -404,15 +404,16 @@ def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationTy
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:
     """Write the tokenizer's files, from a folder or from keys; none where there is no tokenizer."""
-    if isinstance(source, HuggingFaceFolder):
+    keys = GGUFKeys(source.metadata, str(source.path))
+    if keys.tokenizer == "gpt2":
+        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
+    elif keys.tokenizer is None and os.path.isdir(source.path):
         more = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
         for name in [*COPIED, *(f"{MORE_TEMPLATES}/{each}" for each in more)]:
             if os.path.isfile(source.path / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
-    elif (keys := GGUFKeys(source.metadata, str(source.path))).tokenizer == "gpt2":
-        write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -432,7 +433,7 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
-    """Return one factor by PEFT's name and in its order of rows; FileError for one without a place there."""
+    """Return one factor by PEFT's name and in its order of rows; FileError if PEFT has no place for it."""
     target, dot, end = spec.name.rpartition(".")
     order, head = order_and_head(spec, target, dot + end, keys)
     name = f"{PREFIX}{layer_of(keys.architecture or '', target)}{ENDS[dot + end]}"

@@ -39,7 +39,7 @@ STOP, LENGTH = "stop", "length"  # reasons for the end of an answer, as most ser
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer: its bytes, its number of tokens, and why it ended: STOP or LENGTH."""
+    """Answer: its bytes, its number of tokens, and the reason for its end: STOP or LENGTH."""
 
     text: bytes
     tokens: int
@@ -50,7 +50,7 @@ class Reply:
 class Speaker:
     """Model with its tokenizer, and the flags by which the next token is drawn."""
 
-    model: Any  # a TextModel, or that of another engine
+    model: Any  # a TextModel, or another engine's model
     tokenizer: Tokenizer
     options: argparse.Namespace
 

@@ -233,7 +233,7 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
 
 
 def difference_lines(first: Report | None) -> Iterator[str]:
-    """Yield how the first tensor that differs does."""
+    """Yield lines on how the first differing tensor differs."""
     if first is None:
         return
     stored = [f"{one['type']} {one['shape']}" for one in first["stored"]]

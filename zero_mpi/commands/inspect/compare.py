@@ -160,7 +160,7 @@ def compare_records(first: Path, second: Path) -> Report:
 
 
 def compare_checkpoints(first: Path, second: Path) -> Report:
-    """Return how many checkpoints both runs have, and what differs in the first whose tensors differ."""
+    """Return the number of common checkpoints, and what differs in the first whose tensors differ."""
     found = [dict(folders.steps(run)) for run in (first, second)]
     common = sorted(found[0].keys() & found[1].keys())
     for step in common:

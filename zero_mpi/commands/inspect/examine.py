@@ -255,7 +255,7 @@ def about_training(subject: Subject) -> Report | None:
 
 
 def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
-    """Return every digest beside those in the files, the pair, and values that are not finite."""
+    """Return the check of digests and of the pair of files, and the values that are not finite."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
     with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]

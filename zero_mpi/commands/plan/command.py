@@ -38,7 +38,7 @@ from zero_mpi.plan.report import ask_lines, head, introduction, report, sweep_li
 from zero_mpi.sharding.strategy import STRATEGIES
 
 SHOWN_GROUPS = ("model", "batch", "sharding")
-SHOWN = {  # flags of other groups
+SHOWN = {  # flags of other groups that --help shows
     *("--async-save", "--tokenizer", "--config", "--help", "--device", "--precision", "--reduce-dtype"),
     *("--offload", "--version", "--lora", "--lora-targets", "--checkpoint-io", "--writers-per-node"),
     *("--loss", "--teacher"),
@@ -122,7 +122,7 @@ def read(arguments: Sequence[str]) -> Question:
     machine, known = find_machine(own, described, cases[0])
     a_node = ranks // nodes if described is None else described.ranks
     text = 0
-    with contextlib.suppress(UsageError, OSError):  # a plan may be made where the data are not
+    with contextlib.suppress(UsageError, OSError):  # the data may not be on this machine
         text = text_bytes(config, model)
     return Question(
         cases,
@@ -138,7 +138,7 @@ def read(arguments: Sequence[str]) -> Question:
 
 
 def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
-    """Return the content of --machine's file, ranks and nodes: with a file, as few nodes as have room."""
+    """Return the content of --machine's file, ranks and nodes: with a file, the fewest nodes that suffice."""
     described = None
     if "machine" in own:
         for name in ("doctor", "alpha", "beta"):
@@ -159,14 +159,14 @@ def find_places(own: dict[str, Any]) -> tuple[MachineFile | None, int, int]:
 def find_model(config: Config, base: str | None = None) -> ModelConfig:
     """Return the model of `--init`, or of the sizes; the tokenizer gives the vocabulary by default.
 
-    base: the type of a frozen base without `--init`: `export` would write it so, and it stays in its blocks
+    base: the type of a frozen base without `--init`, with tensors stored as `export` would write them
     """
     init = inputs.open_init(config)
     if init is not None and base is not None:
         raise UsageError(f"--base {base}: --init already has a type: leave one of them out")
     if init is not None:
         model = inputs.adapted(config, inputs.read_model(init), init, config.device)
-        settled(config, model)  # raises where a flag says otherwise
+        settled(config, model)  # raises if a flag contradicts it
     else:
         tokenizer = None if config.vocab_size is not None else inputs.open_tokenizer(config, None, None)
         model = replace(inputs.model_from_flags(config, tokenizer), lora=config.adapters)
@@ -213,7 +213,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     try:
         question = read(arguments)
         lines, numbers = sweeps(question) if question.sweeps else plans(question)
-    except MemoryError as error:  # units' buffers are set aside, though never touched
+    except MemoryError as error:  # buffers are reserved though never used
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
     if question.json is not None:
         check_target("--json", question.json)

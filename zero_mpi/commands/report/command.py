@@ -61,7 +61,7 @@ NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # of the first
     ("Seconds a step", "step_seconds", elapsed),
     ("Memory of the largest rank", MEMORY, size),
 )
-MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events with a sign above the curves
+MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked above the curves
 SIGNS = {"saved": "diamond", "resumed": "triangle-right", "warning": "triangle-up", "stopped": "square"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")  # Okabe and Ito, 2008
 DASHES = ("solid", "dash", "dot", "dashdot")  # dashes of runs beyond the colours
@@ -128,7 +128,7 @@ def page(runs: Sequence[Run], now: datetime) -> str:
 
     library = str(import_optional("the page", "report", "plotly.offline").get_plotlyjs())
     data = json.dumps(figure(runs), separators=(",", ":"), allow_nan=False)
-    for letter in "<>&":  # JSON that cannot end the element it stands in
+    for letter in "<>&":  # so that the JSON cannot end its element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     environment = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
@@ -249,7 +249,7 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
 
 
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
-    """Return (name, whether the runs differ, the value of each run) of everything that some run has."""
+    """Return (name, whether the runs differ, the value of each run) for each name that some run has."""
     names = dict.fromkeys(name for column in columns for name in column)
     found = [(name, [column.get(name, "") for column in columns]) for name in names]
     return [(name, len(set(values)) > 1, values) for name, values in found]

@@ -39,10 +39,10 @@ MEMORY = "memory_bytes"  # one number per rank in a record; the largest becomes 
 NUMBERS: tuple[str, ...] = ("loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu")
 NUMBERS += ("step_seconds", "wait_seconds", MEMORY, "balance_loss", "z_loss")
 NUMBERS += ("load_most", "load_least", "load_entropy")
-LOST = "lost"  # the state of a run that says "running" and gave no sign of life for SILENCE
+LOST = "lost"  # state of a "running" run without a sign of life for SILENCE seconds
 SILENCE = 60.0  # seconds; a living run renews its status every five
 MOST_KEYS = 500  # settings
-MOST_HISTORY = 8 << 20  # bytes of the newest events, which are those that are kept
+MOST_HISTORY = 8 << 20  # bytes read of the newest events
 MOST_COUNT = 1 << 63
 
 
@@ -60,7 +60,7 @@ def number_of(record: Mapping[str, Any], name: str) -> float:
 
 
 class Curves:
-    """Numbers of a run, of which neighbouring steps are averaged where there are more than `limit`.
+    """Numbers of a run; if it has more than `limit` steps, neighbouring steps are averaged.
 
     width   steps of a column, a power of two; column i holds steps i * width + 1 to (i + 1) * width
     last    the last value of each number, nan if it was not finite
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """State of status.json, LOST if the run should be alive and is not, empty if there is none."""
+        """State of status.json; LOST if the run should be alive and is not; empty if there is no file."""
         state, updated = self.status.text("state"), self.status.moment("updated")
         is_silent = updated is not None and (self.now - updated).total_seconds() > SILENCE
         return LOST if state == RUNNING and is_silent else state
@@ -140,9 +140,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
-    """Read the runs of folders, each once, with names that differ; raises UsageError for another folder.
+    """Read the runs in folders, each once, under different names; raises UsageError for another folder.
 
-    A name is the last parts of a path, as many as it takes to tell them apart.
+    A name is the last parts of a path, as many as are needed to make it unique.
     """
     places: dict[str, Path] = {}
     for path in paths:

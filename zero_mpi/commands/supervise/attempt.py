@@ -1,12 +1,12 @@
-"""One start of the run: from its own process group to the end of the last process in it, and what that means.
+"""One start of the run: creates its process group, waits for its last process, and interprets its end.
 
-The launcher is the leader of the group and alone is asked to stop: it forwards that. A run that was asked
-before it could hear is asked again every few seconds, as the job scripts do. A launcher that goes on after
-the run has written its last state, or without any change of the run for long, waits for a host that is gone:
+The launcher leads the group, and only the launcher is asked to stop: it forwards the signal. A run that may
+have missed the signal gets it again every few seconds, as in the job scripts. A launcher that continues after
+the run has written its last state, or for long without any change of the run, waits for a lost host:
 its group is ended. If this process is killed, the kernel signals the launcher.
 
-The run's status.json takes precedence over the launcher's status: 0 was seen where a host was lost, and 1
-where Open MPI's launcher was asked to stop and the run had saved. A failure that repeats at the same step,
+The run's status.json takes precedence over the launcher's status: launchers return 0 after a lost host, and
+Open MPI's returns 1 when it was asked to stop and the run has saved. A failure that repeats at the same step,
 on the same hosts and without a new checkpoint in between will come a third time.
 """
 
@@ -36,9 +36,9 @@ from zero_mpi.launch.stopping import INTERRUPTED, SIGNALS, TWICE
 from zero_mpi.telemetry import events, status
 from zero_mpi.telemetry.metrics import METRICS, last_step
 
-NO_FOLDER = Path(os.devnull)  # in place of a run folder, for a command that has none
+NO_FOLDER = Path(os.devnull)  # stands for the run folder if a command has none
 NO_CHECKPOINT = "", 0
-SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # a run renews the last two all the time
+SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # a run keeps renewing the last two
 MOST_REASON = 400  # most letters of a reason
 LOOK = 0.1  # seconds between looks at the process
 LOOK_AT_RUN = 1.0  # seconds between looks at the folder of the run
@@ -52,7 +52,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Facts in the folder of a run."""
+    """Folder of a run: its status, its newest checkpoint, and its signs of life."""
 
     path: Path
 
@@ -80,7 +80,7 @@ class RunFolder:
         return found
 
     def await_release(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait while a process of this machine still holds the folder: a rank that its launcher has left."""
+        """Wait while a process of this machine, such as a rank without a launcher, holds the folder."""
         until = time.monotonic() + seconds
         lock = self.path / folder_lock.NAME
         while folder_lock.is_held_here(lock) and time.monotonic() < until and not is_over():
@@ -95,12 +95,12 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a start."""
+    """End of an attempt, and what it means for the next."""
 
     status: int  # exit status of the launcher, as a shell reports it
     said: Mapping[str, Any]  # status.json of the run; empty if this start has written none
     ended_for: str = ""  # why the supervisor ended it; empty if it ended by itself
-    step: int = 0  # the last that was recorded
+    step: int = 0  # the last recorded step
     progressed: bool = False  # whether there is a new checkpoint
 
     @property
@@ -116,11 +116,11 @@ class Ending:
 
     @property
     def failure_status(self) -> int:
-        """Exit status of a failure, never one that means something else."""
+        """Exit status of a failure: never 0 nor one with another meaning."""
         return FAILED if self.status in (0, BAD_USAGE, REQUEUE) else self.status
 
     def final_status(self, told: bool) -> int | None:
-        """Return the exit status if it was the last end; None: the run must be started again.
+        """Return the exit status if the run is over; None: the run must be started again.
 
         told: whether the run was asked to stop.
         """
@@ -141,7 +141,7 @@ class Ending:
 
 
 class StopRequest:
-    """Signals that this process got: `told`, the first one's name, and `at_once`."""
+    """Signals that this process got. told: name of the first; at_once: stop now, after a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.told, self.at_once = "", False
@@ -160,7 +160,7 @@ class StopRequest:
 
 
 class Attempt:
-    """Run that was started, and what has been seen of it."""
+    """One start of the run, and the signs of life seen since."""
 
     def __init__(self, folder: RunFolder, stop: StopRequest, hang_after: float) -> None:
         self._folder, self._stop, self._hang_after = folder, stop, hang_after
@@ -172,7 +172,7 @@ class Attempt:
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
         """Start the command and wait for its end. Raises UsageError if there is no such command.
 
-        settings: environment variables beside those of this process
+        settings: environment variables in addition to those of this process
         """
         try:
             job = subprocess.Popen(
@@ -226,7 +226,7 @@ class Attempt:
         return self._silence(now)
 
     def _silence(self, now: float) -> str:
-        """Return that the run has shown no sign of life for too long; empty if it has, or has no folder."""
+        """Return a reason if the run has been silent for too long; empty otherwise, or without a folder."""
         signs = self._folder.signs()
         if signs != self._signs:
             self._signs, self._alive_at = signs, now

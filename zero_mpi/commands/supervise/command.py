@@ -1,7 +1,7 @@
-"""Command `supervise`: a run is started until it is done, has saved, or cannot get further.
+"""Command `supervise`: restarts a run until it is done, has stopped with a checkpoint, or cannot continue.
 
 A restart counts against the limit until there is a new checkpoint: then count and pause begin anew,
-so a run of weeks may lose a host per day. Pauses double from the first to MOST_PAUSE. Each restart is logged
+so a run of weeks may lose a host per day. Pauses double up to MOST_PAUSE. Each restart is logged
 in a line, and written into the events of the run between two starts.
 """
 
@@ -30,7 +30,7 @@ from zero_mpi.telemetry import events
 
 BEFORE = "--"  # separates the flags from the command
 MOST_PAUSE = 300.0  # seconds
-# For Slurm: a step begins though one before it is not over, of which a lost node has a part, for minutes.
+# For Slurm: start a step although the previous one has not ended, which takes minutes after a lost node.
 BESIDE = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between checks for an end of the pause
 ORPHANS = 30.0  # seconds for ranks without a launcher to end
@@ -92,7 +92,7 @@ def prepare(arguments: Sequence[str]) -> Restarts:
 
 
 def with_spare(pool: HostPool | None, options: Namespace, template: Template) -> HostPool | None:
-    """Return the hosts, the last of them kept back; raises UsageError where too few are known."""
+    """Return the hosts with the last ones as spares; raises UsageError if too few are known."""
     if not template.takes_hosts:
         if options.hostfile or options.spare or options.min_hosts > 1:
             expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
@@ -111,7 +111,7 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
 
 
 class Restarts:
-    """Run and its starts. `limits`: the flags of the command; `stop`: the stop signals of this process."""
+    """Loop of restarts. `limits`: the flags of the command; `stop`: the stop signals of this process."""
 
     def __init__(
         self, template: Template, pool: HostPool | None, folder: RunFolder, limits: Namespace
@@ -144,7 +144,7 @@ class Restarts:
                 hosts, settings = found, BESIDE
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
-        """Return whether another start has a chance; log why not."""
+        """Return whether another start may succeed; log why not."""
         if ending.progressed:
             self._count = 0
         failed = ending.fingerprint([host.name for host in hosts])

@@ -1,8 +1,8 @@
-"""Hosts of a run: where they are named, which of them answer, which of these a start may use, its command.
+"""Hosts of a run: lists them, probes them, chooses those of a start, and fills in its command.
 
-A host answers if a command that goes there ends with status 0 in time. All are asked at once, before each
-start but the first, except for the host that asks. The last `spare` of the list are not used while those
-before them answer.
+A host answers if the probe, a command that is run there, ends with status 0 in time. All hosts but this one
+are probed at once before each start but the first. The last `spare` hosts of the list are not used while
+those before them answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zero_mpi.commands.hostfile import LINES, HostEntry, hosts_in, read_hosts
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 
-AT_ONCE = 64  # hosts that are asked at the same time
-LOOK = 0.05  # seconds between looks at the asked hosts
+AT_ONCE = 64  # hosts that are probed at the same time
+LOOK = 0.05  # seconds between looks at the probes
 SECONDS = 30.0  # seconds for Slurm to name its nodes
 HERE = "{host}"
 BY_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new {host} true"
@@ -36,7 +36,7 @@ DEFAULT_OUT = "runs/default"  # default --out of train
 
 @dataclass(frozen=True)
 class HostPool:
-    """Hosts in their order."""
+    """Hosts of a run in the order of the list, and the probe that they must answer."""
 
     hosts: tuple[HostEntry, ...]
     probe: tuple[str, ...]  # words of a command, with HERE for a host's name
@@ -107,7 +107,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
 
 @dataclass(frozen=True)
 class Template:
-    """Words of a command; `form` is that of its hostfile."""
+    """Command with placeholders. words: its words; form: the form of its hostfile."""
 
     words: tuple[str, ...]
     form: str

@@ -194,9 +194,9 @@ def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
 def look_at_files(
     world: World, encoding: Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
-    """Look at all files, each by one rank, and say which are no text. Collective; raises UsageError.
+    """Look at all files, each by one rank, and report which are not text. Collective; raises UsageError.
 
-    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is no text).
+    Returns the inputs for the manifest, and the weights of each file's pieces (none if it is not text).
     """
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
@@ -257,7 +257,7 @@ def begin(
 def finish(
     folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
 ) -> None:
-    """Write the manifest, and log the result. Raises UsageError where there is nothing."""
+    """Write the manifest, and log the result. Raises UsageError if there is no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
     if len(found) != len(parts):
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")

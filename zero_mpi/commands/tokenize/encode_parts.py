@@ -1,6 +1,6 @@
 """Formats of text, inputs cut into parts by their bytes alone, assignment of parts to ranks, encoding.
 
-The end of a file's name tells its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
+A file's suffix decides its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
 pieces, by which work is dealt out, and the texts between two places.
 
 Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
@@ -86,11 +86,11 @@ def check_unchanged(file: InputFile) -> None:
 
 
 class Reading:
-    """Settings by which texts are read, and findings: for one part, or one look at files.
+    """Settings for reading texts, and counts of what was read: for one part, or one look at files.
 
     field       the field of a line or row that is the text
     skips       whether lines and rows in error are left out, and counted in `skipped`
-    filter      decides which files are text, and notes those that are read as such
+    filter      decides which files are text, and keeps notes on them
     beat        is called at each block of a file that is read
     """
 
@@ -137,10 +137,10 @@ class TextFormat(NamedTuple):
     """Format of text."""
 
     name: str
-    suffixes: tuple[str, ...]  # of its files, without that of a packing
+    suffixes: tuple[str, ...]  # suffixes of its files, before that of a compression
     # Bytes of text, or nearly: of the file or each row group; None: the file is left out.
     weights: Callable[[InputFile, Reading], list[int] | None]
-    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # of a file between two places
+    texts: Callable[[InputFile, int, int, Reading], Iterator[Text]]  # texts of a file between two places
     divisible: bool = False  # whether places are bytes; if not, they are numbers of weights
 
 
@@ -225,7 +225,7 @@ def unpacked_name(name: str) -> str:
 
 
 def format_named(name: str) -> TextFormat:
-    """Return the format of a file of such a name; text unless another one is known by it."""
+    """Return the format that a file's name shows; text if it shows no other."""
     inner = unpacked_name(name).lower()
     found = next(each for each in TEXT_FORMATS.values() if inner.endswith(each.suffixes))
     return TEXT if found is PARQUET and inner != name.lower() else found  # Parquet compresses by itself
@@ -293,7 +293,7 @@ def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
 
 
 class Amount(NamedTuple):
-    """Weight of pieces, bytes of text, documents and tokens that were done."""
+    """Completed work: weight of pieces, bytes of text, documents and tokens."""
 
     weight: int = 0
     text_bytes: int = 0
@@ -307,7 +307,7 @@ NOTHING = Amount()
 class ProgressSum:
     """Work of all ranks, and the sums of its progress: `beat` begins and takes them.
 
-    what     the work, as the watchdog names it
+    what     the work, as named by the watchdog
     total    weight of the work, of which an earlier job has done `before`
     stops    whether this rank wants all to stop
     """

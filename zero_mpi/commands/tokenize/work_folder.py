@@ -1,9 +1,9 @@
 """Folder of token files: its plan, the records of complete parts, and its manifest.
 
-`.tokenize` is there until all is complete: the plan, with the first job's settings, a record of
-each complete part, and files on their way. A pair of token files gets its names when it is on disk, and its
-record after that. So a part with a record is complete whatever kills the writer, and one without is written
-again, to the same bytes.
+`.tokenize` exists until all parts are complete: the plan, with the first job's settings, a record of each
+complete part, and unfinished files. A pair of token files gets its names when it is on disk, and its record
+after that. So a part with a record is complete even if the writer is killed, and a part without a record is
+written again, with the same bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Table = dict[str, Any]
 
 
 class WorkFolder:
-    """Folder of `--out`, for rank 0 while the job has it; `about`: all but the inputs that decides bytes.
+    """Folder of `--out`, for rank 0 while it is locked; `about`: all that decides bytes except the inputs.
 
     Raises UsageError for a folder of other files, or one that was started with other settings.
     """
@@ -96,7 +96,7 @@ class WorkFolder:
         write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
 
     def end(self, manifest: Table) -> None:
-        """Write the manifest, and remove files that are no part of the result. OSError with a file's name."""
+        """Write the manifest, and remove files that are not in the result. OSError with a file's name."""
         sync_folder(self.out)
         write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
@@ -114,7 +114,7 @@ class WorkFolder:
 class PartWriter:
     """Writes the token file `name` of a folder, whose ids are of type `dtype`.
 
-    A writer that is left before `finish` leaves nothing. OSError with the file's name, in every method.
+    A writer that is closed before `finish` leaves no files. OSError with the file's name, in every method.
     """
 
     def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -187,7 +187,7 @@ def read_table(path: Path, sealed_too: bool = False) -> Table:
 def differences(before: Any, now: Any, what: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, before, now) of values that differ.
 
-    Parts that are complete had no line in error, so `skip_bad` may come later.
+    Complete parts had no line in error, so `skip_bad` may be added later.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         of = f" of the input {show(now['name'])}" if what == "inputs" else ""

@@ -88,7 +88,7 @@ OWN = {
     **dict.fromkeys(MEANS, "(default: as in the run)"),
 }
 MOST_SEED = 1 << 32
-INCOMPLETE = 3  # exit status: not all that was asked for could be computed again
+INCOMPLETE = 3  # exit status: some of the requested steps could not be computed again
 SAY_SECONDS = 30.0  # seconds between progress lines
 Facts = Mapping[str, Any]
 EXAMPLES = """\
@@ -104,7 +104,7 @@ difference was found, but not everything could be recomputed."""
 
 @dataclass(frozen=True)
 class Request:
-    """Run to verify, and how."""
+    """Run to verify, and options of the check."""
 
     run: Path
     config: Config  # settings of the run, with the current places and ways of computing
@@ -280,7 +280,7 @@ def check_config(run: Path, config: Config, history: History) -> None:
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
     """Raise Differs unless data and first weights are those of a job of the run and of its checkpoints.
 
-    Returns notes on what may change bits all the same: the machine and the package.
+    Returns notes on other differences that may change bits: the machine and the package.
     """
     now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
     if FACTS in run:
@@ -400,7 +400,7 @@ def compare_state(world: World, folder: Path, session: Session, step: int) -> No
 def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, int, str]]:
     """Yield (file, tensor, element, text) where this rank's slices are not the checkpoint's; FileError.
 
-    It is the first such element of each tensor and piece.
+    Only the first such element of each tensor and piece is yielded.
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}

@@ -1,9 +1,9 @@
 """History of a run: its files compared with each other, and the segments of steps to compute again.
 
 The chain, metrics.jsonl, the checkpoints and `latest` are read by rank 0, a line at a time; the tensors of
-the checkpoints are looked at by all ranks. A segment begins at a state which is in the run folder: a
-checkpoint, or the first weights. It ends at the next checkpoint that is there, so what `--keep` has removed
-lies within one; the last may end where the records do.
+the checkpoints are checked by all ranks. A segment begins at a state which is in the run folder: a
+checkpoint, or the first weights. It ends at the next checkpoint that exists, so checkpoints removed by
+`--keep` lie within a segment; the last segment may end where the records do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def differing() -> Iterator[None]:
 def agreed(world: World, action: Callable[[], T]) -> T:
     """Return action() of this rank; raise the first difference of any rank on all of them. Collective.
 
-    It must not communicate. Raises as `World.together` as well.
+    `action` must not communicate. Errors of `World.together` are raised as well.
     """
     found: list[T] = []
 
@@ -102,9 +102,9 @@ class Segment:
 class History:
     """Events of a run, noted in their order, and the segments that follow from them."""
 
-    folders: Mapping[int, Path]  # the checkpoints that are there, by step
-    runs: list[Record] = field(default_factory=list)  # what the bits of each job depend on, if it says so
-    segments: list[Segment] = field(default_factory=list)  # that can be computed again
+    folders: Mapping[int, Path]  # existing checkpoints, by step
+    runs: list[Record] = field(default_factory=list)  # what the bits of each job depend on, if recorded
+    segments: list[Segment] = field(default_factory=list)  # segments that can be computed again
     saved: list[int] = field(default_factory=list)  # steps of checkpoints, by records of saves and resumes
     at: int = -1  # the last step
     head: str = ""  # digest of the chain's last line; empty if there is no chain
@@ -115,7 +115,7 @@ class History:
 
     @property
     def kept(self) -> list[int]:
-        """Steps of the checkpoints of the run that are there."""
+        """Steps of the run's checkpoints that exist."""
         return [step for step in self.saved if step in self.folders]
 
     def id_of(self, step: int) -> str | None:
@@ -212,7 +212,7 @@ class Records:
 
 
 def records_of(run: Path) -> Iterator[Record]:
-    """Yield the records of a run folder, in the order of the file; none where there is no such file."""
+    """Yield the records of a run folder, in the order of the file; none if the file does not exist."""
     if exists(run / METRICS):
         yield from filter(None, map(record_of, read_lines(run / METRICS, MARK, "a file of records")))
 
@@ -317,7 +317,7 @@ def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
 
 
 def check_tensors(run: Path, step: int, world: World) -> None:
-    """Raise Differs unless a checkpoint's tensors, this rank's share of them, are those that were written."""
+    """Raise Differs unless this rank's share of a checkpoint's tensors is unchanged since it was written."""
     with differing():
         files = open_checkpoint(folders.step_folder(run, step))
         check_digests(files, world.rank, world.size, world.meter.beat)

@@ -1,14 +1,14 @@
 """Finds where the assistant speaks in the text of a conversation: the part that the loss counts.
 
-If a template marks the answers itself, by `{% generation %}`, its marks are taken. Else a turn begins where
-the text of all earlier messages ends, with what stands before an answer when one is requested, and it ends
-with the first end-of-turn token after its content. Templates may write a turn differently when more follows
-(they leave out earlier thoughts, or move the system's message). Then the text is rendered a second time with
-other content for the turn, and its content lies where the two texts differ.
+If a template marks the answers itself, by `{% generation %}`, its marks are taken. Otherwise a turn begins
+where the text of all earlier messages and the generation prompt ends, and it ends with the first end-of-turn
+token after its content. Templates may write a turn differently when more follows (they leave out earlier
+thoughts, or move the system's message). Then the text is rendered a second time with other content for the
+turn, and its content lies where the two texts differ.
 
-Rendering a text for each turn would take quadratic time. So the template's loop over messages tells where
-each begins, and what stands before an answer is looked up once for each role that spoke before. Only a
-template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
+Rendering a text for each turn would take quadratic time. So the place of each message is taken from the
+template's loop over messages, and the generation prompt is rendered once for each role that spoke before an
+answer. Only a template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation
 
-Span = tuple[int, int]  # letters: the first, and the one after the last
+Span = tuple[int, int]  # start and stop, in letters
 Spans = dict[int, Span | None]  # keyed by message number
 Messages = Sequence[Message]
 MOST_TURNS = 64
@@ -40,7 +40,7 @@ class AnswerFinder:
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the places of the answers in it; raises ValueError.
 
-        Turns that the template leaves out are absent. silent: turns that are not to be learned.
+        Turns that the template leaves out are absent. silent: the turns that are not to be learned.
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
@@ -65,7 +65,7 @@ class AnswerFinder:
             return True
 
     def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Return the template's marks in these turns, found by its loop or by their order; or ValueError."""
+        """Return the template's marks in these turns, by its loop or by order; raises ValueError."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not whole.marked:
             return whole.marked
@@ -81,7 +81,7 @@ class AnswerFinder:
         )
 
     def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
-        """Return the answer of each turn by the template's loop; none if the loop does not tell of all."""
+        """Return the answer of each turn by the template's loop; none if the loop does not show all turns."""
         places, spans = segments(whole), Spans()
         turns = {turn for speaking in by_speaker.values() for turn in speaking}
         if not places.keys() >= turns:
@@ -136,7 +136,7 @@ class AnswerFinder:
             return None
 
     def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
-        """Render messages in which these turns consist of one letter that the text does not have."""
+        """Render the messages with one letter that the text does not have as the content of these turns."""
         letters = set(whole.text)
         other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
@@ -145,7 +145,7 @@ class AnswerFinder:
         return self.template.render(instead, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
-        """Return the end of what is said from `start` on: after the first token there that ends a turn."""
+        """Return where the turn from `start` to `at` ends: after the first of the tokens that end it."""
         found = None
         while True:
             while at > start and text[at - 1].isspace():

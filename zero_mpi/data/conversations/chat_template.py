@@ -1,9 +1,9 @@
 """A model's chat template: it turns messages into the text that Transformers would make.
 
-A template is a stranger's program and runs in a process of its own (`sandbox`). Before the first rendering it
-is tried: whether it takes texts or lists of parts as contents, and in which form it shows tool calls. Most
-templates write `arguments | tojson`, which puts a backslash before each quote of a text; others add the text
-to another one, which fails for an object.
+A template is untrusted code and runs in its own process (`sandbox`). Before the first rendering, trials show
+whether it takes texts or lists of parts as contents, and in which form it takes tool calls. Most templates
+write `arguments | tojson`, which escapes the quotes of a text; others append them to a text, which fails for
+an object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOOL_USE = f"{TEMPLATE}.tool_use"  # for rows with tools
 DAY = "2024-07-26"  # default day of `strftime_now`
 PROGRAM = str(Path(__file__).with_name("sandbox.py"))
 SECONDS = 2.0  # CPU time for all renderings of a conversation; templates of models take milliseconds
-MOST_BYTES = 1 << 20  # bytes of a template: those of models have some thousands
+MOST_BYTES = 1 << 20  # bytes of a template; usual ones have some thousands
 NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep", "mask": "mask"}
 REMEDY = "add --chat-template FILE, such as the chat_template.jinja of a similar model"
 KEY, VALUE = "zq_key", "zq_value"  # a key and a value that no template writes by itself
@@ -58,8 +58,8 @@ class RenderedText(NamedTuple):
     """Text of a conversation, and places in it.
 
     marked    (start, stop) of each part that the template itself marks as the assistant's
-    begins    where the text of each message begins; None if the template has no loop that tells
-    before    for each message asked about, the text up to it that asks for an answer; None: refused
+    begins    where the text of each message begins; None if no loop of the template shows it
+    before    for each of `prompts`, the text before that message, asking for an answer; None: refused
     """
 
     text: str
@@ -69,7 +69,7 @@ class RenderedText(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Form of calls that a template shows: the content of a message that only calls, and the arguments.
+    """Form in which a template takes calls: the content of a message that only calls, and the arguments.
 
     If it shows arguments both as text and as objects, or as neither, they stay unchanged.
     """
@@ -108,8 +108,8 @@ class EndlessTemplate(Exception):
 class ChatTemplate:
     """A template with the special tokens that it may name. Raises UsageError for one that does not parse.
 
-    Its process starts again after a rendering that took too long has ended it. All renderings of a
-    conversation share `SECONDS`; the first also includes the trials of what is accepted.
+    Its process is restarted after a rendering that took too long. All renderings of a conversation share
+    `SECONDS`; the first also includes the trials.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
@@ -128,10 +128,10 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         prompts: Sequence[int] = (),
     ) -> RenderedText:
-        """Return the text of messages; `generation_prompt`: with what comes before an answer.
+        """Return the text of messages; `generation_prompt`: add the text that asks for an answer.
 
         `prompts`: numbers of messages before which an answer is asked for. Raises ValueError, in one line,
-        for whatever goes wrong in the template.
+        for any failure of the template.
         """
         with self.sharing_time():
             fitted = [self._fitted(each) for each in messages]

@@ -1,4 +1,4 @@
-"""Files of conversations: one per line or row, in the common forms, which are told apart by their keys.
+"""Files of conversations: one per line or row, in the common forms, which are recognised by their keys.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both as lists of messages
@@ -7,11 +7,10 @@
 
 Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label:
 
-    {"prompt": "...", "chosen": "...", "rejected": "..."}                or lists of messages
-    {"chosen": "...", "rejected": "..."}                                 the prompt is how both begin
-    {"prompt": "...", "completion": "...", "label": true}                for KTO
+    {"prompt": "...", "chosen": "...", "rejected": "..."} or lists of messages {"chosen": "...", "rejected":
+    "..."} the prompt is their common beginning {"prompt": "...", "completion": "...", "label": true} for KTO
 
-`tools` may stand beside each form. Other keys of a line are ignored; those of a message are passed to the
+Each form may also have `tools`. Other keys of a line are ignored; those of a message are passed to the
 template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
 """
 
@@ -42,7 +41,7 @@ from zero_mpi.files.text_streams import each_line, is_text
 T = TypeVar("T")
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
-TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message: 0 or false, no loss on it
+TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message; 0 or false: no loss on it
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message
 CALLERS = ("function_call", "tool_call")  # roles whose content is the JSON text of an assistant's call
 SPEAKERS = {  # roles by their common names, in any case
@@ -68,7 +67,7 @@ VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts 
 
 
 class BadRows:
-    """Rows in error that are left out, counted by reason, each reason with its first row."""
+    """Skipped rows in error, counted by reason, with the first row of each reason."""
 
     def __init__(self) -> None:
         self.counts, self._first = Counter[str](), dict[str, str]()
@@ -88,7 +87,7 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a line. name: file and line number; answers: the turn from which on turns are answers.
+    """Messages of a line. name: file and line number; answers: first turn that may be an answer.
 
     A message is a dictionary with `role` and `content`. Only the assistant's turns from number `answers` on
     that are not `silent` are to be learned. tools: the tools that the template is given.
@@ -120,7 +119,7 @@ Sides = tuple[Conversation | None, Conversation | None]
 
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
-    """Return whether all files hold conversations; raises UsageError if only some do, or for no access."""
+    """Return whether all files hold conversations; raises UsageError if only some do, or if unreadable."""
     found = [holds_conversations(path) for _, path in files]
     if any(found) and not all(found):
         one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
@@ -166,7 +165,7 @@ def read_conversations(
     bad: BadRows | None = None,
     parse: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[T]:
-    """Yield what `make` returns for each conversation of a file, called `name`.
+    """Yield make(conversation) for each conversation of a file, called `name`.
 
     A row in error, also one for which `make` raises ValueError, goes to `bad`, or becomes a FileError that
     names the file, the line, what was expected and what was found. `parse`: reads a row of another form.
@@ -237,7 +236,7 @@ def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], l
         answers = [_messages(key, value[key]) for key in PAIR]
         if isinstance(prompt, list):
             return _messages("prompt", prompt), answers[0], answers[1]
-        at = _first_difference(*answers)  # a prompt as text is how both begin
+        at = _first_difference(*answers)  # their common beginning is the prompt
         return answers[0][:at], answers[0][at:], answers[1][at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
@@ -319,7 +318,7 @@ def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
-    """Return messages of ShareGPT's form: (nothing, all messages)."""
+    """Return messages of ShareGPT's form: (no prompt, all messages)."""
     found = []
     for place, turn in enumerate(_listed("conversations", value["conversations"])):
         where = f"conversations[{place}]"
@@ -358,7 +357,7 @@ def _listed(key: str, value: Any) -> list[Any]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    """Return messages with a role and a content that is a text, or a list of parts that are."""
+    """Return messages with a role and a content that is a text or a list of text parts."""
     return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
 
 

@@ -23,13 +23,13 @@ TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 COLUMNS |= {"chosen", "rejected", "label"}
 BESIDE = frozenset(("system", "tools"))
-HEAD = 1 << 16  # bytes in which a row must begin that shows the kind of a file
+HEAD = 1 << 16  # bytes within which the first row of a file, which shows its kind, must begin
 ROWS = 64  # rows of a table that are read together
-COLUMN = "input_ids"  # of token ids
+COLUMN = "input_ids"  # column of token ids
 
 
 def pyarrow(what: str = "Arrow files") -> Any:
-    """Return the package pyarrow, for files of a kind. Raises UsageError with the remedy if it is missing."""
+    """Return the package pyarrow, which `what` needs. Raises UsageError with the remedy if it is missing."""
     return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
@@ -58,7 +58,7 @@ def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file's content, without that of its packing."""
+    """Return the suffix of a file's content, without a compression suffix."""
     return (path.with_suffix("") if packing_of(path.name) else path).suffix.lower()
 
 

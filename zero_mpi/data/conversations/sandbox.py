@@ -1,15 +1,15 @@
 """Program that renders a chat template in a process of its own, under limits that the system enforces.
 
-A template comes with a model and is a stranger's program. Jinja2's sandbox keeps it from the interpreter, but
-lets it loop forever and double a text as often as it likes, also inside a filter or a comparison, where no
-code of ours runs. So the system ends this process once a rendering has used its CPU time, and refuses it
-memory beyond a limit. A conversation must give the same text whenever and wherever it is read: there is
-no `random`, and `strftime_now` returns a given day.
+A template comes with a model and is untrusted code. Jinja2's sandbox keeps it from the interpreter, but lets
+it loop forever and double a text without limit, also inside a filter or a comparison, where no code of ours
+runs. So the system ends this process once a rendering has used its CPU time, and refuses it memory beyond a
+limit. A conversation must give the same text whenever and wherever it is read: there is no `random`, and
+`strftime_now` returns a given day.
 
-`chat_template` starts it as a script, which imports nothing of the package and so starts quickly. Values of
-`marshal` come in, each after its length: the template (`source`, `day`), then variables of each rendering,
-with the numbers of messages (`prompts`) before which the text that asks for an answer is wanted too. Each
-has `seconds` of CPU time; the answer has one value and the seconds that are `left`.
+`chat_template` starts this file as a script, which imports nothing of the package and so starts quickly. It
+reads `marshal` values, each after its length: the template (`source`, `day`), then the variables of each
+rendering, with the numbers of messages (`prompts`) before which the text that asks for an answer is rendered
+too. Each has `seconds` of CPU time; the reply has one value and the seconds that are `left`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 256 << 20  # bytes of this process, which has 20 MiB at its start
 LETTERS, GROWTH = 1 << 20, 2  # limits of a text: letters, and letters per byte of its variables
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # sent to the rank
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # meant for the rank
 
 
 class Marks(Extension):
@@ -105,18 +105,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             part = request | {"messages": request["messages"][:place], "add_generation_prompt": True}
             try:
                 before.append(self.rendered(template, part, most))
-            except Exception:  # the template may want no such part
+            except Exception:  # the template may refuse this part
                 before.append(None)
         return found | {"before": before}
 
 
 def refuse(message: object) -> NoReturn:
-    """Raise the error of a template that wants no such conversation."""
+    """Raise the error of a template that refuses a conversation."""
     raise TemplateError(str(message))
 
 
 def told(error: Exception) -> str:
-    """Return a description of what went wrong in a template."""
+    """Return a description of an error in a template."""
     name = type(error).__name__
     return {
         "MemoryError": f"it takes more than {MEMORY >> 20} MiB of memory",
@@ -127,7 +127,7 @@ def told(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until there are no more, each in its seconds of CPU time."""
+    """Answer requests until the input ends, each within its CPU time."""
     with suppress(ValueError):  # the limit is lower already
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -143,7 +143,7 @@ def main() -> None:
                 template, found = sandbox.compiled(request["source"]), {}
             else:
                 found = sandbox.answer(template, request, LETTERS + GROWTH * size)
-        except Exception as error:  # a stranger's program may raise anything
+        except Exception as error:  # untrusted code may raise anything
             found = {"error": told(error)}
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         answer = marshal.dumps(found | {"left": left})

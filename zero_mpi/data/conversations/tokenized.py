@@ -1,8 +1,8 @@
-"""Conversations as tokens, each with a mark: whether the loss counts that token as a target.
+"""Conversations as tokens, each marked as a target that the loss counts or not.
 
 The ids are those of the full text. Each token stands for as many bytes as its spelling has, so sums of
-lengths show which tokens overlap an answer. A token with letters of both sides counts, for a model that
-answers has to produce all of it.
+lengths show which tokens overlap an answer. A token across the border of an answer counts, because the model
+has to produce all of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CAUTIONS = {
 
 
 def described(of: Facts) -> str:
-    """Return the facts on one row or on many as text."""
+    """Return facts as text, on one row or many."""
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
     text += f"end of turn in {of['turns'] - of['endless']:,} of {of['turns']:,}"
@@ -66,7 +66,7 @@ class Totals:
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        """Return notes on what is read, in total and of the first row."""
+        """Return notes on the data: totals, and the first row."""
         total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
@@ -85,7 +85,7 @@ class TokenizedConversation(NamedTuple):
     """A conversation as text and as tokens.
 
     name      file, and line number in it
-    ids       (n,) uint16 or uint32; counted (n,) bool: which of them the loss counts
+    ids       (n,) uint16 or uint32; counted (n,) bool: ids that the loss counts
     lengths   (n,) int64: bytes of the text that each token stands for
     facts     counts for the user
     """
@@ -170,9 +170,9 @@ class ConversationReader:
     def _marked(
         self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
-        """Return a conversation with marks on the tokens (n,) of answers, which stand for so many bytes.
+        """Return a conversation with marks on the tokens (n,) of answers; `lengths`: bytes of each token.
 
-        Bos in front stands for none. Raises UsageError if the tokens do not stand for all of the text.
+        A bos in front has length 0. Raises UsageError if the tokens do not stand for all of the text.
         """
         ends, size = np.cumsum(lengths), len(each.text.encode())
         if lengths.sum() != size:
@@ -209,14 +209,14 @@ class ConversationReader:
                 facts["unread"] = int(not finder.reads_tools(conversation, text))
         if not self._all:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        if self._all:  # what is not silent: before, between and after these turns
+        if self._all:  # all that is not silent: before, between and after these turns
             starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(text)]
             spans = list(zip(starts, stops, strict=True))
         return RenderedConversation(conversation.name, text, spans, facts)
 
 
 def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Return places counted in letters as places counted in bytes of UTF-8."""
+    """Convert places counted in letters to places counted in bytes of UTF-8."""
     if text.isascii():
         return list(spans)
     places = sorted({place for span in spans for place in span})

@@ -1,7 +1,7 @@
 """New tokens for the tokenizer of a model (`--add-tokens FILE`), as user-defined tokens of its GGUF keys.
 
-They are cut out of a text before anything else, as in llama.cpp. They take the places of unused `[PADn]` at
-the end of the vocabulary first, and it grows by the others.
+They are cut out of a text before anything else, as in llama.cpp. They first replace unused `[PADn]` at the
+end of the vocabulary, which grows by the others.
 """
 
 from collections import Counter

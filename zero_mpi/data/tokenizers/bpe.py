@@ -1,9 +1,9 @@
 """Byte-level BPE as a model file describes it: the ids are those of llama.cpp.
 
 A GGUF holds the tokens, their types and the merges, and names the splitting into words (`pretokenizers`). The
-`tokenizers` library splits and merges; all around that is in `gguf_tokenizer`, except that a byte
-that the vocabulary lacks gives no id. Long texts go through the library in pieces, on all its threads, and
-always give the same ids.
+`tokenizers` library splits and merges; `gguf_tokenizer` does everything else. A byte that the vocabulary
+lacks gives no id. Long texts go through the library in pieces, on all its threads, and always give the same
+ids.
 """
 
 import re
@@ -34,7 +34,7 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
-_BATCH = 1 << 20  # characters in progress at once: the answers take 150 bytes per character
+_BATCH = 1 << 20  # characters in progress at once: the results take 150 bytes per character
 _WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
@@ -142,10 +142,10 @@ class BPETokenizer(GGUFTokenizer):
     def _by_windows(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the ids of a long text without seams, encoded in windows that overlap.
 
-        Merges join the pair of the least rank first, and of equal ones the leftmost. So tokens are
-        those of a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
-        token of the previous one. If both agree on tokens and words from there on for a while, the tokens of
-        the first up to there and all of the second form such a row; else a larger window is taken.
+        Merges join the pair of the least rank first, and of equal ones the leftmost. So a row of tokens
+        encodes a word if each pair of neighbours, encoded by itself, stays unchanged. A window begins at a
+        token of the previous one. If both agree on tokens and words for a while from there on, the tokens of
+        the first up to there and all of the second form such a row; otherwise a larger window is taken.
         """
         start, size, window = 0, _WINDOW, list[NDArray[np.integer[Any]]]()
         while True:
@@ -177,7 +177,7 @@ class BPETokenizer(GGUFTokenizer):
 
     @cached_property
     def _encoder(self) -> Any:
-        """The library's tokenizer for text without tokens that stand in it, created at first use.
+        """The library's tokenizer for the text between tokens that are spelt out, created at first use.
 
         A byte without a token gets an id above the vocabulary, dropped later: the library would skip the
         byte before it merges, and bytes from both sides of it could become one token.
@@ -203,7 +203,7 @@ def build(
         tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges))
         if normalizer is not None:
             tokenizer.normalizer = normalizer_of(normalizer)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower class
         why = shown(str(error))
         raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
     tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytewise])
@@ -212,7 +212,7 @@ def build(
 
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return pairs in the order of their rank, each where it comes first."""
+    """Return the merges as pairs in the order of their rank, without repeated ones."""
     given = list(dict.fromkeys(keys.texts(MERGES) or []))
     pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in given]]
     for merge, (left, right) in zip(given, pairs, strict=True):
@@ -227,7 +227,7 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
-    """Yield a text in pieces of about `PIECE` characters that have its ids as a whole; an id unchanged."""
+    """Yield a text in pieces of about `PIECE` characters whose ids make up the text's; an id unchanged."""
     if isinstance(part, int) or len(part) <= PIECE:
         yield part
         return

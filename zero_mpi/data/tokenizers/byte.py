@@ -1,14 +1,14 @@
-"""Interface of tokenizers, how texts are read with one, and the byte tokenizer: the id of a byte is the byte.
+"""Interface of tokenizers, a reader of texts, and the byte tokenizer: the id of a byte is the byte.
 
 The byte tokenizer can represent any data without training. In a GGUF its vocabulary is a GPT-2 one
 (llama.cpp's "gpt2" model): byte b is written as the printable character that GPT-2's byte-to-unicode map
-gives it, three special tokens follow, and one merge that never applies, because readers ask for at least one
-and want both its halves and the joined token in the vocabulary.
+gives it, three special tokens follow, and one merge that never applies, because readers require at least one,
+with its halves and the joined token in the vocabulary.
 
-Control tokens that are spelt in text, such as <|im_start|>, are read as characters or as the token. An author
-who writes about models means the characters. Text by strangers should be read so too: a token in it could end
-a turn. An author who writes a conversation by a template means the token. The text itself does not show which
-is meant, so a flag decides. Without a setting the characters are taken, and the user gets a note.
+Control tokens that are spelt in text, such as <|im_start|>, are read as characters or as the token. A text
+about models means the characters. Untrusted text must be read so too: a token in it could end a turn. A
+conversation written by a template means the token. The text itself does not show which is meant, so a flag
+decides. Without it the characters are taken, and the user gets a note.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
 
 
 def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
-    """Return ids (n,) that begin with bos once: a chat template may have written it. None: as they are."""
+    """Return ids (n,) that begin with bos once: a chat template may have written it. None: unchanged."""
     return ids if bos is None or ids[:1].tolist() == [bos] else np.insert(ids, 0, bos)
 
 

@@ -1,6 +1,6 @@
 """Base of the tokenizers of GGUF files: tokens, their types, and the rules around the text.
 
-As in llama.cpp, tokens that stand in the text themselves are cut out longest first, before anything
+As in llama.cpp, tokens that are spelt out in the text are cut out longest first, before anything
 else; a control token is read only on request, so that a document which mentions one stays text. Each
 kind of tokenizer decides how the text between them becomes ids.
 """
@@ -26,7 +26,7 @@ from zero_mpi.files.gguf_keys import THE_FILE, TOKENS, TYPES, GGUFKeys
 Parts = Sequence[int | str]  # parts of a text: ids of tokens in it, and the texts between them
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
-STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types that are read in a text
+STANDING = (UNKNOWN, CONTROL, USER_DEFINED)  # types that are recognised in a text
 KEY = "tokenizer.ggml."
 PIECE = 1 << 16  # characters that are processed as one text
 LONGEST = 1 << 10  # characters of a token; those of models have up to 256
@@ -47,7 +47,7 @@ class GGUFTokenizer(Tokenizer):
     continued, and the corpus ends its documents anyway.
     """
 
-    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens that the file does not name
+    usual_ids: ClassVar[Mapping[str, int]] = {}  # special tokens where the file names none
     longest: ClassVar = LONGEST
     run_batch = Batches()
 
@@ -123,7 +123,7 @@ class GGUFTokenizer(Tokenizer):
         return b"".join([spelt[i] for i in found])
 
     def metadata(self) -> dict[str, object]:
-        """Return the keys that it was made from, unchanged: `tokenizer.*`, and others that affect the ids."""
+        """Return the file's keys, unchanged: `tokenizer.*`, and others that affect the ids."""
         return dict(self._metadata)
 
     def special_id(self, name: str) -> int | None:

@@ -1,6 +1,6 @@
 """Rules of a Hugging Face tokenizer for which a GGUF has no key, and which llama.cpp does not follow.
 
-They come from a folder and stay with the model as JSON under a key of their own, which llama.cpp passes over:
+They come from a folder and stay with the model as JSON under a separate key, which llama.cpp ignores:
 `added_tokens` (flags by token), `normalizer`, `original` (regexes, see `pretokenizers`) and `ignore_merges`.
 """
 
@@ -26,13 +26,13 @@ _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _LOCAL = {*_FORMS, "Lowercase", "Sequence"}  # a distant letter does not change the spelling under these
 _MOST_GROWTH, _MOST_JSON = 16, 2000  # growth of a text by a normalizer; letters of its definition
 _CHUNK = 1 << 16  # characters normalized at once; the library takes 40 bytes for each
-# Letters that no form joins to the text before them.
+# Letters that no normalization form joins to the text before them.
 _STABLE = re.compile("[\0-\x7f\u0400-\u0450\u3400-\u9fff\uac00-\ud7a3]")
 _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class Rules:
-    """Rules of a tokenizer's keys; FileError for keys that are no rules.
+    """Rules of a tokenizer's keys; FileError for invalid rules.
 
     flags   flags of added tokens, by token
     cut     whether the rules say how tokens are cut out of a text
@@ -174,7 +174,7 @@ def check_normalizer(definition: Any) -> None:
             )
         try:
             normalizer_of(definition)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no narrower class
             raise ValueError(f"the normalizer {shown(definition, 100)} ({shown(str(error), 60)})") from error
 
 
@@ -190,5 +190,5 @@ def _growth(definition: Any) -> int:
     if kind == "Prepend" and isinstance(given.get("prepend"), str):
         return 1 + len(given["prepend"])
     if kind == "Replace" and isinstance(old, str) and isinstance(new, str) and old:
-        return max(1, -(-len(new) // len(old)))  # a regex may take time without end
+        return max(1, -(-len(new) // len(old)))  # only for a fixed text: a regex may take forever
     raise ValueError(f"the normalizer {shown(definition, 100)}")

@@ -40,7 +40,7 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
     while len(pending):
         here = slots[pending]
         free = table.keys[here] == FREE
-        table.keys[here[free]] = wanted[pending[free]]  # if several want one place, the last one has it
+        table.keys[here[free]] = wanted[pending[free]]  # if several want one place, the last one gets it
         placed = table.keys[here] == wanted[pending]
         table.values[here[placed]] = values[pending[placed]]
         pending = pending[~placed]

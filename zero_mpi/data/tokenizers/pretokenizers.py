@@ -1,11 +1,11 @@
 r"""Pre-tokenizers: how a byte-level BPE tokenizer cuts text into words before merges, by the name in a GGUF.
 
-`tokenizer.ggml.pre` names regexes that a file does not hold, so its readers must know them. They are
-applied in turn, each within the pieces of the one before; text that no regex matches is a piece too. Names
-and regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that ids of a GGUF
-are its ids. Some of them only approximate the regexes that the vocabulary was made with (tekken, gpt-4o,
-deepseek): the exact ones are kept as `original` and cut the text of a folder whose tokenizer.json has them.
-With another splitting, text would be read wrong and nobody would notice, so an unknown name is refused.
+`tokenizer.ggml.pre` names regexes that a file does not hold, so its readers must know them. They are applied
+in turn, each within the pieces of the one before; text that no regex matches is a piece too. Names and
+regexes are from llama.cpp (src/llama-vocab.cpp, `llm_tokenizer_bpe` and `load`), so that a GGUF gives the
+same ids as there. Some of them only approximate the regexes that the vocabulary was made with (tekken,
+gpt-4o, deepseek): the exact ones are kept as `original` and cut the text of a folder whose tokenizer.json has
+them. With another splitting, text would be read wrong and nobody would notice, so an unknown name is refused.
 """
 
 # ruff: noqa: RUF001 (classes of letters of many scripts)
@@ -66,7 +66,7 @@ class PreTokenizer(NamedTuple):
     ignore_merges: bool = False  # a word that is a token becomes that token, despite the merges
     add_bos: bool = False  # default, if the file does not say
     original: tuple[str, ...] = ()  # regexes of tokenizer.json, if llama.cpp's differ
-    passes_letters: bool = False  # letters outside ASCII may be in no regex, and with spaces a piece
+    passes_letters: bool = False  # non-ASCII letters may match no regex: with spaces, they form a piece
 
 
 _DEFAULT = PreTokenizer((_PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))

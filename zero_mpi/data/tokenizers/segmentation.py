@@ -54,10 +54,10 @@ def merge(
 ) -> NDArray[np.int64]:
     """Join neighbours of `symbols` (n,) as long as a pair of them is in the table, in place.
 
-    Each pair has the rank of what it becomes; the smallest comes first, and of equal ones the leftmost
-    one (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: a word begins where it
-    follows another symbol, and no pair crosses that place; FREE if pairs may. Returns for each place
-    (n,) that of the next symbol; FREE at a symbol that was joined to the one before it.
+    A pair has the rank of its joined symbol; the smallest rank is joined first, of equal ranks the leftmost
+    (byte-pair encoding as in SentencePiece, Kudo and Richardson 2018). `space`: symbol that begins a word
+    after any other symbol; no pair crosses that place (FREE: no such symbol). Returns the place of the next
+    symbol for each place (n,); FREE at a symbol that was joined to the one before it.
     """
     count = len(symbols)
     before, after = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -121,8 +121,7 @@ def spell(
     bytewise: NDArray[np.int32],
     vocab: int,
 ) -> NDArray[np.int32]:
-    """Return the ids of merged symbols; a symbol without a token, which is a single character, by its UTF-8
-    bytes.
+    """Return the ids of merged symbols; a single character without a token gives those of its UTF-8 bytes.
 
     `letters` (n,): code points, or -1 - id of a token that stood in the text. `bytewise` (256,): the token of
     each byte.
@@ -164,8 +163,8 @@ def likeliest(
 
     The table leads from a node of a trie and a letter to the next node, `ends` from a node to its token or
     FREE. `unknown`: the token of a letter without a token, and its score; neighbours become one. Of equal
-    sums the first one found stays: that whose last token is longer. A letter may be -1 - id of a token that
-    stood in the text: the letters before it and after it are separate texts.
+    sums the one whose last token is longer wins. A letter may be -1 - id of a token that stood in the text:
+    the letters before it and after it are separate texts.
     """
     count = len(letters)
     best, token, origin = (

@@ -1,7 +1,7 @@
 """SentencePiece's tokenizers as model files describe them: merges by score, and the most likely tokens.
 
 A GGUF holds the tokens with their types and scores. The ids are those of llama.cpp, whose rules differ from
-those of SentencePiece itself: a space is put before each text that follows a token which stood in the text,
+those of SentencePiece itself: a space is put before each text that follows a token spelt out in the text,
 and sums are in float64. The loops are in `segmentation`, which is compiled when it is imported. If no token
 crosses the beginning of a word, long texts are cut there and processed by all threads.
 """
@@ -102,7 +102,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Tell whether no token crosses the beginning of a word."""
+        """True if no token crosses the beginning of a word."""
         return not any(_SEAM.search(token) for token in self.tokens)
 
     def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
@@ -169,7 +169,7 @@ class MergeTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
-        """The symbol of each letter of Unicode, last that of no letter; and what two symbols become.
+        """The symbol of each Unicode letter and, last, of a non-letter; and the table of pairs and results.
 
         Symbols are tokens, and letters that are part of a token. Making the table takes a second for a large
         vocabulary.
@@ -255,7 +255,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     @cached_property
     def is_cut_at_words(self) -> bool:
-        """Tell whether words can be cut: a space without a token would join unknown letters before it."""
+        """True if words can be cut apart. A space without a token would join unknown letters before it."""
         return SPACE in self.ids and not any(_SEAM.search(token) for token in self.tokens)
 
     @cached_property

@@ -94,7 +94,7 @@ class Spellings:
                 yield len(text) - at, ranks[node]
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
-        """Yield (start, stop, token) of those that are cut out, from `places`, the starts of each rank."""
+        """Yield (start, stop, token) of the tokens to cut out; `places`: the starts of each rank."""
         taken, ranks = bytearray(len(text) + 1), [*places]  # per letter, and one that stays free
         heapify(ranks)
         while ranks:

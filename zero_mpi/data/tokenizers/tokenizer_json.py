@@ -37,7 +37,8 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     """Return the tokenizer of a tokenizer.json; beside it, tokenizer_config.json, chat_template.jinja,
     config.json and generation_config.json are read for the special tokens and the chat template.
 
-    `vocab_size`: the model's, if it is larger: the rest is filled. UsageError unless it is a byte-level BPE.
+    `vocab_size`: the model's; if it is larger, unused tokens fill the rest. UsageError unless it is a
+    byte-level BPE.
     """
     path = Path(path)
     content = _read(path, _MOST)
@@ -85,7 +86,7 @@ def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> d
     bpe = BPETokenizer(metadata, place)
     ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
     special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
-    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is no text
+    GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if it is not text
     named = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
@@ -159,7 +160,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the added tokens. Raises UsageError unless they are objects. As in Transformers, those of
-    tokenizer_config.json are added and override those of the same text.
+    tokenizer_config.json are added and replace those of the same text.
     """
     tokens = _given(path, content, "added_tokens", list) or []
     by_id = _by_config(path, "added_tokens_decoder", dict) or {}
@@ -247,7 +248,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
         single = _list(step.get("single")) if isinstance(step, dict) else []
         head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
         if isinstance(head, dict):
-            first = _content(head.get("id"))  # the token that it puts before a text
+            first = _content(head.get("id"))  # the token that the post-processor puts before a text
             break
     texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
     if not _beside(path, "tokenizer_config"):
@@ -270,7 +271,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
 
 
 def _chat_template(path: Path) -> dict[str, object]:
-    """Return the templates that Transformers takes, by their names: those of files, if there are any."""
+    """Return the templates that Transformers takes, by name: template files come before configurations."""
     given = _by_config(path, "chat_template", str, list)
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}

@@ -2,7 +2,7 @@
 
 A tile has 16 rows of 64 bytes, and one instruction adds the product of two to a third: 16 x 32 elements by
 32 x 16, the latter as pairs of rows (TDPBF16PS in Intel's Intrinsics Guide). Four sums of 16 x 16 are held
-while 32 rows meet 32 columns. b is packed as pairs once a matrix, and of a what does not lie by whole tiles;
+while 32 rows meet 32 columns. b is packed as pairs once per matrix, and a unless its rows form full tiles;
 oneDNN takes longer to copy heads whose rows lie apart than to multiply them (docs/benchmarks.md).
 
 Import it only where `products.by_tiles` does: elsewhere the compiler lacks these types and ends the process.
@@ -40,8 +40,8 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 
-ROWS, PANEL, DEPTH = 16, 32, 32  # of a tile; of what is computed at once; elements of a tile's row
-ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # of a tile's row; of a float32, or a pair; of a bfloat16
+ROWS, PANEL, DEPTH = 16, 32, 32  # rows of a tile; rows and columns of a block; elements of a tile's row
+ROW_BYTES, EACH, LOW_BYTES = 64, 4, 2  # bytes of a tile's row; of a float32 or a pair; of a bfloat16
 
 
 def instruction(name: str, tiles: tuple[Any, ...], *others: Any) -> Any:

@@ -57,7 +57,7 @@ def first_seen(begins: Array, row: int) -> int:
 
 @helper
 def hide(row: Array, begins: Array, i: int, value: float) -> None:
-    """Put `value` at the keys that row i of a block does not see and the block's first row does."""
+    """Set row i of a block to `value` at the keys that the block's first row sees but row i does not."""
     if begins.size:
         row[: begins[i] - begins[0]] = value
 
@@ -124,7 +124,7 @@ def forward(
     p: Array,
     sums: Array,
 ) -> None:
-    """Fill y of `causal_attention` and `sums` (B H T,) of rows; p holds all weights if `keep`, else some."""
+    """Fill y of `causal_attention` and row sums (B H T,); p holds all weights if `keep`, else one block's."""
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]
     end = 0
@@ -163,8 +163,8 @@ def backward(
 ) -> None:
     """Fill the gradients of `forward`; d is scratch space for a block.
 
-    It runs from the last block of a head down: that one sees all keys, so it writes the gradients that the
-    others add to; with `begins` it adds to zeros. Heads that share keys add to them in order of heads.
+    The last block of a head comes first: it sees all keys, so it writes the gradients to which the others
+    add; with `begins` it adds to zeros. Heads that share keys add their gradients in order of heads.
     """
     batch, length, heads, width = q.shape
     before, shared, tall = k.shape[1] - length, heads // k.shape[2], v.shape[3]

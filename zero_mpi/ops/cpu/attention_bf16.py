@@ -1,6 +1,6 @@
 """Causal attention in bfloat16 on CPUs: blocks of rows of many heads at a time, every product by oneDNN.
 
-The blocks are those of `ops.cpu.attention`, but of several heads together: a call of the library costs ten
+Blocks are as in `ops.cpu.attention`, but several heads are computed together: a call of the library costs ten
 microseconds before it begins. Scores and all sums are float32. Weights are rounded to bfloat16 for their
 products, and so are the gradients of scores, as in GPU kernels.
 """
@@ -36,7 +36,7 @@ from zero_mpi.ops.cpu.jit import (
 from zero_mpi.ops.sizes import KEPT_WEIGHTS, LOW_BLOCK, gradients_like, head_weights
 
 Multiply = Callable[..., Array]
-EVEN = 16  # elements up to which a row is computed beyond the diagonal: whole vectors
+EVEN = 16  # a row is computed up to a multiple of it, beyond the diagonal: full vectors
 
 
 @kernel("f4 i2 f b f3+ l4+")

@@ -23,7 +23,7 @@ ALL, NONE = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 class HeadShare:
     """One thread's share of attention: some sequences, and of them some heads of keys with their queries.
 
-    number      of this share
+    number      index of this share
     before      pairs of a sequence and a head of queries in earlier shares
     sequences   slice of the batch
     heads       slice of the heads of keys
@@ -43,7 +43,7 @@ class HeadShare:
         return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
 
     def begins(self, begins: Array | None) -> Array:
-        """Return the first position that each of its positions sees, sequence by sequence; empty: all."""
+        """Return the first position that each position of the share sees, by sequence; empty: all."""
         return ALL if begins is None else np.ascontiguousarray(begins[self.sequences]).reshape(-1)
 
     def of(self, times: int) -> slice:
@@ -52,7 +52,7 @@ class HeadShare:
 
 
 def shares(q: Array, k: Array) -> list[HeadShare]:
-    """Return each thread's share: full sequences, or if that would leave threads idle, heads of all."""
+    """Return one share per thread: full sequences, or heads of all sequences if that uses more threads."""
     (batch, length, heads, _), keys = q.shape, k.shape[2]
     size, shared = length * k.shape[1], heads // keys
     by_sequences = threads.cut((batch, heads, size))
@@ -80,7 +80,7 @@ class Tile:
     queries, keys    heads of q, and the heads of k and v that they use
     rows, seen       positions of the queries and of the keys
     weights, sums    start of its weights and of its rows' sums among those of all tiles in order
-    begins, ends     whether it is the first, or last, that adds to the gradients of its keys
+    begins, ends     whether this tile is the first, or last, to add to the gradients of its keys
     """
 
     shape: tuple[int, int, int, int]
@@ -136,8 +136,8 @@ def groups(batch: int, heads: int, length: int, total: int) -> Iterator[tuple[sl
 def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple[Tile, ...]:
     """Return the tiles of B sequences of T queries in H heads; `shared` heads each see S keys of one head.
 
-    They run from the last block of a head down: that one sees all keys, so it writes the gradients that the
-    others, and then the heads that share the keys, add to.
+    The last block of a head comes first: it sees all keys, so it writes the gradients to which the other
+    blocks, and then the heads that share the keys, add.
     """
     found: list[Tile] = []
     weights = sums = 0

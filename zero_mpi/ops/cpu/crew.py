@@ -104,7 +104,7 @@ def take_parts(words: Array, place: int) -> bool:
 
 @kernel("i1+", liberties=False)
 def serve(words: Array) -> None:
-    """Take parts of steps, until none comes for a while."""
+    """Compute parts of steps until none has come for `PATIENCE` rounds or `threads` needs this thread."""
     place, waited = words.ctypes.data, 0
     while waited < PATIENCE and seen(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
@@ -142,7 +142,7 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
 
 
 class Crew:
-    """The waiting threads of this process: the places of `threads`' pool, until others need them."""
+    """The waiting threads of this process, which occupy the pool of `threads` until other work needs it."""
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()

@@ -130,7 +130,7 @@ def normalize(line: Array, sequences: int) -> None:
 
 @compiled
 def turn(line: Array, sequences: int, positions: Array) -> None:
-    """Rotate C heads of width D in place: A, B cosines and sines, E elements that turn, F neighbours."""
+    """Rotate C heads of width D in place: A, B cosines and sines, E elements that turn, F adjacent pairs."""
     half, heads, neighbours = line[E] // 2, line[C], line[F] != 0
     for n in range(sequences):
         cos = floats(line[A] + 4 * positions[n] * half, half)
@@ -156,7 +156,7 @@ def keep(line: Array, sequences: int, positions: Array) -> None:
 
 @compiled
 def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
-    """Compute a head: A, B cached keys and values, C room, D window, E factor, F, G widths, H their heads."""
+    """Compute a head: A, B cached keys and values, C capacity, D window, E factor, F, G widths, H heads."""
     heads, key_width, width = line[PARTS], line[F], line[G]
     group = head * line[H] // heads
     for n in range(sequences):
@@ -188,7 +188,7 @@ def attend(line: Array, head: int, sequences: int, positions: Array) -> None:
 def combine(line: Array, sequences: int, positions: Array) -> None:
     """Compute y (A,) of x and another array at B, element by element.
 
-    C, for sums: its rows belong to sequences (0) or positions (2), or it has only one (1)
+    C, for sums: the rows at B belong to sequences (0) or positions (2), or there is only one row (1)
     """
     size, operation = line[A], line[OPERATION]
     for n in range(sequences):

@@ -91,7 +91,7 @@ class Block:
         return product if least is None else b.fadd(product, all_lanes(least))
 
     def with_bits(self, low: Any, high: Any, place: int) -> Any:
-        """Return words with more bits put in from a place on."""
+        """Return `low` with the bits of `high` inserted from bit `place` on."""
         return self.builder.or_(low, self.builder.shl(high, constant(place)))
 
     def times(self, factor: Any, whole: Any) -> Any:

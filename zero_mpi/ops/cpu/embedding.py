@@ -79,7 +79,7 @@ def add_sums_of_positions(dy: Array, dw: Array) -> None:
 
 @kernel("f3 f2+")
 def sum_positions(dy: Array, dw: Array) -> None:
-    """Add to dw (T, C) dy (B, T, C), one sequence after the other."""
+    """Add dy (B, T, C) to dw (T, C), one sequence after the other."""
     for b in range(dy.shape[0]):
         for t in range(dy.shape[1]):
             for j in range(dy.shape[2]):

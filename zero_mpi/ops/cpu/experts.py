@@ -46,7 +46,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
         last = -1
         for u in range(used):
             best = -1
-            for j in range(row.size):  # of what comes after the last choice: lower, or as high and behind
+            for j in range(row.size):  # after the last choice: lower, or equal with a higher index
                 after = last < 0 or out[j] < out[last] or (out[j] == out[last] and j > last)
                 if after and (best < 0 or out[j] > out[best]):
                     best = j
@@ -61,7 +61,7 @@ def choose(logits: Array, used: int, normalized: bool, p: Array, chosen: Array, 
 def arrange(
     chosen: Array, w: Array, used: int, starts: Array, rows: Array, tokens: Array, out: Array
 ) -> None:
-    """Sort places by their expert, in their order; fill starts, and what `route` says of each row."""
+    """Sort places by expert, stably; fill starts, and the results of `route` for each row."""
     starts[:] = 0
     for i in range(chosen.size):
         starts[chosen[i] + 1] += 1
@@ -137,13 +137,13 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
-# oneDNN makes a product anew for each number of rows, which takes as long as many products of an expert, and
-# the rows of an expert change all the time. So products in bfloat16 have one of a few numbers of rows.
+# oneDNN prepares a product for each number of rows, which takes as long as many products of an expert, and
+# that number changes in each call. So products in bfloat16 are extended to one of a few numbers of rows.
 LEAST_ROWS, STEPS = 16, 8  # the least of these numbers, and how many lie between two powers of two
 
 
 def few(rows: int) -> int:
-    """Return the least of a few numbers that is at least `rows`."""
+    """Return `rows`, rounded up to one of a few numbers."""
     step = max(LEAST_ROWS, (1 << (rows - 1).bit_length()) // (2 * STEPS))
     return -(-rows // step) * step
 

@@ -1,7 +1,7 @@
 """Flat buffers on CPUs: AdamW in one pass, and the sums of squares of a gradient's chunks.
 
-Their bits must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math: each element
-is rounded alike, in the vector part of a loop or in its rest. A chunk's sum depends on its length.
+Results must not depend on how a buffer is cut. AdamW is therefore compiled without fast-math: each element
+is rounded alike in the vector part of a loop and in its remainder. A chunk's sum depends on its length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def update(
     eps: float,
     rate: float,
 ) -> None:
-    """Compute the update of `reference.adamw`, element by element; keep (n,): of n runs of one length.
+    """Compute the update of `reference.adamw`, element by element; keep (n,): the factors of n equal runs.
 
     low: p rounded to bfloat16, while it is in cache; empty if it is not needed.
     """

@@ -77,7 +77,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
 
     text has a word for each argument, and one for the result behind an arrow: f float32, l the bits of a
     bfloat16, e either of these (all of a call alike), d float64, i int64, u uint8, b a truth value. A digit
-    makes it an array of so many axes, which is contiguous, or with `~` not; `+`: the kernel writes it.
+    makes it an array of so many axes, which are contiguous unless there is a `~`; `+`: the kernel writes it.
     """
     arguments, _, result = text.partition(" -> ")
     words, returns = arguments.split(), TYPES[result] if result else types.void
@@ -104,7 +104,7 @@ def kernel(text: str, liberties: Any = LIBERTIES) -> Callable[[F], F]:
 
 
 def load(compiled: Any, signature: Any) -> Any:
-    """Load a kernel for a signature from the cache, or compile it, unless it is there; return its code."""
+    """Load a kernel for a signature from the cache, or compile it, unless it is loaded; return its code."""
     with global_compiler_lock:
         if not isinstance(compiled._cache, QuickCache):
             before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(code_cache.folder())
@@ -119,7 +119,7 @@ def load(compiled: Any, signature: Any) -> Any:
 
 
 class QuickCache(FunctionCache):  # type: ignore[misc]
-    """Cache of numba that does not import, before it loads code, all that compiling would need."""
+    """Cache of numba that loads code without first importing everything that a compilation needs."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the code for a signature, None if it is not in the cache."""
@@ -130,7 +130,7 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 def compile_all(kind: str) -> None:
     """Compile all kernels for a type, "float32" or "bfloat16", that the cache lacks."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # tile units add up bfloat16 in both
+        for signature in (full,) if kind == "float32" else (full, low):  # amx: bfloat16 products write both
             load(compiled, signature)
 
 
@@ -157,7 +157,7 @@ def single(*arrays: Array) -> bool:
 
 
 def alike(*arrays: Array) -> bool:
-    """Return whether all are float32, or all bfloat16, as kernels of EITHER need."""
+    """Return whether all are float32, or all bfloat16, as kernels with `e` arguments need."""
     kind = arrays[0].dtype
     return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
 
@@ -237,7 +237,7 @@ def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], A
     bits = builder.bitcast(number, word)
     odd = builder.and_(builder.lshr(bits, word_of(16)), word_of(1))
     near = builder.lshr(builder.add(builder.add(bits, word_of(0x7FFF)), odd), word_of(16))
-    is_nan = builder.fcmp_unordered("uno", number, number)  # the sum would carry it away
+    is_nan = builder.fcmp_unordered("uno", number, number)  # the addition could carry NaN into another number
     return builder.select(is_nan, word_of(0x7FC0), near)
 
 
@@ -257,8 +257,8 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
 def exponential(x: Any) -> Any:
     """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
 
-    Unlike a call of the C library it becomes vector code. Above 88.3 it is infinite, below -87.7 zero,
-    because denormal numbers are slow. NaN stays NaN.
+    Unlike a call of the C library it becomes vector code. The result is infinite above 88.3 and zero below
+    -87.7, because denormal numbers are slow. NaN stays NaN.
     """
     x = f4(-88.0) if x < f4(-88.0) else x
     x = f4(88.8) if x > f4(88.8) else x
@@ -346,7 +346,7 @@ def settle(lanes: Array, i: int, n: int) -> None:
 def sums_for(dw: Array | None, w: Array) -> Array:
     """Return the array to which a kernel adds sums over rows: dw, or zeros that `add_sums` adds to dw.
 
-    A frozen parameter gets one as well, so that the same code runs and dx has the same bits.
+    A frozen parameter gets zeros as well, so that the same code runs and dx has the same bits.
     """
     return dw if dw is not None and dw.dtype == FLOAT32 else np.zeros(w.shape, np.float32)
 
@@ -358,5 +358,5 @@ def add_sums(sums: Array, dw: Array | None) -> None:
 
 
 def adds_into(*sums: Array | None) -> bool:
-    """Return whether kernels can add to these in place, or by a float32 buffer."""
+    """Return whether kernels can add to these arrays, in place or through a float32 buffer."""
     return all(x is None or (x.dtype in (FLOAT32, BFLOAT16) and x.flags.c_contiguous) for x in sums)

@@ -43,13 +43,13 @@ NOTHING = np.zeros((0, 0), np.uint16)  # instead of an array that is not needed
 def consume_logits(z: Array, low: Array, targets: Array, scale: float, gradient: bool) -> float:
     """Return the sum of -log softmax(z)[target] over rows; if `gradient`, turn z into its gradient * scale.
 
-    Otherwise z is not changed. low: z viewed as halves of its elements, or empty. In the former case the
+    Otherwise z is not changed. low: z viewed as halves of its elements, or empty. Unless it is empty, the
     first half of each row becomes the gradient in bfloat16, and z must not be used any more. A row whose
     target does not count adds 0, and its gradient is zeros.
     """
     n, width = z.shape
     total = 0.0
-    weights = np.empty(width, np.float32)  # not in place of z: one loop gives the same bits for both
+    weights = np.empty(width, np.float32)  # not in z: one loop gives the same bits in both cases
     for i in range(n):
         row = z[i]
         if targets[i] == UNCOUNTED:

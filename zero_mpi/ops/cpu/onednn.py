@@ -1,11 +1,11 @@
 """Products by oneDNN through its C interface, if the processor has units for bfloat16.
 
-NumPy's BLAS has no product of that type; for float32 oneDNN is faster on such processors. The library is that
-of $ZERO_MPI_DNNL, that of the extra `onednn`, or the system's; it is loaded for the first product.
-Only documented functions are used (oneDNN 3: the matmul primitive with bias and post-operations), so any
-later version works. Sums are float32, and each result is rounded once. Products of subnormal numbers of
-bfloat16 count as zero, as in the processor's own instruction. Before a library is used, it must compute a few
-test products correctly.
+NumPy's BLAS has no product of that type; for float32 oneDNN is faster on such processors. The library is
+taken from $ZERO_MPI_DNNL, the extra `onednn` or the system; the first product loads it. Only documented
+functions are used (oneDNN 3: the matmul primitive with bias and post-operations), so later
+versions work. Sums are float32, and each result is rounded once. Products of subnormal numbers of bfloat16
+count as zero, as in the processor's own instruction. Before a library is used, it must compute a few test
+products correctly.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KINDS = {BFLOAT16: 2, FLOAT32: 3}
 BF16_UNITS, TILE_UNITS = 0x80, 0x200  # bits of the instruction set in use
 SOURCE, WEIGHTS, BIAS, RESULT, SECOND_SOURCE = 1, 33, 41, 17, 2
 BINARY_ADD = 0x1FFF0
-POST_OPERATION = (32768, 16384)  # argument number of the first one: versions differ
+POST_OPERATION = (32768, 16384)  # argument number of the first post-operation: versions differ
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # kept per thread: nearly every window of packed documents has new shapes
 OF = {
     "matmul_primitive_desc": "primitive_desc"
-}  # what an object is called when it is destroyed, if otherwise
+}  # the name under which an object is destroyed, if it is another
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -260,8 +260,8 @@ class OneDNN:
 
 
 def share_threads() -> None:
-    """Give the library as many threads as BLAS has, in products that this thread starts. Of several BLAS the
-    least number counts: a limit does not reach libraries that were loaded later (SciPy's)."""
+    """Give the library as many threads as BLAS has, in products that this thread starts. With several BLAS
+    the least number counts: a limit does not reach libraries that were loaded later (SciPy's)."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     ThreadpoolController().limit(limits=min(threads, default=1), user_api="openmp")
 

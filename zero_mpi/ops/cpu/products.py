@@ -27,7 +27,7 @@ from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, piece, shared
 
 LEAST = 1 << 22  # multiplications of float32: below that BLAS takes less time than a call of the library
 AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies it, and the copy must stay in cache
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch_prctl, and what of it
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch_prctl and its arguments
 
 
 def is_transposed(x: Array) -> bool:

@@ -80,7 +80,7 @@ def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
 
 
 def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa | None:
-    """Return cuDNN if it has to compute this. Raise UsageError if it was asked for and cannot be used.
+    """Return cuDNN if it computes these arrays. Raise UsageError if it is required but cannot be used.
 
     Own kernels compute packed documents: cuDNN would need one graph for each set of lengths.
     """
@@ -93,7 +93,7 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
 
 
 def refused(what: str) -> None:
-    """Continue without cuDNN; raise UsageError if it was asked for."""
+    """Raise UsageError if cuDNN is required; otherwise own kernels compute."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {what} of these shapes")
 
@@ -208,7 +208,7 @@ def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 class Scores:
     """Buffers for a block's scores: float32 for products, and weights in the type of the inputs.
 
-    begins (B, T): the first key that each query sees; None: all before it.
+    begins (B, T): the first key that each query sees; None: each sees all keys up to its own.
     """
 
     def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:

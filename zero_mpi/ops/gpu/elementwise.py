@@ -1,7 +1,7 @@
 """Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, rotary positions.
 
-One pass over memory each, 16 bytes per thread at a time; parts that are not aligned to that, or are shorter,
-are processed element by element.
+Each makes one pass over memory, 16 bytes per thread at a time; parts that are not aligned to that, or are
+shorter, are processed element by element.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Flat buffers on a GPU: AdamW in one pass, and sums of squares of chunks.
 
-Their bits depend neither on how a buffer is cut nor on the GPU. AdamW's are those of the reference.
+Results depend neither on how a buffer is cut nor on the GPU. AdamW's have the bits of the reference.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Kernel:
         return self._function
 
     def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
-        """Start it on the compute stream; without blocks there is nothing to do."""
+        """Start the kernel on the compute stream; do nothing if there are no blocks."""
         if blocks:
             function = self._function or self.bind()
             function((blocks,), (threads,), arguments, stream=device.in_use().stream)
@@ -109,7 +109,7 @@ def chosen(family: Family, operation: str, first: Array, *others: Array | None) 
 
 @cache
 def memory_of(gpu: Any) -> int:
-    """Return the bytes of a GPU, all processes' together."""
+    """Return the total memory of a GPU in bytes."""
     return int(gpu.cupy.cuda.runtime.getDeviceProperties(gpu.number)["totalGlobalMem"])
 
 

@@ -1,10 +1,10 @@
 """The linear layer on a GPU: one product each, into existing memory.
 
-Biases are added inside the product, as is what comes beside it (`plus`, `into`, a gradient so far). cuBLASLt
-rounds the product to 16 bits before it adds to a result in place, and in some kernels before it adds a bias.
-A head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned into its gradient where it
-lies. Products of 50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100): a
-vocabulary that is no multiple of LINE is brought to one by rows of zeros.
+The product also adds the bias and other terms (`plus`, `into`, the gradient so far). cuBLASLt rounds
+the product to 16 bits before it adds to a result in place, and in some kernels before it adds a bias. A
+head's logits exist in chunks of at most LOGITS_BYTES, and each chunk is turned into its gradient in place.
+Products of 50,257 columns take seven times as long as those of 50,264 (cuBLASLt 13.1, H100), so a vocabulary
+is padded to a multiple of LINE by rows of zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross-entropy on a GPU: a block takes a row of logits and may leave their gradient where they were.
+"""Cross-entropy on a GPU: one block computes a row of logits and may replace it by its gradient.
 
 The loss stays on the GPU, as a float64 array without dimensions: losses of rows are summed in a fixed order,
 and nobody has to wait for the number.

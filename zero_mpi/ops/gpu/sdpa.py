@@ -1,14 +1,14 @@
 """Attention by cuDNN: one graph for each set of shapes and strides, made at its first use and kept.
 
-q, k and v are read where they lie, heads as columns of a wider array included, and gradients are written
-where they are wanted: strides say it all. cuDNN takes bfloat16 and float16, as many keys as queries, heads of
-up to 128 columns (256 on Hopper); what it does not take, `attention` computes by itself. The package
-nvidia-cudnn-frontend brings the graphs, cuDNN itself the kernels.
+q, k and v are read in place, even if heads are columns of a wider array, and gradients are written to their
+final place: strides describe both. cuDNN takes bfloat16 and float16, as many keys as queries, heads of up to
+128 columns (256 on Hopper); `attention` computes everything else itself. The package nvidia-cudnn-frontend
+provides the graphs, cuDNN the kernels.
 
-Its backward is told to be deterministic, for which it holds a number for each score (the frontend's "dP
-workspace"). Where that would be more than `most_slopes` it is called for some sequences or heads at a time.
-Where one head is more, cuDNN 9.25 and later add in order on Hopper and need room only for gradients; older
-ones are not asked, since memory is to grow with T and not with its square.
+By default backward is deterministic, for which cuDNN holds a number per score (the frontend's "dP
+workspace"). If it needs more than `most_slopes`, backward is called for some sequences or heads at a time. If
+one head needs more, cuDNN 9.25 and later add in order on Hopper and need memory only for gradients; older
+versions are not used, since memory must grow with T and not with its square.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def way() -> str:
 class Graph:
     """A built graph: called with the address of each of its tensors, it runs on the compute stream.
 
-    turns: how much is added to each address, for each time that it runs. Raises RuntimeError if it needs more
+    turns: the offset of each address, for each run of a call. Raises RuntimeError if the graph needs more
     than `most` bytes of workspace.
     """
 
@@ -122,7 +122,7 @@ class Sdpa:
         self.handle = cudnn.create_handle()
         cudnn.set_stream(handle=self.handle, stream=where.stream.ptr)
         self.graphs: dict[Any, Graph | None] = {}
-        self.refusals: list[str] = []  # what cuDNN said where it had no graph
+        self.refusals: list[str] = []  # cuDNN's messages where it had no graph
 
     def fits(self, q: Array, k: Array, v: Array) -> bool:
         """Return whether cuDNN can compute this."""
@@ -167,7 +167,7 @@ class Sdpa:
         """Return the graph for these arrays, made if it is new; None if cuDNN has none for them."""
         scale = float(scale)  # as the bindings take it
         ordered = way() != ANY_ORDER
-        q, k = arrays[:2]  # whose shapes tell those of the others
+        q, k = arrays[:2]  # their shapes determine all others
         key = (turned, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
             parts, turns = self._cut(arrays) if turned and ordered else (arrays, [{}])

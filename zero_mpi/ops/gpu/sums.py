@@ -33,7 +33,7 @@ def add_partials(
 ) -> None:
     """Add to sums (O,) the lines of partial (parts, O) in their order; sums may have any of the types.
 
-    In the same launch others, of the same type, += the lines of `theirs`.
+    The same launch adds the lines of `theirs` to `others`, which has the type of `sums`.
     """
     writable("add_partials", sums, others)
     parts, width = partial.shape
