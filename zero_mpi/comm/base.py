@@ -5,6 +5,8 @@ the buffers alone. All ranks start, and wait for, the same collectives in the sa
 travels, for records and error messages.
 """
 
+# ruff: noqa: B027  (to do nothing is a sound answer of methods that are not abstract)
+
 from __future__ import annotations
 
 import os
@@ -72,13 +74,39 @@ class ModuleMemory:
     gathers: BufferPool = field(default_factory=BufferPool)
 
 
-class Collectives(ABC):
-    """Collectives on flat arrays and small objects among a group of ranks."""
+@dataclass(frozen=True, eq=False)
+class ReduceScatter:
+    """Arguments of `Comm.reduce_scatter`."""
+
+    full: Array
+    out: Array
+    partition: Partition
+    contributors: int
+    accumulate: bool
+    label: str = ""
+
+
+class Comm(ABC):
+    """A transport: a group of ranks, their collectives, their nodes and the memory that they share."""
 
     rank: int
     size: int
+    kind: Transport = MPI  # the kind of this transport; messages by default
     exact: bool  # reductions add in the order of ranks; otherwise the library chooses the order
     sums_in_place = False  # `full` may be `out` before anything was added: one rank's sum is its own
+    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+
+    @property
+    def about(self) -> str:
+        """A description, for people, of what the transport uses."""
+        return self.kind.name
+
+    @cached_property
+    def meter(self) -> Meter:
+        """The meter of this rank's communication costs so far."""
+        return Meter()
+
+    # ----------------------------------------------------------- arrays and small objects of all ranks
 
     @abstractmethod
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
@@ -131,7 +159,7 @@ class Collectives(ABC):
     def barrier(self) -> None:
         """Return when all ranks have come here."""
 
-    def progress(self) -> None:  # noqa: B027  (nothing to push is a sound answer)
+    def progress(self) -> None:
         """Push the transfers under way; the runtime calls it between layers."""
 
     def sum_vector(self, values: Array) -> Array:
@@ -143,12 +171,7 @@ class Collectives(ABC):
         self.allreduce(total, label="vector").wait()
         return total
 
-
-class Topology(ABC):
-    """The nodes of the ranks, and other groups and transports of them. All methods are collective."""
-
-    size: int
-    replicates_by_node = False  # replicated state is better dealt out to the ranks of each node
+    # ------------------------------------------ nodes, other groups and transports; all are collective
 
     @abstractmethod
     def background(self) -> Comm:
@@ -162,20 +185,18 @@ class Topology(ABC):
         """Return the node of each rank, by number."""
         return [0] * self.size
 
-    @abstractmethod
     def shard_group(self) -> Comm:
         """Return the ranks of this node as owners of slices that every node has (HYBRID_SHARD).
 
         Its collectives are those of the node, but a reduction sums over the ranks of all nodes, which
         `contributors` counts. On a single node it is the transport itself. Raises UsageError.
         """
+        return self
 
-    def close(self) -> None:  # noqa: B027  (nothing to give up is a sound answer)
+    def close(self) -> None:
         """Release what the transport holds; nothing may be under way."""
 
-
-class SharedMemory:
-    """Arrays of a module that all ranks see; by itself those of ranks that share nothing."""
+    # --------------------------------- arrays of a module that all ranks see; here ranks share nothing
 
     def memory(
         self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
@@ -195,25 +216,6 @@ class SharedMemory:
 
     def barrier_readers(self) -> None:
         """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
-
-
-class Comm(Collectives, Topology, SharedMemory):
-    """A transport: a group of ranks, their collectives, their nodes and the memory that they share."""
-
-    kind: Transport = MPI  # the kind of this transport; messages by default
-
-    @property
-    def about(self) -> str:
-        """A description, for people, of what the transport uses."""
-        return self.kind.name
-
-    @cached_property
-    def meter(self) -> Meter:
-        """The meter of this rank's communication costs so far."""
-        return Meter()
-
-    def shard_group(self) -> Comm:
-        return self
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:

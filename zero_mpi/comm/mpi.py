@@ -17,7 +17,7 @@ import numpy as np
 
 from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
-from zero_mpi.comm.base import DONE, Comm, Handle
+from zero_mpi.comm.base import DONE, Comm, Handle, ReduceScatter
 from zero_mpi.comm.kinds import EXACT_DEPTH, EXACT_PIECE
 from zero_mpi.comm.partition import Partition, Piece, others
 from zero_mpi.comm.start_mpi import MPI, mpi_type
@@ -63,7 +63,7 @@ class MPIComm(MessageComm):
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
         self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
-        self._patient = patient  # sleeps where others would spin
+        self._patient = patient
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)  # by contributors and type
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
@@ -121,16 +121,13 @@ class MPIComm(MessageComm):
         contributors = self.size if contributors is None else contributors
         if self.rank < contributors or not self.exact:
             self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
-        if self.exact:
-            running = self._exact_reduce(full, out, partition, contributors, accumulate)
-        else:
-            running = self._fast_reduce(full, out, partition, accumulate)
+        asked = ReduceScatter(full, out, partition, contributors, accumulate, label)
+        running = self._exact_reduce(asked) if self.exact else self._fast_reduce(asked)
         return self.start(running, "reduce_scatter", label)
 
-    def _exact_reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool
-    ) -> Running:
+    def _exact_reduce(self, asked: ReduceScatter) -> Running:
         """Reduce in rounds: post the next piece, wait for the oldest, add its slices in rank order."""
+        full, partition, contributors = asked.full, asked.partition, asked.contributors
         tag, size = next(self._tags) % TAGS, self._exact_piece
         starts = range(0, max(partition.counts), size)
         free = self._scratch[contributors, full.dtype]  # rooms for a piece from each contributor
@@ -151,7 +148,7 @@ class MPIComm(MessageComm):
                 parts = [
                     full[mine] if rank == self.rank else room[rank, :length] for rank in range(contributors)
                 ]
-                ordered_sum(out[start : start + length], parts, accumulate)
+                ordered_sum(asked.out[start : start + length], parts, asked.accumulate)
         free.extend(rooms)
 
     def _post(self, full: Array, room: Array, partition: Partition, start: int, tag: int) -> list[Any]:
@@ -171,16 +168,16 @@ class MPIComm(MessageComm):
                 requests.append(self._gradients.Isend([full[span], kind], owner, tag))
         return requests
 
-    def _fast_reduce(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
-        kind, requests, received = mpi_type(full), [], []
-        for piece in partition.cut(self._fast_piece):
-            target = out[piece.of_slice(partition, self.rank)]
-            arrives = empty(target.size, full.dtype) if accumulate else target
+    def _fast_reduce(self, asked: ReduceScatter) -> Running:
+        full, kind, requests, received = asked.full, mpi_type(asked.full), [], []
+        for piece in asked.partition.cut(self._fast_piece):
+            target = asked.out[piece.of_slice(asked.partition, self.rank)]
+            arrives = empty(target.size, full.dtype) if asked.accumulate else target
             send = [full[piece.start : piece.stop], kind]
             requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], piece.counts, MPI.SUM))
             received.append((target, arrives))
         yield requests
-        if accumulate:
+        if asked.accumulate:
             for target, arrives in received:
                 np.add(target, arrives, out=target)
 

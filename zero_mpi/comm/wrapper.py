@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero_mpi import environment
-from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, wait_until
+from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, ReduceScatter, wait_until
 from zero_mpi.comm.partition import Partition, Piece
 from zero_mpi.device.types import Array
 
@@ -73,21 +73,16 @@ class CommWrapper(Comm):
         contributors = self.all_contributors if contributors is None else contributors
         how = "added to what is there" if accumulate else "from zero"
         self.on_collective("reduce_scatter", label, full, partition, f"{contributors} contributors", how)
-        return self._reduce(full, out, partition, contributors, accumulate, label)
+        return self._reduce(ReduceScatter(full, out, partition, contributors, accumulate, label))
 
     @property
     def all_contributors(self) -> int:
         """The number of ranks that a reduction sums over where a call does not say it."""
         return self.size
 
-    def _reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
-    ) -> Handle:
+    def _reduce(self, asked: ReduceScatter) -> Handle:
         """Start a reduction: `reduce_scatter` with all arguments given."""
-        handle = self._inner.reduce_scatter(
-            full, out, partition, contributors=contributors, accumulate=accumulate, label=label
-        )
-        return self.wrapped(handle)
+        return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         self.on_collective("allreduce", label, array)

@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.device.host import _Owner
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError, first_line, import_optional
 
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+
+
+class _Owner:
+    """An object that lives as long as the memory of a lent array is referred to."""
+
+    __slots__ = ("__weakref__",)
 
 
 class CudaMark:
@@ -26,7 +31,12 @@ class CudaMark:
     @property
     def done(self) -> bool:
         """Return whether all work before the mark is complete. Raises CuPy's error if the GPU has failed."""
-        return self._gpu.has_passed(self.event)
+        self._gpu.choose()
+        runtime = self._gpu.cupy.cuda.runtime
+        status = runtime.eventQuery(self.event.ptr)  # CuPy's `Event.done` says no forever after a fault
+        if status not in (COMPLETE, NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == COMPLETE)
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -50,7 +60,7 @@ class Cuda:
         self.choose()
         self.stream, self._beside = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._fetched: CudaMark | None = None
-        self.adopt_thread()
+        self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
     @property
     def about(self) -> str:
@@ -63,11 +73,6 @@ class Cuda:
         if not getattr(self._threads, "chosen", False):
             self.cupy.cuda.Device(self.number).use()
             self._threads.chosen = True
-
-    def adopt_thread(self) -> None:
-        """Let the calling thread work on this GPU and its stream: CuPy keeps both per thread."""
-        self.choose()
-        self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
     def empty(self, size: int | tuple[int, ...], dtype: Any = np.float32) -> Array:
         """Return an uninitialised array, flat or of a shape; CuPy aligns to 512 bytes."""
@@ -158,15 +163,6 @@ class Cuda:
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(stream or self.stream)
         return CudaMark(event, self)
-
-    def has_passed(self, event: Any) -> bool:
-        """Return whether the GPU has come to an event. CuPy's `Event.done` says no forever if it failed."""
-        self.choose()
-        runtime = self.cupy.cuda.runtime
-        status = runtime.eventQuery(event.ptr)
-        if status not in (COMPLETE, NOT_READY):
-            raise runtime.CUDARuntimeError(status)
-        return bool(status == COMPLETE)
 
     def wait_for(self, mark: Any) -> None:
         """Order later computing after a mark, which may be on another stream."""

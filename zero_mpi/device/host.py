@@ -30,7 +30,7 @@ class Host:
 
     name = about = "cpu"
     stream: Any = None  # on a GPU the stream that computes
-    activations: Any = None  # what gives activations, if it is no `arrays.Recycler` of the process
+    activations: Any = None  # pool of activations; None: the `arrays.Recycler` of the process
     chunk = 64 << 20  # bytes that a pool takes at once; pages without a write take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:
@@ -122,12 +122,6 @@ class HostStopwatch:
     def seconds(self, stamp: float) -> float:
         """Return `stamp` itself, a time of `time.perf_counter`."""
         return stamp
-
-
-class _Owner:
-    """An object that lives as long as the memory of a lent array is referred to."""
-
-    __slots__ = ("__weakref__",)
 
 
 HOST = Host()

@@ -25,10 +25,6 @@ class AddedRows:
         """Return the rows by name."""
         return self._params
 
-    def adds(self, p: Weights) -> bool:
-        """Return True; see `LowRank.adds`."""
-        return True
-
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
         """Return x, which `add_to` multiplies with."""
         return x

@@ -22,7 +22,7 @@ from zero_mpi.ops.elementary import logs
 from zero_mpi.ops.flat_reference import column_sums
 
 BALANCE, Z, LOAD = "balance_loss", "z_loss", ".expert_load"
-ROWS = 1024  # of a temporary array
+ROWS = 1024  # rows of a temporary array
 
 
 def balance(sums: Mapping[str, Any]) -> float:

@@ -96,10 +96,10 @@ def first_in_window(batch: int, start: int, stop: int, window: int, place: devic
 class BatchContext:
     """Facts of a micro-batch beside its input, and sums of what its layers report."""
 
-    documents: Documents | None = None  # of its rows; None: each row is one
-    factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; none: no backward
-    sums: dict[str, Any] = field(default_factory=dict)  # over layers; complete when backward begins
-    stage: int = 0  # of the layers that compute
+    documents: Documents | None = None  # documents of its rows; None: each row is one
+    factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; empty: no backward
+    sums: dict[str, Any] = field(default_factory=dict)  # sums over layers, complete when backward begins
+    stage: int = 0  # number of the stage that computes
     _reported: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
@@ -137,5 +137,5 @@ def turns(p: Weights, g: Gradients | None = None) -> Turns:
     A backward, which gives `g`, gets the parts that its forward had, in any order. Weights and gradients
     of a part end with its turn.
     """
-    whole: Turns = [(slice(None), p, {} if g is None else g)]
-    return p.turns(p, {} if g is None else g) if isinstance(p, Given) and p.turns else whole
+    gradients = {} if g is None else g
+    return p.turns(p, gradients) if isinstance(p, Given) and p.turns else [(slice(None), p, gradients)]

@@ -210,21 +210,11 @@ def embedding(to: Program, layer: Embedding, x: Any) -> Array:
     return to.first[1]
 
 
-def positions(to: Program, layer: LearnedPositions, x: Array) -> Array:
-    """Record the sum with learned positions."""
-    return to.combine(to.code.ADD, x, to.p[layer.weight], 2)
-
-
 def chain(to: Program, layer: Chain, x: Any) -> Any:
     """Record layers one after the other."""
     for each in layer.layers:
         x = to.record(each, x)
     return x
-
-
-def residual(to: Program, layer: Residual, x: Array) -> Array:
-    """Record x + inner(x)."""
-    return to.combine(to.code.ADD, to.record(layer.inner, x), x)
 
 
 def gated(to: Program, layer: SwiGLU, x: Array) -> Array:
@@ -273,9 +263,9 @@ def attended(to: Program, layer: CausalAttention, x: Any) -> Array:
 
 RECORDED: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
     Embedding: embedding,
-    LearnedPositions: positions,
+    LearnedPositions: lambda to, layer, x: to.combine(to.code.ADD, x, to.p[layer.weight], 2),
     Chain: chain,
-    Residual: residual,
+    Residual: lambda to, layer, x: to.combine(to.code.ADD, to.record(layer.inner, x), x),
     Linear: lambda to, layer, x: to.project([layer], x)[0],
     RMSNorm: Program.normalize,
     LayerNorm: Program.normalize,

@@ -20,7 +20,7 @@ from zero_mpi.nn.loss import CrossEntropy, zeros_of
 from zero_mpi.ops.elementary import exps, logs
 from zero_mpi.ops.reference import chunk_rows
 
-LEAST = 1e-12  # of a mass, before its logarithm
+LEAST = 1e-12  # lower bound of a mass, before its logarithm
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from zero_mpi.nn.balance import RouterLosses
 from zero_mpi.nn.batch import batch_of, turns
 from zero_mpi.nn.fusions import AddsInForward, backward_onto, forward_onto
 from zero_mpi.nn.layer import Composite, Gradients, Layer, Stack, Tally, Weights
-from zero_mpi.nn.linear import ALL, OBSERVERS, Linear
+from zero_mpi.nn.linear import OBSERVERS, Linear
 
 
 def wide(x: Any, w: Any, b: Any = None, plus: Any = None) -> Any:
@@ -84,7 +84,7 @@ class Experts(Composite, AddsInForward):
 
     def route(self, p: Weights, x: Any) -> Routing:
         """Return the choice of experts for x (T, C)."""
-        logits = self.router.rows(p, self.router.saved(p, x, WIDE), ALL, via=WIDE)
+        logits = self.router.forward(p, x, via=WIDE)[0]
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
@@ -99,16 +99,13 @@ class Experts(Composite, AddsInForward):
             if part.start == part.stop:
                 continue
             via = grouped(starts)
-            gate, up = (
-                each.rows(weights, each.saved(weights, rows[part], via), ALL, via=via)
-                for each in (self.gate, self.up)
-            )
+            gate, up = (each.forward(weights, rows[part], via=via)[0] for each in (self.gate, self.up))
             kept[members.start] = gate, up
             if OBSERVERS:
                 bounds = routing.starts.clip(part.start, part.stop) - part.start
                 self._observe(rows[part], gate, up, bounds)
-            inner = self.down.saved(weights, ops.weighted_swiglu(gate, up, routing.weights[part]), via)
-            rows = placed(rows, part, self.down.rows(weights, inner, ALL, via=via))
+            inner = ops.weighted_swiglu(gate, up, routing.weights[part])
+            rows = placed(rows, part, self.down.forward(weights, inner, via=via)[0])
         if self.shared is not None:
             y, of_shared = forward_onto(self.shared, p, x, residual)
         else:
@@ -125,13 +122,13 @@ class Experts(Composite, AddsInForward):
             if part.start == part.stop:
                 continue
             (gate, up), of_rows, via = kept[members.start], routing.weights[part], grouped(starts)
-            down = (ops.weighted_swiglu(gate, up, of_rows), None), rows[part]
+            inner = ops.weighted_swiglu(gate, up, of_rows), None
             dgate, dup, dw = ops.weighted_swiglu_backward(
-                self.down.backward_of_rows(weights, *down, gradients, ALL, via=via), gate, up, of_rows
+                self.down.backward(weights, inner, rows[part], gradients, via=via), gate, up, of_rows
             )
             here = ops.embedding(routing.tokens[part], flat), None
-            drows = self.gate.backward_of_rows(weights, here, dgate, gradients, ALL, via=via)
-            drows = self.up.backward_of_rows(weights, here, dup, gradients, ALL, drows, via)
+            drows = self.gate.backward(weights, here, dgate, gradients, via=via)
+            drows = self.up.backward(weights, here, dup, gradients, drows, via=via)
             rows = placed(rows, part, drows)
             of_weights.append((part, dw))
         dx = self._backward_of_choice(p, flat, routing, of_weights, g)

@@ -38,7 +38,7 @@ class Linear(AddsInForward):
 
     With an adapter (`low_rank`) its product is added. `fused`: the number of rows of each
     matrix, if W consists of several matrices below each other. `stack`: the number N of matrices W (N, O, C)
-    of which each row of x has its own; then `rows` and `backward_of_rows` compute `via` operations on stacks.
+    of which each row of x has its own; then `forward` and `backward` compute `via` operations on stacks.
     """
 
     def __init__(
@@ -82,34 +82,36 @@ class Linear(AddsInForward):
     def params(self) -> dict[str, Param]:
         return self._params if self.adapter is None else self._params | self.adapter.params()
 
-    def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        saved = self.saved(p, x)
-        return self.rows(p, saved, ALL, residual), saved
-
     def saved(self, p: Weights, x: Any, via: Any = ops) -> tuple[Any, Any]:
         """Return x and, if an adapter's product is added, its `narrow`."""
-        adapter = self.adapter
-        return x, None if adapter is None or not adapter.adds(p) else adapter.narrow(p, x, via)
+        return x, None if self.adapter is None else self.adapter.narrow(p, x, via)
 
-    def rows(self, p: Weights, saved: Any, part: slice, residual: Any = None, via: Any = ops) -> Any:
-        """Return y of a part of the rows of W."""
-        x, narrow = saved
+    def forward(
+        self, p: Weights, x: Any, residual: Any = None, part: slice = ALL, via: Any = ops
+    ) -> tuple[Any, Any]:
+        """Return (y, saved) of a part of the rows of W."""
+        _, narrow = saved = self.saved(p, x, via)
         for observe in OBSERVERS if via is ops and not part.start else ():
             observe(self.weight, x, None)
         bias = p[self.bias][part] if self.bias else None
         w = self._matrix(p, part)
         packed = isinstance(w, PackedMatrix)
         y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
-        return y if self.adapter is None or narrow is None else self.adapter.add_to(y, p, narrow, part, via)
+        if self.adapter is not None and narrow is not None:
+            y = self.adapter.add_to(y, p, narrow, part, via)
+        return y, saved
 
-    def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
-        """Return dx; if several layers share an input, add it to `into` and return that."""
-        return self.backward_of_rows(p, saved, dy, g, ALL, into)
-
-    def backward_of_rows(
-        self, p: Weights, saved: Any, dy: Any, g: Gradients, part: slice, into: Any = None, via: Any = ops
+    def backward(
+        self,
+        p: Weights,
+        saved: Any,
+        dy: Any,
+        g: Gradients,
+        into: Any = None,
+        part: slice = ALL,
+        via: Any = ops,
     ) -> Any:
-        """Return dx of the result of `rows`; otherwise like `backward`."""
+        """Return dx of a part of the rows; if several share an input, add it to `into` and return that."""
         adapter = self.adapter
         own = adapter.first_columns(dy) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
@@ -159,11 +161,10 @@ class Rows:
         self.linear, self.part = linear, slice(start, stop)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        saved = self.linear.saved(p, x)
-        return self.linear.rows(p, saved, self.part), saved
+        return self.linear.forward(p, x, part=self.part)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, into: Any = None) -> Any:
-        return self.linear.backward_of_rows(p, saved, dy, g, self.part, into)
+        return self.linear.backward(p, saved, dy, g, into, self.part)
 
 
 def without_adapters(p: Weights) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class LowRank:
 
     With `kind`, a type of blocks, layers compute with `merged` in place of the matrix (no stack); gradients
     of a and b are those of the product, straight through the rounding.
-    `via`: the operations of linear layers that compute it, as in `Linear.rows`.
+    `via`: the operations of linear layers that compute it, as in `Linear.forward`.
     """
 
     def __init__(
@@ -48,12 +48,11 @@ class LowRank:
         assert self.kind is not None, "an adapter that rounds"
         return w if self.b not in p else merged(w, p[self.a], p[self.b][part], self.scale, self.kind)
 
-    def adds(self, p: Weights) -> bool:
-        """Return whether the product is computed: b is among the weights, and not in the matrix already."""
-        return self.b in p and self.kind is None
-
     def narrow(self, p: Weights, x: Any, via: Any = ops) -> Any:
-        """Return s x a^T (..., R) for x (..., C)."""
+        """Return s x a^T (..., R) for x (..., C); None where none is added: b is left out, or merged."""
+        return self._narrow(p, x, via) if self.b in p and self.kind is None else None
+
+    def _narrow(self, p: Weights, x: Any, via: Any) -> Any:
         return self._scaled(via.linear(x, p[self.a]))
 
     def add_to(self, y: Any, p: Weights, narrow: Any, part: slice, via: Any = ops) -> Any:
@@ -72,7 +71,7 @@ class LowRank:
         """
         x, narrow = saved
         if self.b in g:
-            narrow = self.narrow(p, x, via) if narrow is None else narrow
+            narrow = self._narrow(p, x, via) if narrow is None else narrow
             via.linear_backward_w(dy, narrow, g[self.b][part])
         narrow = self._scaled(via.linear_backward_x(dy, p[self.b][part]))
         if self.a in g:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import Comm, Handle
+from zero_mpi.comm.base import Comm, Handle, ReduceScatter
 from zero_mpi.comm.gpu.exchanges import MPI, Backend, Exchange, GpuStreams, Tickets, passed
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
-from zero_mpi.comm.partition import Partition, Piece, others
+from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running, borrowed
 from zero_mpi.comm.wrapper import CommWrapper, ProgressingHandle, ProgressingWrapper
@@ -52,18 +52,10 @@ class Result:
 class StreamHandle(ProgressingHandle):
     """A transfer of device memory; after `wait`, later computing follows it, in the order of the device."""
 
-    def __init__(
-        self,
-        comm: ProgressingWrapper,
-        streams: GpuStreams,
-        inner: Handle,
-        result: Result,
-        kind: str,
-        label: str,
-    ) -> None:
+    def __init__(self, comm: DeviceComm, inner: Handle, result: Result, kind: str, label: str) -> None:
         super().__init__(comm, inner)
         self.kind, self.label = kind, label  # also where nothing had to be waited for
-        self._streams, self._result = streams, result
+        self._streams, self._result = comm.streams, result
 
     def test(self) -> bool:
         if not super().test():
@@ -73,11 +65,8 @@ class StreamHandle(ProgressingHandle):
 
     def wait(self) -> None:
         super().wait()
-        recorder = spans.active
-        stall = None if recorder is None else recorder.begin(spans.STALLS, self.kind, self.label)
-        self._streams.join(self._result.mark)  # the host does not wait, the device may
-        if recorder is not None and stall is not None:
-            recorder.end(stall)
+        with spans.during(spans.STALLS, self.kind, self.label):
+            self._streams.join(self._result.mark)  # the host does not wait, the device may
         self._result.arrays = ()
 
 
@@ -129,7 +118,7 @@ class DeviceComm(ProgressingWrapper):
 
     def _begin(self, tickets: Tickets, running: Running, result: Result, kind: str, label: str) -> Handle:
         inner = self._library.start(self._ordered(tickets, running, result), kind, label)
-        return StreamHandle(self, self.streams, inner, result, kind, label)
+        return StreamHandle(self, inner, result, kind, label)
 
     def _ordered(self, tickets: Tickets, running: Running, result: Result) -> Running:
         """Yield from `running` after all that was computed so far, and set the mark at its end."""
@@ -180,34 +169,21 @@ class DeviceComm(ProgressingWrapper):
 
     # ----------------------------------------------------------------------------------- reductions
 
-    def _reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
-    ) -> Handle:
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        full, of = asked.full, ("reduce_scatter", asked.label)
         if on_host(full):
-            return super()._reduce(full, out, partition, contributors, accumulate, label)
-        if self.rank < contributors or not self.exact:
-            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
+            return super()._reduce(asked)
+        if self.rank < asked.contributors or not self.exact:
+            self.meter.sent_bytes += asked.partition.outside(self.rank) * full.itemsize
+        result = Result(full, asked.out)
         if not self.exact:
-            running = self._in_library(full, out, partition, accumulate)
-            return self._begin(self._alone, running, Result(full, out), "reduce_scatter", label)
-        starts = self._starts(partition, full, summed=True)
+            return self._begin(self._alone, self._in_library(asked), result, *of)
+        starts = self._starts(asked.partition, full, summed=True)
+        return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *of)
 
-        def exact(tags: Iterator[int]) -> Running:
-            return self._exact_sums(full, out, partition, contributors, accumulate, starts, tags)
-
-        return self._start(exact, len(starts), Result(full, out), "reduce_scatter", label)
-
-    def _exact_sums(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        contributors: int,
-        accumulate: bool,
-        starts: range,
-        tags: Iterator[int],
-    ) -> Running:
+    def _exact_sums(self, asked: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
         """Send a piece of each slice to its owner, which adds what comes from all ranks."""
+        full, partition = asked.full, asked.partition
 
         def new() -> list[Array]:  # for each exchange in flight, a piece from every other rank
             length = (self.size - 1) * starts.step
@@ -215,16 +191,16 @@ class DeviceComm(ProgressingWrapper):
 
         def exchange(start: int, room: Array) -> Exchange:
             step, mine = starts.step, partition.span(self.rank, start, starts.step)
-            length, gives = mine.stop - mine.start, self.rank < contributors
+            length, gives = mine.stop - mine.start, self.rank < asked.contributors
             given = {
                 rank: room[(rank - (rank > self.rank)) * step :][:length]
                 for rank in reversed(self._others)
-                if length and rank < contributors
+                if length and rank < asked.contributors
             }
             theirs = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
             parts = given | ({self.rank: full[mine]} if gives else {})
             ordered = [parts[rank] for rank in sorted(parts)]
-            add = partial(self.streams.add, out[start : start + length], ordered, accumulate)
+            add = partial(self.streams.add, asked.out[start : start + length], ordered, asked.accumulate)
             return Exchange(
                 sends=[piece for piece in theirs if piece[0].size] if gives else [],
                 receives=[(piece, rank) for rank, piece in given.items()],
@@ -235,9 +211,10 @@ class DeviceComm(ProgressingWrapper):
             exchanges = (exchange(start, rooms[n % len(rooms)]) for n, start in enumerate(starts))
             yield from self.backend.run(exchanges, tags)
 
-    def _in_library(self, full: Array, out: Array, partition: Partition, accumulate: bool) -> Running:
+    def _in_library(self, asked: ReduceScatter) -> Running:
         """Reduce by the library, whose call blocks: one at a time, in the same order on all ranks."""
-        if not accumulate:
+        full, out, partition = asked.full, asked.out, asked.partition
+        if not asked.accumulate:
             self.backend.sum_slices(full, out, partition)
             return
         new = partial(self.streams.empty, out.size, out.dtype)
@@ -260,10 +237,10 @@ class DeviceComm(ProgressingWrapper):
         partition = Partition(array.size, self.size, ALIGNED)
         sums = self._starts(partition, array, summed=True)
         gathers = self._starts(partition, array, summed=False)
-        own = array[partition.part(self.rank)]
+        asked = ReduceScatter(array, array[partition.part(self.rank)], partition, self.size, accumulate=False)
 
         def running(tags: Iterator[int]) -> Running:
-            yield from self._exact_sums(array, own, partition, self.size, False, sums, tags)
+            yield from self._exact_sums(asked, sums, tags)
             yield from self._added()
             yield from self.backend.run(self._gathers(None, array, partition, gathers), tags)
 
@@ -279,26 +256,17 @@ class DeviceComm(ProgressingWrapper):
             return super().broadcast(array, root, label)
         flat = array.reshape(-1)
         starts = range(0, flat.size, self.backend.largest(array.itemsize, summed=False))
-        pieces = [flat[start : start + starts.step] for start in starts]
-        exchanges = [
+        pieces = (flat[start : start + starts.step] for start in starts)
+        exchanges = (
             Exchange(sends=[(piece, self._others)])
             if self.rank == root
             else Exchange(receives=[(piece, root)])
             for piece in pieces
-        ]
-
-        def running(tags: Iterator[int]) -> Running:
-            return self.backend.run(iter(exchanges), tags)
-
+        )
+        running = partial(self.backend.run, exchanges)
         return self._start(running, len(starts), Result(array), "broadcast", label)
 
     # ---------------------------------------------------------------------------------- everything else
-
-    def gather(
-        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
-    ) -> None:
-        assert all(array is None or on_host(array) for array in (part, room)), "checkpoints are the host's"
-        super().gather(part, room, piece, root, label)
 
     def background(self) -> Comm:
         return DeviceAdoptingWrapper(self._inner.background(), self.streams)

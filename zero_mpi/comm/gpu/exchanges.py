@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -174,13 +175,7 @@ class RunningExchange:
     def __init__(self, running: Running) -> None:
         self._running, self.done = running, False
         self._needed: Needed = []
-        self._advance()
-
-    def _advance(self) -> None:
-        try:
-            self._needed = next(self._running)
-        except StopIteration:
-            self.done = True
+        self.push()
 
     def ready(self) -> bool:
         """Return whether the generator can go on."""
@@ -188,27 +183,25 @@ class RunningExchange:
 
     def push(self) -> None:
         """Advance the generator as far as it can go."""
-        while not self.done and self.ready():
-            self._advance()
+        try:
+            while not self.done and self.ready():
+                self._needed = next(self._running)
+        except StopIteration:
+            self.done = True
 
 
 def overlapped(runs: Iterable[Running], depth: int) -> Running:
     """Run generators, up to `depth` at once; one begins when the one `depth` before it has ended."""
-    under_way: deque[RunningExchange] = deque()
     coming = iter(runs)
-    more = True
-    while more or under_way:
-        while more and len(under_way) < depth:
-            running = next(coming, None)
-            more = running is not None
-            if running is not None:
-                under_way.append(RunningExchange(running))
+    under_way = deque(map(RunningExchange, islice(coming, depth)))
+    while under_way:
         # The needs of a step are checked here and not in the condition: an error then is the transfer's own.
         for step in under_way:
             step.push()
-        while under_way and under_way[0].done:
+        if under_way[0].done:
             under_way.popleft()
-        if under_way and (not more or len(under_way) == depth):
+            under_way.extend(map(RunningExchange, islice(coming, 1)))
+        else:
             yield partial(any_ready, [step for step in under_way if not step.done])
 
 

@@ -43,29 +43,27 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
             env=outside_job(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
             timeout=patience,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        text = said.decode(errors="replace") if isinstance(said, bytes) else said
-        return jsons(text), f"no answer within {patience:.0f} s"
+        return jsons(error.stdout or b""), f"no answer within {patience:.0f} s"
     except OSError as error:
         return [], f"cannot be started: {error.strerror or error}"
     return jsons(done.stdout), ending(done.returncode, done.stderr)
 
 
-def jsons(text: str) -> list[str]:
+def jsons(said: bytes) -> list[str]:
     """Return the lines that are JSON: libraries print lines of their own."""
-    return [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+    lines = said.decode(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def ending(status: int, said: str) -> str:
+def ending(status: int, said: bytes) -> str:
     """Return a text for messages on how a process ended."""
     if status < 0:
         return f"the test died of {signal.Signals(-status).name}"
-    last = said.strip().splitlines()[-1:] or [""]
+    last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
     return f"the test ended with status {status}: {last[0][:80]}".rstrip(": ")
 
 

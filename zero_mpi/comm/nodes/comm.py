@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.comm.base import Comm, Handle, ModuleMemory
-from zero_mpi.comm.kinds import ENTRIES, GATHERED, NODES, RELEASED
+from zero_mpi.comm.base import Comm, Handle, ModuleMemory, ReduceScatter
+from zero_mpi.comm.kinds import GATHERED, NODES, RELEASED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.nodes.hybrid import ShardGroup
 from zero_mpi.comm.nodes.sums import NodeSums
@@ -26,7 +26,7 @@ from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import Running
 from zero_mpi.comm.wrapper import ProgressingWrapper
-from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.types import Array
 
 
@@ -69,7 +69,7 @@ class NodesComm(ProgressingWrapper):
         self._lane = world.Split(self.topology.local, self.topology.node)
         self._sums = NodeSums(self._flat, self.topology, self._lane, node, self._memory)
         self._owners: ShardGroup | None = None
-        self._pools: list[weakref.ref[GatherPool]] = []
+        self._pools: weakref.WeakSet[GatherPool] = weakref.WeakSet()
         self._started = self._launched = self._gathered = 0  # gathers
         self._released = 0  # shared buffers that this rank has given back
 
@@ -87,7 +87,7 @@ class NodesComm(ProgressingWrapper):
     ) -> ModuleMemory:
         arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
         pool = GatherPool(arrays, self._release)
-        self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
+        self._pools.add(pool)
         return ModuleMemory([None] * len(wholes), slots, pool)
 
     def _release(self) -> int:
@@ -110,13 +110,13 @@ class NodesComm(ProgressingWrapper):
         )
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        pools = [pool for known in self._pools if (pool := known()) is not None]
-        lent_after = next((pool.lent_after(full) for pool in pools if pool.shares(full)), None)
-        if lent_after is None or shard is None:
+        place = address(full)
+        found = [pool.lent_after[place] for pool in self._pools if place in pool.lent_after]
+        if not found or shard is None:
             return super().allgather(shard, full, partition, label)
         self.meter.sent_bytes += shard.nbytes * (self.topology.nodes - 1)
         number, self._started = self._started, self._started + 1
-        running = self._gather(number, lent_after, shard, full, partition)
+        running = self._gather(number, found[0], shard, full, partition)
         return self.wrapped(self._flat.start(running, "allgather", label))
 
     def _gather(
@@ -137,15 +137,10 @@ class NodesComm(ProgressingWrapper):
         self._gathered += 1  # last: another thread may run the next gather from here on
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
-    def _reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
-    ) -> Handle:
-        if self._memory.find(full)[0] is None:
-            return super()._reduce(full, out, partition, contributors, accumulate, label)
-        number = self._sums.started
-        if number >= ENTRIES:
-            self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
-        return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, False, label))
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        if self._memory.find(asked.full)[0] is None:
+            return super()._reduce(asked)
+        return self._sums.start(self, asked, replicated=False)
 
     def close(self) -> None:
         """Free the windows, but for those in which arrays still lie: these stay to the end of the process."""
@@ -160,25 +155,18 @@ class GatherPool(BufferPool):
     """Buffers that the ranks of a node share, all of which lend and give back in the same order.
 
     It grows by private memory, into which units are gathered without the help of the others. `released`
-    counts a buffer that is given back, over all pools of a transport.
+    counts a buffer that is given back, over all pools of a transport. `lent_after`: by the address of a
+    shared buffer, how many buffers all ranks must have given back before it may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], released: Callable[[], int]) -> None:
         super().__init__()
         self._released = released
         self._free += arrays
-        self._shared = {int(array.ctypes.data): 0 for array in arrays}  # where it was given back last
+        self.lent_after = dict.fromkeys(map(address, arrays), 0)
 
     def give(self, buffer: Array) -> None:
         """Take back a buffer that `take` lent; the others learn of it."""
         super().give(buffer)
-        if self.shares(buffer):
-            self._shared[int(buffer.ctypes.data)] = self._released()
-
-    def shares(self, array: Array) -> bool:
-        """Return whether an array lies in a buffer of this pool that the ranks of the node share."""
-        return int(array.ctypes.data) in self._shared
-
-    def lent_after(self, array: Array) -> int:
-        """Return how many buffers all ranks must have given back before this one may be written."""
-        return self._shared[int(array.ctypes.data)]
+        if address(buffer) in self.lent_after:
+            self.lent_after[address(buffer)] = self._released()

@@ -7,15 +7,13 @@ owner on every node.
 
 from __future__ import annotations
 
-from zero_mpi.comm.base import Comm, Handle
-from zero_mpi.comm.kinds import ENTRIES, MPI, NODES
+from zero_mpi.comm.base import Comm, Handle, ReduceScatter
+from zero_mpi.comm.kinds import MPI, NODES
 from zero_mpi.comm.mpi import MPIComm as Messages
 from zero_mpi.comm.nodes.sums import NodeSums
-from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.shared.comm import SharingWrapper
 from zero_mpi.comm.topology import find_topology, node_communicator
 from zero_mpi.comm.transfer import MessageComm
-from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
 
@@ -37,13 +35,8 @@ class ShardGroup(SharingWrapper):
         self._flat.progress()
         self._inner.progress()
 
-    def _reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
-    ) -> Handle:
-        number = self._sums.started
-        if number >= ENTRIES:
-            self.wait_until(lambda: self._sums.is_free(number), "reduce_scatter", label)
-        return self.wrapped(self._sums.start(full, out, partition, contributors, accumulate, True, label))
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        return self._sums.start(self, asked, replicated=True)
 
     def close(self) -> None:
         """Free the communicators of the node; the memory belongs to its maker."""

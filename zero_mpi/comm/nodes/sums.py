@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.comm.base import AllOf, Handle
+from zero_mpi.comm.base import AllOf, Handle, ReduceScatter
 from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_piece
 from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
 from zero_mpi.comm.start_mpi import mpi_type
 from zero_mpi.comm.topology import Topology
 from zero_mpi.comm.transfer import MessageComm, Running, borrowed
+from zero_mpi.comm.wrapper import ProgressingWrapper
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
@@ -54,17 +55,13 @@ class Item:
 
 @dataclass(eq=False)
 class Sum:
-    """One reduction: as in `Comm.reduce_scatter`; `replicated`: every node has an owner of each element.
+    """One reduction; `replicated`: every node has an owner of each element.
 
     Partitions are over the ranks of a node where sums are replicated, else over all ranks.
     """
 
     number: int
-    full: Array
-    out: Array
-    partition: Partition
-    contributors: int
-    accumulate: bool
+    asked: ReduceScatter
     replicated: bool
     items: list[Item]  # those that this rank's lane carries, in the order in which it does
     last: int  # the last node with a rank that contributes
@@ -92,36 +89,26 @@ class NodeSums:
     ) -> None:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
         self.piece = chain_piece(topology.nodes)
-        self.started = 0
+        self._started = 0
         self._settled = 0  # reductions in which this rank has done its parts
         self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
 
-    def start(
-        self,
-        full: Array,
-        out: Array,
-        partition: Partition,
-        contributors: int,
-        accumulate: bool,
-        replicated: bool,
-        label: str,
-    ) -> Handle:
-        """Begin a reduction; see `Comm.reduce_scatter`, and `Sum` for `replicated`. Collective."""
-        items = self._items(partition, replicated, self.topology.local)
-        last = (contributors - 1) // self.topology.ranks_per_node
-        total = Sum(self.started, full, out, partition, contributors, accumulate, replicated, items, last)
-        self.started += 1
+    def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
+        """Begin a reduction of `comm`, which pushes it where it waits; see `Sum`. Collective."""
+        number, self._started = self._started, self._started + 1
+        if self.memory is not None and number >= ENTRIES:  # its entry of the table is used again
+            counters, earlier = self.memory.counters, number - ENTRIES
+            comm.wait_until(lambda: counters.all_reached(SUMMED, earlier + 1), "reduce_scatter", asked.label)
+        items = self._items(asked.partition, replicated, self.topology.local)
+        last = (asked.contributors - 1) // self.topology.ranks_per_node
+        total = Sum(number, asked, replicated, items, last)
         self.flat.meter.sent_bytes += self._given(total)
         source = self._source(total)
         running = [self._collect(total, source), self._carry(total, source)]
         running += [self._settle(total, self.memory)] if self.memory else [self._give(total)]
-        record = self.flat.meter.transfer("reduce_scatter", label)
-        parts = [self.flat.start(each, "reduce_scatter", label, record) for each in running]
-        return AllOf(parts, "reduce_scatter", label)
-
-    def is_free(self, number: int) -> bool:
-        """Return whether the table's entry of reduction `number` may be used again."""
-        return self.memory is None or self.memory.counters.all_reached(SUMMED, number - ENTRIES + 1)
+        of = "reduce_scatter", asked.label
+        record = self.flat.meter.transfer(*of)
+        return comm.wrapped(AllOf([self.flat.start(each, *of, record) for each in running], *of))
 
     def _items(self, partition: Partition, replicated: bool, local: int) -> list[Item]:
         """Return the items that the lane of position `local` carries, in the order in which it does."""
@@ -143,18 +130,18 @@ class NodeSums:
         if total.replicated:
             away = whole * ((node < last) + len(self._beside(node)) - (node != last))
         else:
-            away = mine if total.accumulate and node else 0
+            away = mine if total.asked.accumulate and node else 0
             away += whole if node < last else whole - mine if node == last else 0
-        given = total.partition.length - whole if self.topology.rank < total.contributors else 0
-        return away * int(total.out.itemsize) + given * int(total.full.itemsize)
+        given = total.asked.partition.length - whole if self.topology.rank < total.asked.contributors else 0
+        return away * int(total.asked.out.itemsize) + given * int(total.asked.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
         """Announce where this rank's gradient lies; return the source of the node's gradients."""
         node = self.topology.members[self.topology.node]
-        givers = [local for local, rank in enumerate(node) if rank < total.contributors]
+        givers = [local for local, rank in enumerate(node) if rank < total.asked.contributors]
         if self.memory is None:
             return GradientsByMessages(self.node, self.topology.local, givers, total, self.piece)
-        pool, offset = self.memory.find(total.full)
+        pool, offset = self.memory.find(total.asked.full)
         assert pool is not None, "a gradient lies in a slot where memory is shared"
         self.memory.counters.note(total.number, offset)
         self.memory.counters.raise_to(POSTED, total.number + 1)
@@ -173,10 +160,10 @@ class NodeSums:
     def _give(self, total: Sum) -> Running:
         """Send this rank's gradient to the ranks of its node that carry it."""
         requests: list[Any] = []
-        if self.topology.rank < total.contributors:
+        if self.topology.rank < total.asked.contributors:
             for local in others(self.topology.local, self.topology.ranks_per_node):
-                for item in self._items(total.partition, total.replicated, local):
-                    given = [total.full[item.span], mpi_type(total.full)]
+                for item in self._items(total.asked.partition, total.replicated, local):
+                    given = [total.asked.full[item.span], mpi_type(total.asked.full)]
                     requests.append(self.node.Isend(given, local, total.number % TAGS))
         yield requests
 
@@ -192,8 +179,8 @@ class NodeSums:
     def _out(self, total: Sum, item: Item) -> Array:
         """Return the piece of this rank's slice."""
         mine = self.topology.local if total.replicated else self.topology.rank
-        first = total.partition.bounds[mine]
-        return total.out[item.start - first : item.stop - first]
+        first = total.asked.partition.bounds[mine]
+        return total.asked.out[item.start - first : item.stop - first]
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -202,7 +189,9 @@ class NodeSums:
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
-            with borrowed(self._rooms[total.out.dtype], lambda: self._new_rooms(total.out.dtype)) as rooms:
+            with borrowed(
+                self._rooms[total.asked.out.dtype], lambda: self._new_rooms(total.asked.out.dtype)
+            ) as rooms:
                 yield from self._add_and_pass_on(total, source, rooms)
         total.done.append("carried")
 
@@ -241,14 +230,14 @@ class NodeSums:
         """Return the node that sends what this one adds to; None: nothing is sent."""
         if self.topology.node:
             return self.topology.node - 1
-        return item.home if total.accumulate and item.home else None
+        return item.home if total.asked.accumulate and item.home else None
 
     def _add(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> None:
         target, parts = room[: item.length], source.parts(item.span, number)
         is_head = self._comes_from(total, item) is None
-        if is_head and total.accumulate:
+        if is_head and total.asked.accumulate:
             np.copyto(target, self._out(total, item))
-        ordered_sum(target, parts, accumulate=total.accumulate or not is_head)
+        ordered_sum(target, parts, accumulate=total.asked.accumulate or not is_head)
 
     def _pass_on(self, total: Sum, item: Item, room: Array) -> list[Any]:
         """Send the sum to the next node, or from the last one to where it belongs."""
@@ -272,7 +261,7 @@ class NodeSums:
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
         mine = [number for number, item in enumerate(items) if item.home in (None, node)]
-        if total.accumulate and not total.replicated and node:
+        if total.asked.accumulate and not total.replicated and node:
             for number in mine:
                 total.lent[number] = self._send(self._out(total, items[number]), 0, START, total)
         total.lends = True
@@ -294,7 +283,7 @@ class NodeSums:
         """Return the condition for receiving a sum into `out`: its old content must have been taken."""
         if number in total.lent:
             return [total.lent[number]]
-        if total.accumulate and self.topology.node == 0:
+        if total.asked.accumulate and self.topology.node == 0:
             return lambda: total.added > number
         return []
 
@@ -315,7 +304,7 @@ class GradientsInSharedMemory:
 
     def parts(self, span: slice, room: int) -> list[Array]:
         """Return the elements `span` of the unit of each contributing rank of the node, in rank order."""
-        number, full = self.total.number, self.total.full
+        number, full = self.total.number, self.total.asked.full
         return [
             self.pool.of_rank(rank, self.counters.noted(rank, number), full, span) for rank in self.givers
         ]
@@ -333,11 +322,11 @@ class GradientsByMessages:
 
     def _room(self, number: int, rank: int, span: slice) -> Array:
         if (number, rank) not in self.rooms:
-            self.rooms[number, rank] = empty(self.piece, self.total.full.dtype)
+            self.rooms[number, rank] = empty(self.piece, self.total.asked.full.dtype)
         return self.rooms[number, rank][: span.stop - span.start]
 
     def post(self, span: slice, room: int) -> list[Any]:
-        kind, tag = mpi_type(self.total.full), self.total.number % TAGS
+        kind, tag = mpi_type(self.total.asked.full), self.total.number % TAGS
         return [
             self.node.Irecv([self._room(room, rank, span), kind], rank, tag)
             for rank in self.givers
@@ -345,7 +334,7 @@ class GradientsByMessages:
         ]
 
     def parts(self, span: slice, room: int) -> list[Array]:
-        own = self.total.full[span]
+        own = self.total.asked.full[span]
         return [own if rank == self.local else self._room(room, rank, span) for rank in self.givers]
 
 

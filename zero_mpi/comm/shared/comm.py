@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.comm.base import DONE, Handle, ModuleMemory
+from zero_mpi.comm.base import DONE, Handle, ModuleMemory, ReduceScatter
 from zero_mpi.comm.kinds import ENTRIES, POSTED, SHARED, SUMMED
 from zero_mpi.comm.mpi import MPIComm
 from zero_mpi.comm.partition import Partition
@@ -31,7 +31,6 @@ from zero_mpi.comm.topology import node_communicator
 from zero_mpi.comm.transfer import MessageComm
 from zero_mpi.comm.wrapper import ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.ordered_sum import ordered_sum
-from zero_mpi.device.types import Array
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
@@ -40,18 +39,13 @@ SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next on
 
 @dataclass(eq=False)
 class Reduction(Handle):
-    """Number `number` of the reductions: sums this rank's slice of `full` into `out`."""
+    """Reduction `number` of a transport, of gradients that lie in `pool`."""
 
     comm: SharedComm
     number: int
     pool: SharedGradientPool
-    full: Array
-    out: Array
-    partition: Partition
-    contributors: int
-    accumulate: bool
-    label: str = ""
-    record: Record | None = None  # for the timeline
+    asked: ReduceScatter
+    record: Record | None  # for the timeline
     kind = "reduce_scatter"
 
     def test(self) -> bool:
@@ -59,19 +53,19 @@ class Reduction(Handle):
         return self.comm.is_complete(self.number)
 
     def wait(self) -> None:
-        self.comm.wait_until(lambda: self.comm.is_complete(self.number), self.kind, self.label)
+        self.comm.wait_until(lambda: self.comm.is_complete(self.number), self.kind, self.asked.label)
         self.comm.note_ends()
 
     def add(self) -> None:
         """Add the slices that lie where the ranks said; call it once all of them have."""
-        mine, noted = self.partition.part(self.comm.rank), self.comm.counters.noted
+        asked, mine = self.asked, self.asked.partition.part(self.comm.rank)
         parts = [
-            self.pool.of_rank(rank, noted(rank, self.number), self.full, mine)
-            for rank in range(self.contributors)
+            self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, mine)
+            for rank in range(asked.contributors)
         ]
         for start in range(0, mine.stop - mine.start, SUM_PIECE):
             piece = slice(start, start + SUM_PIECE)
-            ordered_sum(self.out[piece], [part[piece] for part in parts], self.accumulate)
+            ordered_sum(asked.out[piece], [part[piece] for part in parts], asked.accumulate)
 
 
 class OverMPI(ProgressingHandle):
@@ -166,21 +160,17 @@ class SharedComm(SharingWrapper):
         """Description of what the transport uses, for messages."""
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
-    def _reduce(
-        self, full: Array, out: Array, partition: Partition, contributors: int, accumulate: bool, label: str
-    ) -> Handle:
-        pool, offset = self._memory.find(full)
+    def _reduce(self, asked: ReduceScatter) -> Handle:
+        pool, offset = self._memory.find(asked.full)
         if pool is None:
-            return super()._reduce(full, out, partition, contributors, accumulate, label)
-        if self.rank < contributors:
-            self.meter.sent_bytes += partition.outside(self.rank) * full.itemsize
+            return super()._reduce(asked)
+        if self.rank < asked.contributors:
+            self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
         number, self._started = self._started, self._started + 1
         if number >= ENTRIES:  # its entry of the table is used again
             self.wait_until(lambda: self.is_complete(number - ENTRIES), "reduce_scatter", "an earlier round")
-        record = self.meter.transfer("reduce_scatter", label)
-        reduction = Reduction(
-            self, number, pool, full, out, partition, contributors, accumulate, label, record
-        )
+        record = self.meter.transfer("reduce_scatter", asked.label)
+        reduction = Reduction(self, number, pool, asked, record)
         self.due.append(reduction)
         if record is not None:
             self._recorded.append(reduction)

@@ -30,7 +30,7 @@ from zero_mpi.comm.kinds import ENTRIES, POSTED, RANK_BYTES, TABLE, WORDS, WRITT
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.device import HOST
-from zero_mpi.device.arrays import BufferPool
+from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.types import ALIGNMENT, Array
 from zero_mpi.errors import UsageError
 
@@ -214,7 +214,7 @@ class SharedGradientPool(BufferPool):
     def __init__(self, blocks: Sequence[Array], rank: int, lengths: Sequence[int]) -> None:
         super().__init__(where=HOST)
         self.blocks = list(blocks)
-        self.start = int(blocks[rank].ctypes.data)
+        self.start = address(blocks[rank])
         self.stop = self.start + int(blocks[rank].size)
         offset = 0
         for length in lengths:
@@ -228,7 +228,7 @@ class SharedGradientPool(BufferPool):
 
     def offset(self, array: Array) -> int | None:
         """Return where in this rank's block an array begins, in bytes; None if it lies elsewhere."""
-        first = int(array.ctypes.data)
+        first = address(array)
         return first - self.start if self.start <= first < self.stop else None
 
     def of_rank(self, rank: int, offset: int, array: Array, part: slice) -> Array:
@@ -253,7 +253,7 @@ class NodeMemory:
         self.node = node
         self.rank, self.size = node.Get_rank(), node.Get_size()
         self._windows: list[Window] = []
-        self._pools: list[weakref.ref[SharedGradientPool]] = []
+        self._pools: weakref.WeakSet[SharedGradientPool] = weakref.WeakSet()
         self._prepared: tuple[Request, Allotment] | None = None
         self._writes = 0  # times that this rank has published
         try:
@@ -304,7 +304,7 @@ class NodeMemory:
             [memory[start : start + block] for start in blocks[:-1]], self.rank, buffers
         )
         self._windows.append(window)
-        self._pools = [known for known in self._pools if known() is not None] + [weakref.ref(pool)]
+        self._pools.add(pool)
         return arrays, pool
 
     def _free_unused(self) -> None:
@@ -326,9 +326,8 @@ class NodeMemory:
 
     def find(self, array: Array) -> tuple[SharedGradientPool | None, int]:
         """Return the pool that an array is of, and where in this rank's block it begins."""
-        for known in self._pools:
-            pool = known()
-            offset = None if pool is None else pool.offset(array)
+        for pool in self._pools:
+            offset = pool.offset(array)
             if offset is not None:
                 return pool, offset
         return None, 0

@@ -27,10 +27,10 @@ from zero_mpi.ops.gpu.launch import (
     PACK,
     THREADS,
     TYPES,
+    Kernel,
     at,
     each_type,
     f4,
-    kernel,
     packed,
     take,
 )
@@ -40,7 +40,7 @@ from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_ac
 
 WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVE = {
-    pair: kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
+    pair: Kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
     for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
 }
 SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
@@ -214,19 +214,14 @@ class Scores:
     def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:
         self.sizes, self.kind, self._begins = sizes, kind, None if begins is None else packed(begins)
         most = max(n for _, n, _ in blocks(sizes))
-        self._shape = (sizes.groups * most * sizes.shared * sizes.across,)
-        self.wide = take(self._shape, F32)
-        self.low = self.wide if self.kind == F32 else take(self._shape, self.kind)
+        self.wide = take((sizes.groups * most * sizes.shared * sizes.across,), F32)
+        self.low = self.wide if kind == F32 else take(self.wide.shape, kind)
 
     def matrix(self, room: Array, n: int, m: int) -> Matrix:
         """Return the block in a buffer as a Matrix: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
         kind, apart = kind_of(room.dtype), rows * sizes.across
         return Matrix(room.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
-
-    def another(self) -> Array:
-        """Return another float32 buffer."""
-        return take(self._shape, F32)
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; `sums` are written, or read if `again`."""
@@ -280,7 +275,7 @@ def backward(
     mine, keys, values, turned = (batched(x) for x in heads)
     out = take(heads[0].shape, heads[0].dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
     dq, dk, dv = (batched(x) for x in out)
-    slopes = room.another()
+    slopes = take(room.wide.shape, F32)
     for first, n, m in blocks(sizes):
         rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total
         here, there = mine.part(*rows), turned.part(*rows)

@@ -17,14 +17,12 @@ from zero_mpi.ops.gpu.launch import (
     THREADS,
     Family,
     at,
-    by_rows,
     chosen,
     each_type,
     elements,
     f4,
     packed,
     take,
-    tiled,
 )
 from zero_mpi.ops.registry import OPERATIONS, implements
 
@@ -79,25 +77,4 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None 
     if width:
         threads = min(THREADS, -(-packs // 32) * 32)
         kernel(b * t, threads, (at(x), at(y), at(cos), at(sin), t, heads, half, *steps))
-    return y
-
-
-def add_row(b: Array, y: Array, plus: Array | None = None) -> None:
-    """Compute y (N, O) += b (O,) [+ plus (N, O)] in place, rounded once; rows may have a larger stride."""
-    kernel, b = chosen(ADD_ROW, "add_row", y, b, plus), packed(b)
-    found, rows, width, step = by_rows(y)
-    if found is not y:
-        raise ValueError("add_row: on a GPU the rows of y must be contiguous; pass such an array")
-    more, _, _, more_step = (None, 0, 0, 0) if plus is None else by_rows(plus)
-    kernel(
-        *tiled(rows, width, PACK // y.itemsize),
-        (at(y), at(b), at(more), at(y), width, step, more_step, step),
-    )
-
-
-def rows_and(operation: str, x: Array, b: Array, rows: int) -> Array:
-    """Return a new array: x with b added to each of its `rows` equal parts."""
-    kernel, x, b = chosen(ADD_ROW, operation, x, b), packed(x), packed(b)
-    y, width = take(x.shape, x.dtype), int(b.size)
-    kernel(*tiled(rows, width, PACK // x.itemsize), (at(x), at(b), 0, at(y), width, width, 0, width))
     return y

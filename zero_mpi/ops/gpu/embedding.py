@@ -10,20 +10,19 @@ import numpy as np
 
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.elementwise import rows_and
+from zero_mpi.ops.gpu.elementwise import ADD_ROW
 from zero_mpi.ops.gpu.launch import (
     ARRAY,
     F32,
     I64,
     PACK,
     THREADS,
+    Kernel,
     at,
-    by_rows,
     chosen,
     each_pair,
     each_type,
     id_bytes,
-    kernel,
     packed,
     take,
     tiled,
@@ -34,16 +33,16 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import embedding_runs
 
 EMBEDDING = each_type("embedding.cu", "embedding", "PLPPLL")
-TOKEN_KEYS = kernel("embedding.cu", "token_keys", "PLPLL")
+TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = each_pair("embedding.cu", "embedding_sums", "PPPPLLL")
 EMBEDDING_JOINS = each_type("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements of a thread that adds up partial sums
-PLACE_BITS = 32  # of a key, below those of the token
+PLACE_BITS = 32  # low bits of a key; those of the token lie above
 # CuPy's sort waits for the GPU and takes memory of its own; this one is for tens of thousands of keys.
-DIGIT_COUNTS = kernel("sort.cu", "digit_counts", "PPLL")
-COUNTS_BEFORE = kernel("sort.cu", "counts_before", "PL")
-BY_DIGIT = kernel("sort.cu", "by_digit", "PPPLL")
-BITS = 8  # of a digit: there are as many digits as a block has threads
+DIGIT_COUNTS = Kernel("sort.cu", "digit_counts", "PPLL")
+COUNTS_BEFORE = Kernel("sort.cu", "counts_before", "PL")
+BY_DIGIT = Kernel("sort.cu", "by_digit", "PPPLL")
+BITS = 8  # bits of a digit: there are as many digits as a block has threads
 THREADS_OF_A_SUM = 1024
 
 
@@ -111,12 +110,14 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
 
 @implements(reference.positions, ARRAY)
 def positions(x: Array, w: Array) -> Array:
-    return rows_and("positions", x, w, x.shape[0])
+    kernel, x, w = chosen(ADD_ROW, "positions", x, w), packed(x), packed(w)
+    y, width = take(x.shape, x.dtype), int(w.size)
+    kernel(*tiled(x.shape[0], width, PACK // x.itemsize), (at(x), at(w), 0, at(y), width, width, 0, width))
+    return y
 
 
 @implements(reference.positions_backward, ARRAY)
 def positions_backward(dy: Array, dw: Array) -> None:
     """Compute `reference.positions_backward`; dw may have any of the types."""
     writable("positions_backward", dw)
-    dy = by_rows(packed(dy).reshape(dy.shape[0], -1))[0]
-    add_columns(dy, dw.reshape(-1))
+    add_columns(packed(dy).reshape(dy.shape[0], -1), dw.reshape(-1))

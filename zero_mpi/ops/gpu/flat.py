@@ -16,12 +16,12 @@ from zero_mpi.ops.gpu.launch import (
     F32,
     F64,
     THREADS,
+    Kernel,
     at,
     chosen,
     each_type,
     elements,
     f4,
-    kernel,
     packed,
     take,
     writable,
@@ -30,7 +30,7 @@ from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import run_length
 
 ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
-CHUNK_SQUARES = kernel("flat.cu", "chunk_squares", "PPLL")
+CHUNK_SQUARES = Kernel("flat.cu", "chunk_squares", "PPLL")
 WARP = 32
 
 

@@ -28,7 +28,7 @@ from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import import_optional
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
-from zero_mpi.ops.gpu.launch import PACK, tiled
+from zero_mpi.ops.gpu.launch import PACK, PLANS, row_step, tiled
 from zero_mpi.ops.sizes import WORKSPACE
 
 # Numbers of CUDA's and cuBLASLt's headers; tests compare them with the names of the bindings.
@@ -41,7 +41,6 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BYTES: dict[int, int] = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 
 CANDIDATES = 8
-PLANS = 4096  # kept at most; a model has some dozens, generation adds one per token
 FITTING = 16  # bytes: the largest alignment that kernels need
 RESULT = np.dtype(  # cublasLtMatmulHeuristicResult_t
     [
@@ -89,29 +88,10 @@ def kind_of(dtype: Any) -> int:
 
 
 @lru_cache(PLANS)
-def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int | None:
-    """Return the elements from a row of (..., C) to the next; None if rows have gaps or uneven steps."""
-    if 0 in shape:
-        return max(1, int(shape[-1]))
-    if shape[-1] > 1 and strides[-1] != size:
-        return None
-    step, rows = 0, 1
-    for length, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        if length != 1:
-            step = step or stride
-            if stride != step * rows:
-                return None
-            rows *= length
-    if not step:
-        return max(1, shape[-1])
-    return step // size if step % size == 0 and step >= shape[-1] * size else None
-
-
-@lru_cache(PLANS)
 def form_of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, int, int, int]:
     """Return (rows, columns, step, kind) of a `Matrix`; cached, since a model uses the same few often."""
     step = row_step(shape, strides, dtype.itemsize)
-    if step is None:
+    if not step:
         raise ValueError(f"contiguous rows at one distance were expected, not {shape} by {strides} bytes")
     return math.prod(shape[:-1]), shape[-1], step, kind_of(dtype)
 

@@ -9,9 +9,8 @@ tuple of plain numbers: addresses and lengths as Python integers (always 64 bits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ F64, I64 = np.dtype(np.float64), np.dtype(np.int64)
 TYPES = {F32: "f32", BF16: "bf16", F16: "f16"}  # as the kernels' names end
 f4 = np.float32
 ARRAY = cupy.ndarray
+PLANS = 4096  # products, and shapes of arrays, that are kept; a model has some dozens
 
 
 class Kernel:
@@ -60,11 +60,6 @@ class Kernel:
 
 TABLE: dict[str, Kernel] = {}  # by name, in all sources
 Family = dict[Any, Kernel]  # by element type, or by a pair of types
-
-
-def kernel(source: str, name: str, parameters: str) -> Kernel:
-    """Return a kernel that has one instance."""
-    return Kernel(source, name, parameters)
 
 
 def each_type(source: str, name: str, parameters: str) -> Family:
@@ -139,25 +134,38 @@ def at(x: Array | None) -> int:
     return 0 if x is None else int(x.data.ptr)
 
 
+@lru_cache(PLANS)
+def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
+    """Return the elements from a row of (..., C) to the next; 0 if rows have gaps or uneven steps."""
+    if 0 in shape:
+        return max(1, int(shape[-1]))
+    if shape[-1] > 1 and strides[-1] != size:
+        return 0
+    step, rows = 0, 1
+    for length, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        if length != 1:
+            step = step or stride
+            if stride != step * rows:
+                return 0
+            rows *= length
+    if not step:
+        return max(1, shape[-1])
+    return step // size if step % size == 0 and step >= shape[-1] * size else 0
+
+
+def lying(x: Array) -> Array:
+    """Return x (..., C), or a copy, with contiguous rows at one distance."""
+    if row_step(x.shape, x.strides, x.itemsize):
+        return x
+    copy = take(x.shape, x.dtype)
+    copy[...] = x
+    return copy
+
+
 def by_rows(x: Array) -> tuple[Array, int, int, int]:
-    """Return x (..., C) as a matrix: (x or a contiguous copy, rows, C, elements from a row to the next)."""
-    width = int(x.shape[-1])
-    rows = int(x.size) // max(1, width)
-    if x.flags.c_contiguous:
-        return x, rows, width, width
-    step = next(
-        (s for n, s in zip(x.shape[-2::-1], x.strides[-2::-1], strict=True) if n > 1), x.itemsize * width
-    )
-    in_one_step = (
-        step >= 0 and (width == 1 or x.strides[-1] == x.itemsize) and follow(x.shape[:-1], x.strides[:-1])
-    )
-    return (x, rows, width, step // x.itemsize) if in_one_step else (packed(x), rows, width, width)
-
-
-def follow(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether one step covers all axes: each stride is that of the next times its length."""
-    walked = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(walked))
+    """Return x (..., C) as a matrix: (x or a copy, rows, C, elements from a row to the next)."""
+    x, width = lying(x), int(x.shape[-1])
+    return x, int(x.size) // max(1, width), width, row_step(x.shape, x.strides, x.itemsize)
 
 
 def id_bytes(operation: str, ids: Array) -> int:

@@ -17,21 +17,12 @@ from zero_mpi import device
 from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply, row_step
-from zero_mpi.ops.gpu.launch import ARRAY, memory_of, take
+from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply
+from zero_mpi.ops.gpu.launch import ARRAY, lying, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import LINE, logit_rows, logit_width
-
-
-def lying(x: Array) -> Array:
-    """Return x (..., C), or a copy, with contiguous rows at one distance."""
-    if row_step(x.shape, x.strides, x.itemsize) is not None:
-        return x
-    copy = take(x.shape, x.dtype)
-    copy[...] = x
-    return copy
 
 
 def fitting(b: Array) -> Array:
@@ -87,7 +78,7 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 @implements(reference.linear_backward_b, ARRAY)
 def linear_backward_b(dy: Array, db: Array) -> None:
     """Compute `reference.linear_backward_b`; db may have another type than dy."""
-    add_columns(lying(dy), db)
+    add_columns(dy, db)
 
 
 # ---------------------------------------------------------------------------------------- a head and its loss

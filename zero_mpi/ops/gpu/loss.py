@@ -12,20 +12,20 @@ from zero_mpi.ops.gpu.launch import (
     ARRAY,
     F64,
     THREADS,
+    Kernel,
     at,
     by_rows,
     chosen,
     each_type,
     f4,
     id_bytes,
-    kernel,
     packed,
     take,
 )
 from zero_mpi.ops.registry import implements
 
 CONSUME_LOGITS = each_type("loss.cu", "consume_logits", "PPPLPLLLF")
-ADD_LOSSES = kernel("loss.cu", "add_losses", "PPLDL")
+ADD_LOSSES = Kernel("loss.cu", "add_losses", "PPLDL")
 THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
 
 
@@ -58,8 +58,6 @@ def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> 
 
 def add_losses(total: Array, losses: Array, scale: float, adds: bool) -> None:
     """Set total, one float64, to scale times the sum of losses, plus its former value if `adds`."""
-    if total.dtype != F64 or total.size != 1:
-        raise ValueError(f"expected a total of one float64; got {total.shape} {total.dtype}")
     ADD_LOSSES(1, THREADS, (at(total), at(losses), losses.size, float(scale), int(adds)))
 
 

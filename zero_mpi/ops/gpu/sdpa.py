@@ -31,6 +31,7 @@ from zero_mpi.ops.gpu.launch import BF16, F16, memory_of
 from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # numbers of tensors in a graph
+INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # by their names as arguments
 TURNED = Q, K, V, O, DY, DQ, DK, DV  # of a backward's arrays
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
@@ -200,23 +201,20 @@ class Sdpa:
             for head in range(0, kv, together)
         ]
 
-    def _graph(self, kind: Any) -> Any:
-        single = self.cudnn.data_type.FLOAT
-        return self.cudnn.pygraph(
+    def _graph_of(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
+        """Return a new graph, and its inputs for such arrays, by the names of its operations' arguments."""
+        single, kind = self.cudnn.data_type.FLOAT, getattr(self.cudnn.data_type, TYPES[arrays["q"].dtype])
+        graph = self.cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=self.handle
         )
-
-    def _tensor(self, graph: Any, name: str, number: int, x: Array, kind: Any) -> Any:
-        dim, stride = described(x)
-        return graph.tensor(name=name, uid=number, dim=list(dim), stride=list(stride), data_type=kind)
+        inputs = {}
+        for name, x in arrays.items():
+            dim, stride = map(list, described(x))
+            inputs[name] = graph.tensor(name=name, uid=INPUTS[name], dim=dim, stride=stride, data_type=kind)
+        return graph, inputs
 
     def _forward(self, scale: float, q: Array, k: Array, v: Array, y: Array) -> Any:
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
-        graph = self._graph(kind)
-        inputs = {
-            name: self._tensor(graph, name, number, x, kind)
-            for name, number, x in (("q", Q, q), ("k", K, k), ("v", V, v))
-        }
+        graph, inputs = self._graph_of(q=q, k=k, v=v)
         o, stats = graph.sdpa(**inputs, attn_scale=scale, use_causal_mask=True, generate_stats=True)
         give_out(o, O, *described(y))
         b, t, h, _ = y.shape
@@ -224,25 +222,16 @@ class Sdpa:
         return graph
 
     def _backward(self, ordered: bool, scale: float, arrays: Sequence[Array]) -> Any:
-        q, k, v, y, dy, dq, dk, dv = arrays
-        kind = getattr(self.cudnn.data_type, TYPES[q.dtype])
-        graph = self._graph(kind)
-        inputs = {
-            name: self._tensor(graph, name, number, x, kind)
-            for name, number, x in (("q", Q, q), ("k", K, k), ("v", V, v), ("o", O, y), ("dO", DY, dy))
-        }
-        b, t, h, _ = y.shape
+        q, k, v, y, dy, *results = arrays
+        graph, inputs = self._graph_of(q=q, k=k, v=v, o=y, dO=dy)
+        (b, t, h, _), single = y.shape, self.cudnn.data_type.FLOAT
         stats = graph.tensor(
-            name="stats",
-            uid=STATS,
-            dim=[b, h, t, 1],
-            stride=[h * t, t, 1, 1],
-            data_type=self.cudnn.data_type.FLOAT,
+            name="stats", uid=STATS, dim=[b, h, t, 1], stride=[h * t, t, 1, 1], data_type=single
         )
         gradients = graph.sdpa_backward(
             **inputs, stats=stats, attn_scale=scale, use_causal_mask=True, use_deterministic_algorithm=ordered
         )
-        for tensor, number, x in zip(gradients, (DQ, DK, DV), (dq, dk, dv), strict=True):
+        for tensor, number, x in zip(gradients, (DQ, DK, DV), results, strict=True):
             give_out(tensor, number, *described(x))
         return graph
 
@@ -258,11 +247,12 @@ _made: tuple[Any, Sdpa | None, str] = None, None, ""
 def sdpa() -> tuple[Sdpa | None, str]:
     """Return (cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
     global _made
-    if _made[0] is not device.in_use():
+    where = device.in_use()
+    if _made[0] is not where:
         try:
-            _made = device.in_use(), Sdpa(device.in_use()), ""
+            _made = where, Sdpa(where), ""
         except ImportError as error:
-            _made = device.in_use(), None, f"nvidia-cudnn-frontend cannot be imported ({error})"
+            _made = where, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
         except FAULTS as error:
-            _made = device.in_use(), None, f"no library that fits ({first_line(error)})"
-    return _made[1], _made[2]
+            _made = where, None, f"no library that fits ({first_line(error)})"
+    return _made[1:]
