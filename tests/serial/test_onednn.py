@@ -211,17 +211,18 @@ def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
 
 
 @needs_library
-def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch):
+@pytest.mark.parametrize("kind", [BF, np.float32])
+def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
     """Also where more rows are computed: behind an expert's own lie those of others, NaN among them."""
     monkeypatch.setattr(LIBRARY.own, "products", {})
-    w, random = drawn(5, 24, 40), np.random.default_rng(0)
+    w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):
         counts = random.integers(0, 150, 5)
         starts, rows = np.append(0, np.cumsum(counts)), int(counts.sum())
-        x, dy, plus, into = drawn(rows, 40), drawn(rows, 24), drawn(rows, 24), drawn(rows, 40)
+        x, dy, plus, into = (drawn(rows, n).astype(kind) for n in (400, 240, 240, 400))
         if number % 3 == 0 and counts[2]:
             x[starts[2]], dy[starts[2]] = np.nan, np.nan
-        found, expected = np.ones((2, 5, 24, 40), np.float32)
+        found, expected = np.ones((2, 5, 240, 400), np.float32)
         other = into.copy()
         for version, dw, dx in ((ops, found, into), (defined, expected, other)):
             version.grouped_linear_backward_w(dy, x, dw, starts)

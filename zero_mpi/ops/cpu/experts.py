@@ -12,7 +12,6 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.blas import by_row, fitting
 from zero_mpi.ops.cpu.jit import (
-    BFLOAT16,
     FLOAT32,
     ONE,
     ZERO,
@@ -26,7 +25,7 @@ from zero_mpi.ops.cpu.jit import (
     single,
     wide,
 )
-from zero_mpi.ops.cpu.products import multiplier, otherwise
+from zero_mpi.ops.cpu.products import is_prepared, multiplier, otherwise
 from zero_mpi.ops.experts_reference import groups
 from zero_mpi.ops.registry import defined, implements
 from zero_mpi.ops.threads import in_parts
@@ -137,8 +136,8 @@ def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tup
     return dgate, dup, dw
 
 
-# oneDNN prepares a product for each number of rows, which takes as long as many products of an expert, and
-# that number changes in each call. So products in bfloat16 are extended to one of a few numbers of rows.
+# oneDNN prepares a product for each number of rows, which takes 200 to 300 KiB and as long as many products
+# of an expert, and the number changes in each call. So they are extended to one of a few numbers of rows.
 LEAST_ROWS, STEPS = 16, 8  # the least of these numbers, and how many lie between two powers of two
 
 
@@ -156,16 +155,19 @@ def extended(x: Array, part: slice) -> Array:
     return copy
 
 
-def multiply_low(
+def multiply_rows(
     multiplies: Callable[..., Array],
     x: Array,
     w: Array,
     y: Array,
     part: slice,
-    plus: Array | None,
-    adds: bool,
+    plus: Array | None = None,
+    adds: bool = False,
 ) -> None:
-    """Compute y = x w + plus, or y += x w, for the rows `part` of bfloat16 arrays; others stay."""
+    """Compute y = x w + plus, or y += x w, for the rows `part`; others stay. `plus` is of bfloat16."""
+    if not is_prepared(x, w):
+        multiplies(fitting(x[part]), w, y[part], adds=adds)
+        return
     reach = slice(part.start, part.start + few(part.stop - part.start))
     more: dict[str, Any] = {"adds": adds}
     if reach.stop > len(x):
@@ -187,12 +189,10 @@ def grouped_linear(x: Array, w: Array, starts: Array, plus: Array | None = None)
     if multiplies is None:
         return otherwise(grouped_linear, x, w, starts, plus)
     y = recycled((x.shape[0], w.shape[1]), x.dtype)
+    fused = None if x.dtype == FLOAT32 else plus
     for expert, part in groups(starts):
-        if x.dtype == BFLOAT16:
-            multiply_low(multiplies, x, fitting(w[expert]).T, y, part, plus, False)
-        else:
-            multiplies(fitting(x[part]), fitting(w[expert]).T, y[part])
-    return np.add(y, plus, out=y) if plus is not None and x.dtype == FLOAT32 else y
+        multiply_rows(multiplies, x, fitting(w[expert]).T, y, part, fused)
+    return y if plus is None or fused is not None else np.add(y, plus, out=y)
 
 
 @implements(reference.grouped_linear_backward_x)
@@ -202,10 +202,7 @@ def grouped_linear_backward_x(dy: Array, w: Array, starts: Array, into: Array | 
         return otherwise(grouped_linear_backward_x, dy, w, starts, into)
     dx, adds = recycled((dy.shape[0], w.shape[2]), dy.dtype) if into is None else into, into is not None
     for expert, part in groups(starts):
-        if dy.dtype == BFLOAT16:
-            multiply_low(multiplies, dy, fitting(w[expert]), dx, part, None, adds)
-        else:
-            multiplies(fitting(dy[part]), fitting(w[expert]), dx[part], adds=adds)
+        multiply_rows(multiplies, dy, fitting(w[expert]), dx, part, adds=adds)
     return dx
 
 
@@ -215,7 +212,7 @@ def grouped_linear_backward_w(dy: Array, x: Array, dw: Array, starts: Array) -> 
     if multiplies is None:
         otherwise(grouped_linear_backward_w, dy, x, dw, starts)
         return
-    low = dy.dtype == BFLOAT16
+    prepared = is_prepared(dy, x)
     for expert, part in groups(starts):
-        a, b = (extended(dy, part), extended(x, part)) if low else (fitting(dy[part]), fitting(x[part]))
+        a, b = (extended(each, part) if prepared else fitting(each[part]) for each in (dy, x))
         multiplies(a.T, b, dw[expert], adds=True)

@@ -64,6 +64,14 @@ def of_single(library: OneDNN) -> Callable[..., Array]:
     return multiply
 
 
+def is_prepared(a: Array, b: Array) -> bool:
+    """Return whether the product a b is computed by oneDNN, which prepares each shape, if not small."""
+    library = onednn.load()[0]
+    if a.dtype == BFLOAT16 or library is None:
+        return library is not None
+    return is_transposed(b) or not library.has_tiles
+
+
 def load() -> None:
     """Load the library that multiplies bfloat16, and compile our own kernels for it."""
     library = onednn.load()[0]
