@@ -16,7 +16,7 @@ from zero_mpi.errors import FileError
 
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, USER_DEFINED = 1, 4
 
 
 @pytest.fixture(scope="module", autouse=True)
