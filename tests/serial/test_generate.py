@@ -18,9 +18,11 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.header import GGUFStream
+from zero_mpi.commands.generate.command import command as generate
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops import threads
 from zero_mpi.train.text_model import TextModel, choose
@@ -345,7 +347,8 @@ def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> 
 
 def test_the_command_refuses_what_is_no_model(tmp_path):
     for name, message in bad_files(tmp_path).items():
-        assert_refused(command(str(tmp_path / name), "--tokens", "1"), message)
+        with pytest.raises(UsageError, match=f"^[^\n]*{message}[^\n]*$"):
+            generate(World(0, 1), [str(tmp_path / name), "--tokens", "1"])
 
 
 def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_path):
@@ -363,4 +366,5 @@ def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_
     ],
 )  # fmt: skip
 def test_the_command_refuses_bad_flags(checkpoint, flags):
-    assert_refused(command(str(checkpoint), *flags.split()), flags.split()[0])
+    with pytest.raises(UsageError, match=f"^[^\n]*{flags.split()[0]}[^\n]*$"):
+        generate(World(0, 1), [str(checkpoint), *flags.split()])

@@ -53,7 +53,7 @@ REFUSED = {
     for kind, make in KEYS.items()
     for name, letter in (("letters", "a"), ("spaces", "▁"), ("signs", "日"))
     for of in (NORMAL, USER_DEFINED)
-    for size in (5_000, 50_000, 400_000)
+    for size in (5_000, 400_000)
 }
 REFUSED |= {
     f"a letter becomes {size:,} bytes{', without an end' * (1 - end)}": (
