@@ -58,11 +58,6 @@ def fast(request):
     return communicator(request.param)
 
 
-@pytest.fixture
-def side():
-    return streams()
-
-
 def same_bits(array, expected):
     found = streams().download(array)
     assert found.dtype == expected.dtype

@@ -42,17 +42,8 @@ CALLS: list[dict[str, Any]] = [
 ]
 TEXTS = ["{", '{"a": ', "[" * 5000, '"\\ud800"', "1e999", "null", "7", "\ud800", '{"a":1,"a":2}', "9" * 5000]
 SAYING = [
-    "v=",
-    "=",
-    "v",
-    "messages=1",
-    "1=1",
-    "v=[" * 99,
-    "v=\x1b[31m",
-    "v=" + "9" * 5000,
-    "v=1e999",
-    "\u2028=1",
-]
+    "v=", "=", "v", "messages=1", "1=1", "v=[" * 99, "v=\x1b[31m", "v=" + "9" * 5000, "v=1e999", "\u2028=1",
+]  # fmt: skip
 PROGRAMS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",

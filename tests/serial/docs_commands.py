@@ -69,7 +69,9 @@ MIXTURE = of("serial/test_lora_files", "base_with_adapter_is_the_merged_model_an
 SAME_BYTES = of("serial/test_quantize", "bytes_are_the_same_on_three_ranks")
 DISTILLED = of("serial/test_distill", "predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks")
 LOCAL = of("serial/test_hostfiles", "local8_runs_ranks_on_this_machine")
-BY_HAND = ("peers", "finetune", "ops", "generate", "step_hosts", "plan_check", "plan_scale", "qat")
+BY_HAND = (
+    "peers", "conversations", "finetune", "ops", "generate", "step_hosts", "plan_check", "plan_scale", "qat",
+)  # fmt: skip
 SPEED = Nobody("it measures speed, of another library or over hosts that it makes: by hand")
 PROVED = f"{TINY} --steps 12 --save-every 4"
 
@@ -237,7 +239,6 @@ ROWS: dict[str, How] = {
         "serial/test_benchmarks", "calls_of_a_checkpoint_are_counted"
     ),
     "taskset -c 0 python benchmarks/encode.py": of("serial/test_benchmarks", "tokenizers_are_timed"),
-    "python benchmarks/conversations.py": of("serial/test_benchmarks", "conversations_are_timed"),
     "python check.py": Run(says="measured (-?[0-9.]+), backward says \\1"),
     "mpirun -n 2 python scaled.py": Run(f"{TINY} --steps 4", "scaled-llama"),
     "mpirun -n 3 python scaled.py": Run(f"{TINY} --steps 6", "at step 4"),

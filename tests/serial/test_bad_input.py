@@ -42,10 +42,7 @@ def things(tmp_path_factory) -> Path:
     train(1, folder / "run", "--data", "text", *SMALL)
     whole = (folder / "run" / "latest" / "model.gguf").read_bytes()
     (folder / "model.gguf").write_bytes(whole)
-    (folder / "header.gguf").write_bytes(whole[:40])
     model_file(folder / "mamba.gguf", "mamba")
-    model_file(folder / "partial.gguf", "llama")
-    (folder / "empty-folder").mkdir()
     (folder / "unknown.toml").write_text("stepz = 3\n")
     (folder / "sound.toml").write_text("steps = 1\n")
     np.save(folder / "ids.npy", np.array([1, 2, 3] * 50, np.uint16))
@@ -71,7 +68,6 @@ MODEL = ["--init", "model.gguf"]
 # test_combinations.py, test_gguf_reader.py.
 NO_DATA = {
     "missing beside sound": (["--data", "text", "nowhere.txt"], "--data nowhere.txt "),
-    "empty folder": (["--data", "empty-folder"], "--data .*empty-folder"),
     "context": ([*TEXT, "--context", "100000"], "context 100000 .*--context"),
 }
 NO_TEXT = {
@@ -79,7 +75,6 @@ NO_TEXT = {
     "a folder of them": (["--data", "binary-folder"], "binary-folder; .* 1 .*gzip"),
 }
 SIZES = {
-    "heads": ([*TEXT, "--heads", "5"], "--heads 5 .*--dim 24"),
     "kv-heads of gpt2": ([*TEXT, "--arch", "gpt2", "--kv-heads", "1"], "--kv-heads 1: .*--arch llama"),
 }
 FLAGS = {
@@ -91,15 +86,11 @@ FLAGS = {
 }
 INITS = {
     "folder": ([*TEXT, "--init", "run"], "run: .*run/latest"),
-    "truncated header": ([*TEXT, "--init", "header.gguf"], "header.gguf: "),
     "architecture": ([*TEXT, "--init", "mamba.gguf"], "mamba.gguf: .*'mamba'.*llama, gpt2"),
-    "not a whole model": ([*TEXT, "--init", "partial.gguf"], "partial.gguf: "),
     "context": ([*TEXT, *MODEL, "--context", "32"], "--context 32: .* 16"),
 }
 OTHER_SIZES = {
-    "layers": ([*TEXT, *MODEL, "--layers", "2"], "--layers 2"),
     "kv-heads": ([*TEXT, *MODEL, "--kv-heads", "1"], "--kv-heads 1: .* --kv-heads 3"),
-    "arch": ([*TEXT, *MODEL, "--arch", "gpt2"], "--arch gpt2: .* --arch llama"),
     "tied": ([*TEXT, *MODEL, "--tied"], "--tied: .* --no-tied"),
     "vocab-size": (["--data", "ids.npy", *MODEL, "--vocab-size", "9"], "--vocab-size 9: .* 260"),
     "dry run": ([*TEXT, *MODEL, "--layers", "2", "--dry-run"], "--layers 2: .*--init model.gguf"),
@@ -114,7 +105,6 @@ FILES = {"unknown key": (["--config", "unknown.toml"], "--config unknown.toml: '
 TOKENS = {
     "id": (["--data", "high.npy", "--vocab-size", "9"], "high.npy: id 999 .*--vocab-size"),
     "no vocab-size": (["--data", "ids.npy"], "--vocab-size"),
-    "text and tokens": (["--data", "ids.npy", "text"], "ids.npy"),
 }
 GROUPS = {"data": NO_DATA, "no text": NO_TEXT, "sizes of a model": OTHER_SIZES, "sizes": SIZES}
 GROUPS |= {"flags": FLAGS, "init": INITS, "places": PLACES, "config": FILES, "tokens": TOKENS}

@@ -29,7 +29,6 @@ from zero_mpi.launch.time_limit import (
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted([*EXAMPLES.glob("slurm/*.sbatch"), *EXAMPLES.glob("pbs/*.pbs")])
 REQUEUE = 75
 QSTAT = """Job Id: 123.server
     Job_Name = zero_mpi

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from jobs import run_command, run_job
-from oracles import smollm2
 from test_command_bits import needs_mpiexec
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -81,14 +80,6 @@ def test_sizes_are_swept():
 
 
 @needs_mpiexec
-def test_collectives_are_timed_by_size():
-    flags = ["--least-kb", "1", "--most-mb", "1", "--budget", "0.02"]
-    rows = [line.split() for line in printed_by(2, "collectives.py", *flags)[3:]]
-    assert [row[0] for row in rows] == ["1", "4", "16", "64", "256", "1024"]
-    assert all(len(row) == 10 and float(cell) >= 0 for row in rows for cell in row)
-
-
-@needs_mpiexec
 def test_losses_of_two_precisions_are_compared(tmp_path):
     (tmp_path / "text").write_text("what is read here is of no matter " * 200)
     flags = ["--workload", "W3", "--steps", "3", "--ranks", "1", "--", "--data", str(tmp_path / "text")]
@@ -106,10 +97,3 @@ def test_tokenizers_are_timed(more):
     _, *rows = by_itself("encode.py", *flags)
     counts = [re.search(r", ratio +\d+\.\d\d; (\d+) and (\d+) ids$", row) for row in rows]
     assert [match and match[1] == match[2] != "0" for match in counts] == [True] * 3
-
-
-def test_conversations_are_timed():
-    pytest.importorskip("transformers", reason="no transformers to compare with")
-    *rows, _ = by_itself("conversations.py", smollm2(), "--rows", "5", "--rounds", "1", says=True)
-    ours, theirs = re.findall(r" ([\d,]+) ids ", "\n".join(rows))
-    assert ours == theirs != "0"

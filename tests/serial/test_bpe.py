@@ -226,10 +226,7 @@ def test_another_kind_is_refused_with_the_way_out(model, found):
         ({"pre": 3}, "tokenizer.ggml.pre: expected a text, found 3"),
         ({"tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokens": [*TOKENS[:-1], "he"]}, "tokens: expected each token once, found 'he' again"),
-        (
-            {"token_type": np.array([1, 2], np.int32)},
-            "token_type: expected an array of 263 whole numbers, found an array of 2 int32",
-        ),
+        ({"token_type": np.array([1, 2], np.int32)}, "token_type: expected an array of 263 whole numbers"),
         ({"merges": []}, "no tokenizer.ggml.merges: expected at least one"),
         ({"merges": None}, "no tokenizer.ggml.merges"),
         ({"merges": ["he"]}, "merges: expected two parts of a token .* found 'he'"),

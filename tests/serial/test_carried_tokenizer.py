@@ -71,16 +71,6 @@ def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_pa
     found = GGUFFile.open(models[0]).metadata
     for name in ("model", "tokens", "scores", "token_type"):
         assert np.array_equal(found[f"tokenizer.ggml.{name}"], keys[f"tokenizer.ggml.{name}"])
-    command = [
-        sys.executable,
-        "-m",
-        "zero_mpi",
-        "generate",
-        str(models[0]),
-        "--prompt",
-        "words and",
-        "--tokens",
-        "3",
-    ]
-    status, printed, errors = run_command(command, timeout=120)
+    command = [sys.executable, "-m", "zero_mpi", "generate", str(models[0]), "--prompt", "words and"]
+    status, printed, errors = run_command([*command, "--tokens", "3"], timeout=120)
     assert (status, printed.startswith("words and")) == (0, True), errors

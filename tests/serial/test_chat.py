@@ -87,18 +87,8 @@ def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
     assert_refused(command(str(path), "--chat", "--prompt", "x"), "--chat-template FILE")
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}a")
-    flags = [
-        "--chat",
-        "--chat-template",
-        str(template),
-        "--prompt",
-        "x",
-        "--tokens",
-        "1",
-        "--temperature",
-        "0",
-    ]
-    assert command(str(path), *flags).stdout == b"b\n"
+    flags = ["--chat-template", str(template), "--prompt", "x", "--tokens", "1", "--temperature", "0"]
+    assert command(str(path), "--chat", *flags).stdout == b"b\n"
 
 
 @pytest.mark.parametrize(

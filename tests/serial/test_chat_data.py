@@ -59,17 +59,6 @@ def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
     assert len({first, *others}) == 4
 
 
-def test_a_folder_is_of_one_kind(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_lines(folder / "a.jsonl", {"messages": TALK})
-    write_lines(folder / "b.jsonl", SAME)
-    assert corpus(str(folder)).documents == 2
-    (folder / "README.md").write_text("About these conversations.")
-    with pytest.raises(UsageError, match=r"not both: .*a\.jsonl .*README\.md does not"):
-        corpus(str(folder))
-
-
 REFUSED = {
     "a template for text": ({"data": ["text"], "chat_template": "t"}, "--chat-template t: --data "),
     "a template for the library": ({"chat_template": "t"}, "--chat-template t: --data "),

@@ -182,7 +182,7 @@ def test_learning_rate_is_another_name_of_lr(tmp_path):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])
 def test_the_old_form_of_a_command_goes_on_working_and_names_the_new_one(name):
     status, printed, errors = python("-m", f"zero_mpi.{name}", "--version")
-    assert (status, printed) == (0, python("-m", "zero_mpi", name, "--version")[1])
+    assert (status, printed.splitlines()[0]) == (0, f"zero_mpi {__version__}")
     assert errors.count("\n") == 1
     assert f"zero-mpi {name}" in errors
 

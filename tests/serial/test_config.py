@@ -3,16 +3,12 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
 from jobs import run_job
 from test_command_bits import needs_mpiexec
 
-from zero_mpi import __version__
-from zero_mpi.commands import main
 from zero_mpi.config.bounds import seconds, thread_count
 from zero_mpi.config.command_line import parse
 from zero_mpi.config.settings import FIELDS, FROM_NOTHING, Config, spelled
@@ -156,19 +152,13 @@ def test_names_are_spelled_with_dashes_or_underscores_and_whole_numbers_are_floa
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stepz = 3\n", "'stepz'"),
-        ('steps = "3"\n', "steps = '3', expected int"),
-        ("steps = 3.5\n", r"steps = 3\.5, expected int"),
-        ("steps = true\n", "steps = True, expected int"),
-        ("lr = false\n", "lr = False, expected float"),
-        ("tied = 1\n", "tied = 1, expected bool"),
-        ('data = "a"\n', "data = 'a', expected list"),
-        ("data = [1]\n", r"data = \[1\], expected"),
-        ("[run]\nsteps = 3\n", "'run'"),
-        ("steps = \n", "TOML"),
-        ("batch_size = 0\n", "--batch-size 0: "),
+        ("stepz = 3\n", "'stepz'"), ('steps = "3"\n', "steps = '3', expected int"),
+        ("steps = 3.5\n", r"steps = 3\.5, expected int"), ("steps = true\n", "steps = True, expected int"),
+        ("lr = false\n", "lr = False, expected float"), ("tied = 1\n", "tied = 1, expected bool"),
+        ('data = "a"\n', "data = 'a', expected list"), ("data = [1]\n", r"data = \[1\], expected"),
+        ("[run]\nsteps = 3\n", "'run'"), ("steps = \n", "TOML"), ("batch_size = 0\n", "--batch-size 0: "),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
     with pytest.raises(UsageError, match=expected):
         from_file(tmp_path, text)
@@ -218,22 +208,6 @@ def test_help_has_each_setting_with_its_meaning_and_default(name, shown):
         assert f"(default: {field.default})" in entry
     for choice in field.metadata["choices"]:
         assert choice in entry.replace(" ", "")  # a long list is broken
-
-
-def console(*arguments):
-    done = subprocess.run([sys.executable, "-m", "zero_mpi", *arguments], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_console_script_says_its_version_and_commands_and_refuses_others():
-    assert console("--version") == (0, f"zero_mpi {__version__}\n", "")
-    status, printed, errors = console()
-    assert (status, errors) == (0, "")
-    assert all(re.search(rf"(?m)^  {command} +\S", printed) for command in main.COMMANDS)
-    for name, near in (("trian", ["train"]), ("xyzzy", main.COMMANDS)):
-        status, printed, errors = console(name)
-        assert (status, printed, errors.count("\n")) == (2, "", 1)
-        assert all(word in errors for word in (f"'{name}'", *near))
 
 
 @needs_mpiexec

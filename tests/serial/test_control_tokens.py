@@ -7,7 +7,6 @@ from pathlib import Path
 import bpe_files
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from jobs import run_job
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train
 from test_resume import refused
@@ -104,19 +103,6 @@ def test_a_note_counts_and_names_what_is_spelt_and_says_which_flag_reads_it(case
     assert "--control-tokens plain" in note
     assert "\n" not in note
     assert not any(corpus(tmp_path, tokenizer, text, control_tokens=asked).notes for asked in READINGS)
-
-
-# which tokens are found
-
-
-def split(part, token, place):
-    if isinstance(part, int):
-        return [part]
-    sides = [side for text in part.split(token) for side in (text, place)][:-1]
-    return [side for side in sides if side != ""]
-
-
-LETTERS = st.text("ab<|\n", max_size=40)
 
 
 # what is recorded

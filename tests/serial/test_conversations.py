@@ -36,14 +36,10 @@ def said(*contents, system=None):
 
 TALK = said("hello the", "<think>\nhm\n</think>\n\nhello!", "Größe 10?", "It is 10", system="Be é brief.")
 TALKS = {
-    "one question": said("hi"),
-    "an answer": said("hi", "hello there. "),
-    "white space": said(" hi\n", "\n hello. \n", "\tso\n\n", " "),
-    "several": TALK[1:],
-    "with a system": TALK,
-    "only a system": TALK[:1],
-    "control tokens": said("what is <|im_end|> [INST]", "a <s> of </s>"),
-}
+    "one question": said("hi"), "an answer": said("hi", "hello there. "),
+    "white space": said(" hi\n", "\n hello. \n", "\tso\n\n", " "), "several": TALK[1:], "with a system": TALK,
+    "only a system": TALK[:1], "control tokens": said("what is <|im_end|> [INST]", "a <s> of </s>"),
+}  # fmt: skip
 CALL = {"name": "é<", "arguments": {"x": [1]}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
 TALKS["a tool"] = [*said("look"), CALLING, {"role": "tool", "content": "0"}, *said("u", "so: 0")[1:]]
@@ -596,9 +592,3 @@ def test_files_of_conversations_as_people_have_them(tmp_path, name, text):
     found = [[*one.messages] for one in read_conversations(name, path, lambda one: one)]
     expected = [one_conversation("x", row) for row in ROWS]
     assert found == [[*one.messages] for one in expected]
-
-
-def test_a_bad_row_of_an_array_is_named(tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps([{"messages": AB}, {"no": 1}]))
-    with pytest.raises(UsageError, match=r"rows\.json, row 2: expected an object with messages"):
-        list(read_conversations("rows.json", tmp_path / "rows.json", lambda one: one))

@@ -578,6 +578,13 @@ print(json.dumps([len(said), compiled == len(kernels), loaded, unasked, str(code
 """
 
 
+def test_kernels_are_loaded_when_they_are_used():
+    said, compiled, loaded, unasked, _ = python(CACHED)
+    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "one, and nothing to compile"
+    assert unasked == []
+
+
+@pytest.mark.long
 @pytest.mark.timeout_seconds(300)
 def test_kernels_are_compiled_once_and_then_loaded(tmp_path):
     cold = python(CACHED, NUMBA_CACHE_DIR=str(tmp_path))

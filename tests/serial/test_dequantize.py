@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType, dequantize
 
 from zero_mpi import ops
-from zero_mpi.ops import reference, threads
+from zero_mpi.ops import reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 
 BLOCKS = 700  # of every kind; so many random scales include zeros, denormals, infinities and NaN
@@ -41,14 +41,3 @@ def test_the_bits_are_those_of_gguf(kind, operation, low):
         wanted = expected(raw, kind).astype(low)
     assert same(found, wanted)
     assert np.isfinite(found.astype(np.float32)).any()
-
-
-def test_threads_share_the_blocks_out():
-    kind = BLOCK_KINDS["Q6_K"]
-    raw, found = some_bytes(kind), np.zeros(BLOCKS * kind.elements, np.float32)
-    threads.use(2)
-    try:
-        ops.dequantize(raw, kind.name, found)
-    finally:
-        threads.use(1)
-    assert same(found, expected(raw, kind))

@@ -154,15 +154,6 @@ def test_the_story_of_a_run_is_told(story):
     assert readable(sample["text"]) in printed
 
 
-@needs_mpiexec
-def test_at_debug_units_and_phases_are_told_by_rank_0_alone(story):
-    _, printed = story
-    lines = [line for line in printed.splitlines() if re.match(r"\[\d/3\]", line)]
-    assert all(line.startswith("[0/3]") for line in lines)
-    for wanted in (r"unit blk\.0: [\d,]+ elements, [\d,]+ of them here", r"transport +\d", r"data +\d"):
-        assert any(re.search(wanted, line) for line in lines), wanted
-
-
 FAULTY = """
 from zero_mpi.telemetry import log
 from zero_mpi.train import command as train_command, trainer as train

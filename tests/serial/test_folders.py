@@ -212,11 +212,6 @@ def found(out: Path) -> list[str]:
     return [path.name for path in folders.candidates(out)]
 
 
-def hide(run: Path, *steps: int) -> None:
-    for name in named(*steps):
-        (run / name).rename(run / f"x{name}")
-
-
 DEAD = ("step-5", "step-00000006.bak", ".step-00000009.partial")
 CHANGES = {  # what becomes of the run, and the steps that it goes on from, in order
     "written later, the link not yet replaced": (lambda run: None, [4, 3, 2, 1]),

@@ -18,9 +18,11 @@ import pytest
 
 from zero_mpi import ops
 from zero_mpi.checkpoint.gguf.header import GGUFStream
+from zero_mpi.commands.generate.command import command as generate
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.errors import UsageError
+from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.ops import threads
 from zero_mpi.train.text_model import TextModel, choose
@@ -178,17 +180,12 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "expected"),
     [
-        (1.0, 0, [0.1, 0.4, 0.2, 0.3]),
-        (1.0, 4, [0.1, 0.4, 0.2, 0.3]),
-        (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
-        (1.0, 2, [0, 4 / 7, 0, 3 / 7]),
-        (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
-        (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
-        (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
-        (0, 0, [0, 1, 0, 0]),
+        (1.0, 0, [0.1, 0.4, 0.2, 0.3]), (1.0, 4, [0.1, 0.4, 0.2, 0.3]), (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 2, [0, 4 / 7, 0, 3 / 7]), (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]), (0.5, 2, [0, 16 / 25, 0, 9 / 25]), (0, 0, [0, 1, 0, 0]),
         (1.0, 1, [0, 1, 0, 0]),
     ],
-)
+)  # fmt: skip
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four deviations of 4000 draws
@@ -350,7 +347,8 @@ def assert_refused(result: subprocess.CompletedProcess[bytes], message: str) -> 
 
 def test_the_command_refuses_what_is_no_model(tmp_path):
     for name, message in bad_files(tmp_path).items():
-        assert_refused(command(str(tmp_path / name), "--tokens", "1"), message)
+        with pytest.raises(UsageError, match=f"^[^\n]*{message}[^\n]*$"):
+            generate(World(0, 1), [str(tmp_path / name), "--tokens", "1"])
 
 
 def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_path):
@@ -363,14 +361,10 @@ def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_
 @pytest.mark.parametrize(
     "flags",
     [
-        "--batch 2",
-        "--engine llamacpp --lora x",
-        "--tokens -1",
-        "--tokens many",
-        "--colour red",
-        "--temperature nan",
-        "--top-p 1.5",
+        "--batch 2", "--engine llamacpp --lora x", "--tokens -1", "--tokens many", "--colour red",
+        "--temperature nan", "--top-p 1.5",
     ],
-)
+)  # fmt: skip
 def test_the_command_refuses_bad_flags(checkpoint, flags):
-    assert_refused(command(str(checkpoint), *flags.split()), flags.split()[0])
+    with pytest.raises(UsageError, match=f"^[^\n]*{flags.split()[0]}[^\n]*$"):
+        generate(World(0, 1), [str(checkpoint), *flags.split()])

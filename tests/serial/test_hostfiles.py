@@ -101,10 +101,6 @@ def test_other_lines_are_refused_with_their_number(line):
     assert repr(line) in str(caught.value)
 
 
-NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,20}", fullmatch=True)
-HOSTS = st.builds(HostEntry, NAMES, st.integers(1, 999))
-
-
 @settings(max_examples=500, deadline=None)
 @given(st.text(alphabet="ab1:=#- \t\nslotmax_.,", max_size=40))
 def test_any_text_is_read_or_refused(text):

@@ -27,7 +27,7 @@ from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 
-library = pytest.importorskip(
+pytest.importorskip(
     "safetensors.numpy",
     reason="no safetensors to write folders with: pip install safetensors",
     exc_type=ImportError,

@@ -1,7 +1,6 @@
 """`--init` with every kind of model: on three ranks the same run as from float32 on one."""
 
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import gguf
 import hf_models
 import numpy as np
 import pytest
-from jobs import run_command, run_job
+from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, tensors, train, write_text
 from test_export import export
 from test_resume import refused
@@ -117,47 +116,6 @@ def test_stored_types_start_from_their_values(kind, models, text, tmp_path):
     assert_written_are_the_values_of(tmp_path / "small.gguf", out)
 
 
-K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-
-
-@pytest.fixture(scope="module")
-def wide(text, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wide") / "out"
-    flags = ["--layers", "1", "--dim", "256", "--heads", "4", "--ffn", "256", "--context", "16"]
-    train(1, out, *flags, "--batch-size", "1", "--steps", "0", "--sample", "0", "--data", *text)
-    return out / "latest" / "model.gguf"
-
-
-@pytest.mark.parametrize("kind", K_QUANTS)
-def test_k_quants_start_from_their_values(kind, wide, text, tmp_path):
-    path = requantize(wide, tmp_path / "k.gguf", kind)
-    assert_written_are_the_values_of(path, start(3, tmp_path / "out", path, text, *STILL))
-
-
-def requantize(model: Path, place: Path, kind: str) -> Path:
-    """The model with matrices of random blocks: the gguf package reads these types and cannot write them."""
-    draw, wanted = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
-    block, width = gguf.GGML_QUANT_SIZES[wanted]
-    reader, writer = gguf.GGUFReader(model), gguf.GGUFWriter(place, "llama")
-    copy_keys(reader, writer)
-    for tensor in reader.tensors:
-        data = np.array(tensor.data)
-        if data.ndim == 1 or data.shape[0] % 2:
-            writer.add_tensor(tensor.name, data)
-            continue
-        raw = draw.integers(0, 256, (data.shape[0], data.shape[1] // block, width), np.uint8)
-        for first in scales(kind):
-            raw[..., first : first + 2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
-        writer.add_tensor(tensor.name, raw.reshape(data.shape[0], -1), raw_dtype=wanted)
-    write(writer)
-    return place
-
-
-def scales(kind: str) -> list[int]:
-    """Where a block has its 16-bit scales: random ones would be infinite or not a number."""
-    return {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[kind]
-
-
 def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
     path = Path(shutil.copy(models["llama"], tmp_path / "broken.gguf"))
     info = GGUFFile.open(path).tensors["blk.1.ffn_down.weight"]
@@ -166,25 +124,6 @@ def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):
         file.write(np.float32(np.inf).tobytes())
     line = refused(3, tmp_path / "out", "--init", str(path), "--data", *text, *RUN)
     assert "blk.1.ffn_down.weight holds values that are not finite" in line
-
-
-def test_generate_takes_a_folder(models, tmp_path):
-    folder, printed = as_folder(models["llama"], tmp_path / "folder"), []
-    for source in (models["llama"], folder):
-        command = [sys.executable, "-m", "zero_mpi", "generate", str(source), "--tokens", "20", "--seed", "3"]
-        status, out, errors = run_command(command, timeout=50, cwd=tmp_path)
-        assert (status, errors) == (0, "")
-        printed.append(out)
-    assert printed[0] == printed[1]
-    assert len(printed[0]) > 10
-
-
-def test_dropout_that_a_folder_asks_for_is_told_at_the_start(models, text, tmp_path):
-    """Hugging Face's gpt2 has some unless its configuration says otherwise; training here has none."""
-    folder = as_folder(models["gpt2"], tmp_path / "hf")
-    flags = ["--init", str(folder), "--data", *text, *RUN, "--steps", "0"]
-    printed = train(2, tmp_path / "out", *flags)
-    assert printed.count("dropout (embd_pdrop 0.1, attn_pdrop 0.1, resid_pdrop 0.1)") == 1
 
 
 AS_BEFORE = """

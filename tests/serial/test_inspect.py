@@ -20,6 +20,7 @@ from zero_mpi.checkpoint.safetensors import SafetensorsStream
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.inspect.compare import compare
 from zero_mpi.commands.inspect.examine import SCALES, elements, examine, not_finite
+from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 
 PAIR = ("model.gguf", "optimizer.gguf")
@@ -342,11 +343,8 @@ def test_what_cannot_be_read_is_one_line(content, second, tmp_path):
     path, good = tmp_path / "bad.gguf", foreign(tmp_path / "good.gguf")
     if content is not None:
         path.write_bytes(good.read_bytes()[:-100] if content == "cut short" else content)
-    status, text, errors = run(*([good] if second else []), path)
-    assert (status, text) == (2, "")
-    (line,) = errors.splitlines()
-    assert line.startswith("zero_mpi inspect: error: ")
-    assert str(path) in line
+    with pytest.raises(UsageError, match=f"^[^\n]*{path}[^\n]*$"):
+        inside(*([good] if second else []), path)
 
 
 @pytest.mark.parametrize(
@@ -354,9 +352,10 @@ def test_what_cannot_be_read_is_one_line(content, second, tmp_path):
     [[], ["--nothing"], ["a", "b", "c"], ["/dev/null"], ["/dev"], ["--why", "."], ["--audit", "."]],
 )
 def test_bad_usage_is_one_line(arguments):
-    status, text, errors = run(*arguments)
-    assert (status, text, len(errors.splitlines())) == (2, "", 1)
-    assert all(flag in errors for flag in arguments if flag.startswith("--"))
+    with pytest.raises(UsageError) as caught:
+        inside(*arguments)
+    assert "\n" not in str(caught.value)
+    assert all(flag in str(caught.value) for flag in arguments if flag.startswith("--"))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):

@@ -18,10 +18,6 @@ def loader_of(windows=10, batch_size=7, micro_batch=2, seed=3):
     return StepLoader(windows_of(windows), batch_size=batch_size, micro_batch=micro_batch, seed=seed)
 
 
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
     batch = windows_of(3).batch([2, 0])
     inputs, targets = batch.inputs, batch.targets

@@ -91,17 +91,6 @@ def test_cautions_are_warnings_and_notes_are_not(capsys):
     assert capsys.readouterr().out == "100 % of it\nwarning: 50 % of it\n"
 
 
-def test_lines_go_beside_a_bar_while_there_is_one(capsys):
-    log.install(0, 1)
-    beside = []
-    log.write_through(beside.append)
-    log.info("one")
-    log.write_through(None)
-    log.info("two")
-    assert beside == ["one"]
-    assert capsys.readouterr().out == "two\n"
-
-
 def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
     class Full:
         def write(self, text):

@@ -202,7 +202,7 @@ def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
     assert len(found) == (1 if len(targets) == 1 else 8)
     assert {name.split(".")[1] for name in found} == ({"1"} if len(targets) == 1 else {"0", "1"})
     count = sum(spec.size for file in (saved, GGUFFile.open(base).tensors) for spec in file.values())
-    status, printed, errors = run_job(1, ["-m", "zero_mpi", "plan", *flags, "--memory", "1G"])
+    status, printed, errors = run_job(1, ["-m", "zero_mpi", "plan", *flags])
     assert (status, errors) == (0, "")
     assert f" {count:,} parameters" in printed
 

@@ -63,12 +63,3 @@ def test_a_resume_with_another_packing_is_refused(alone, data, tmp_path):
     status, _, errors = job(tmp_path, *SMALL, *data, "--out", str(alone[0]), "--steps", "5")
     assert status == 2
     assert "--packing was documents, now none" in errors[0]
-
-
-def test_a_dry_run_says_it_too_and_counts_epochs_in_windows(data, tmp_path):
-    flags = [*SMALL, *data, "--packing", "documents", "--epochs", "2", "--dry-run", "--out", "out"]
-    status, printed, _ = job(tmp_path, *flags)
-    assert status == 0
-    windows = int(printed.split("long ones in ")[1].split(" windows")[0])
-    assert f"steps      {-(-2 * windows // 6)}, " in printed
-    assert f"step       {6 * 32} tokens" in printed

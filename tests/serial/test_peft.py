@@ -151,11 +151,7 @@ def test_other_tensors_and_missing_files_are_refused(made, tmp_path):
             np.ones((2, 2), np.float32),
             "expected base_model.model.LAYER.lora_A",
         ),
-        (
-            "base_model.model.model.layers.0.mlp.experts.lora_A.weight",
-            factors[name],
-            "is not one of a llama model",
-        ),
+        ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", factors[name], "is not one of"),
         (name, factors[name][:-1], "expected rows of the 4 heads of the base, found 23"),
     ):
         save_file(factors | {other: array}, file)

@@ -85,13 +85,6 @@ def test_what_is_not_finite_is_null(value, tmp_path):
     assert entry["lr"] == 4e-3
 
 
-def test_records_are_there_as_soon_as_they_are_made(tmp_path):
-    written = Records(tmp_path, 0, done=0, steps=4, log_every=1)
-    written.step(record(1))
-    assert len(read(tmp_path)) == 1
-    written.close()
-
-
 def test_only_rank_0_writes(tmp_path, capsys):
     write(tmp_path, [1, 2], rank=1)
     assert list(tmp_path.iterdir()) == []

@@ -87,19 +87,6 @@ def test_a_round_that_defers_its_reductions_does_all_else():
     assert made.without_reductions.forward == made.forward
 
 
-class Notes:
-    contributors = 5
-
-    def __init__(self, said, name=""):
-        self.said, self.name = said, name
-
-    def __getattr__(self, verb):
-        return lambda *given: self.said.append((self.name, verb, *given))
-
-
-T, F = True, False
-
-
 def test_nothing_trained_has_no_backward():
     made = schedule("012", 1, trainable=[False] * 3)
     assert made.backward == ()

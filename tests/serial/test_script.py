@@ -14,7 +14,7 @@ from jobs import run_command, run_job
 from zero_mpi import SerialComm
 from zero_mpi.comm.guarded import GuardedComm, Started, ThreadError
 from zero_mpi.launch.connect import time_limit
-from zero_mpi.launch.watchdog import STATUS, RankState
+from zero_mpi.launch.watchdog import STATUS
 
 CONNECT = """
 import os, sys, threading, time
@@ -166,10 +166,6 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
 
 def started(*kinds, first=0):
     return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
-
-
-def state(*of_comms, ended=None):
-    return RankState("the script", "", "", 1.0, "", list(of_comms), ended)
 
 
 def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():

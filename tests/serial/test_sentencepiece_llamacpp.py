@@ -21,7 +21,7 @@ from zero_mpi.data import Tokenizer, tokenizer_from_metadata
 llama_cpp()  # skips the module without it
 pytest.importorskip("tokenizers", reason="the package tokenizers is not installed", exc_type=ImportError)
 
-SOME, MANY = 400, 10_000
+SOME = 400
 KINDS: dict[str, Any] = {
     "merges": files.merged,
     "merges of few scores": lambda: files.merged(levels=7),

@@ -10,20 +10,12 @@ import pytest
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.device.arrays import recycled_stats  # noqa: F401 (used by the programs below)
-from zero_mpi.models import GPT2, Llama
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 
 needs_numba = pytest.mark.skipif(backend() == "numpy", reason="the reference operations make new arrays")
 
 SIZES = {"layers": 2, "dim": 64, "heads": 4, "ffn": 160, "context": 96, "vocab_size": 512}
-MODELS = {
-    "llama": Llama.from_flags(SIZES | {"kv_heads": 2, "tied": False}),
-    "gpt2": GPT2.from_flags(SIZES | {"tied": True}),
-}
-SMALL = (
-    64 << 10
-)  # bytes at a time; an activation has 4 * 2 * 96 * 64 = 48 KiB or a multiple, there are dozens
 
 
 def make_step(config, rows):

@@ -115,10 +115,6 @@ def module():
     return tiny_blocks.make(SerialComm(), *tiny_blocks.base(False))
 
 
-def module_kinds(module):
-    return {name: kind for unit in module.units for name, kind in getattr(unit.unit, "kinds", {}).items()}
-
-
 def test_what_is_in_blocks_has_no_elements_to_write(module, tmp_path):
     for ask in (module.parameters, module.shard_info, lambda: list(module.named_parameters())):
         with pytest.raises(ValueError, match="load_stored"):

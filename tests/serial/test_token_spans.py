@@ -194,17 +194,8 @@ main()
 def test_a_file_that_is_cut_ends_the_job_with_a_word_and_what_was_saved_stays(tmp_path):
     (tmp_path / "cut.py").write_text(CUT)
     np.save(tmp_path / "ids.npy", np.arange(60_000, dtype=np.uint16) % 300)
-    flags = [
-        *SIZES,
-        "--vocab-size",
-        "300",
-        "--steps",
-        "9",
-        "--save-every",
-        "2",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    flags = [*SIZES, "--vocab-size", "300", "--steps", "9", "--save-every", "2"]
+    flags += ["--out", str(tmp_path / "run")]
     status, said, errors = run_job(
         2, [str(tmp_path / "cut.py"), *flags, "--data", str(tmp_path / "ids.npy")], timeout=50
     )

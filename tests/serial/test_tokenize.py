@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import re
 
 import numpy as np
 import pytest
@@ -248,16 +247,12 @@ def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):
 
 
 BAD = [
-    (b'{"text": "a"}\n\n{"tex": "b"}\n', 3, "'tex'"),
-    (b'{"text": "a"}\n{"text": 5}\n', 2, "5"),
-    (b'{"text": "\\ud800"}\n', 1, "text"),
-    (b'{"text": null}\n', 1, "None"),
-    (b'["text"]\n', 1, r"\['text'\]"),
-    (b'{"text": "a"}\n{"text": \n', 2, ""),
-    (b'{"text": "a"}\n\xff\n', 2, "UTF-8"),
-    (b'{"text": "a"}\n' + b"[" * 4000 + b"\n", 2, "nested"),
+    (b'{"text": "a"}\n\n{"tex": "b"}\n', 3, "'tex'"), (b'{"text": "a"}\n{"text": 5}\n', 2, "5"),
+    (b'{"text": "\\ud800"}\n', 1, "text"), (b'{"text": null}\n', 1, "None"),
+    (b'["text"]\n', 1, r"\['text'\]"), (b'{"text": "a"}\n{"text": \n', 2, ""),
+    (b'{"text": "a"}\n\xff\n', 2, "UTF-8"), (b'{"text": "a"}\n' + b"[" * 4000 + b"\n", 2, "nested"),
     (b'{"text": "a"}\n{"text": "' + b"b" * 4000 + b'"}\n', 2, "3,000 bytes"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("raw", "line", "problem"), BAD)
@@ -433,12 +428,3 @@ def test_a_full_disk_and_records_that_are_gone_are_one_line(long, whole, tmp_pat
                 tokenize(long, *SMALL)
     assert tokenize(long, *SMALL) == 0
     assert files(tmp_path / "out") == whole
-
-
-def test_lines_tell_how_far_the_work_is(long, monkeypatch, capsys):
-    monkeypatch.setattr(encode_parts, "watched", lambda: True)
-    monkeypatch.setattr(encode_parts, "WATCHED", 0.0)
-    assert tokenize(long, *SMALL) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"(?m)^100 %  .*  60 documents  3.46k tokens  .* MB/s  00:00 left$", said)
-    assert re.search(r"(?m)^100 %  looking at the files  .* MB/s  00:00 left$", said)

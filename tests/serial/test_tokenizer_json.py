@@ -128,15 +128,8 @@ def test_ids_of_a_models_configuration_do_too_and_a_file_with_the_template(plain
 
 NAMED = [{"name": "tool_use", "template": "TOOL"}, {"name": "default", "template": "DEFAULT"}]
 FOLDERS = {
-    "config alone": ("OLD", {}, "OLD"),
     "file and config": ("OLD", {"chat_template.jinja": "NEW"}, "NEW"),
-    "names": (NAMED, {}, "DEFAULT"),
     "file and names": (NAMED, {"chat_template.jinja": "NEW"}, "NEW"),
-    "more files": (
-        None,
-        {"chat_template.jinja": "NEW", "additional_chat_templates/tool_use.jinja": "T"},
-        "NEW",
-    ),
     "a default among more files": (
         None,
         {"chat_template.jinja": "NEW", "additional_chat_templates/default.jinja": "D"},
@@ -244,12 +237,8 @@ def test_flags_of_added_tokens_and_normalizers_are_those_of_the_library(number, 
 )
 def test_tokens_that_the_library_does_not_find_are_refused(kind, content, flags, plain, tmp_path):
     normalizer = {
-        "type": kind,
-        "strip_left": True,
-        "strip_right": True,
-        "pattern": {"String": "a"},
-        "content": "",
-    }
+        "type": kind, "strip_left": True, "strip_right": True, "pattern": {"String": "a"}, "content": "",
+    }  # fmt: skip
     changed = copy.deepcopy(plain)
     for token in changed["added_tokens"]:
         token["normalized"] = True
@@ -377,11 +366,7 @@ SPLIT = ("pre_tokenizer", "pretokenizers", 0)
 @pytest.mark.parametrize(
     ("way", "value", "message"),
     [
-        (
-            ("model", "type"),
-            "Unigram",
-            "expected a tokenizer.json with a byte-level BPE, found the model 'Unigram'",
-        ),
+        (("model", "type"), "Unigram", "expected a tokenizer.json with a byte-level BPE, found the model"),
         (("model", "vocab"), [], "expected a tokenizer.json with a byte-level BPE"),
         (("model", "byte_fallback"), True, "plain byte-level BPE, found byte_fallback True"),
         (("model", "end_of_word_suffix"), "</w>", "found end_of_word_suffix </w>"),

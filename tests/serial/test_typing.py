@@ -66,10 +66,3 @@ def test_every_argument_and_result_has_a_type_and_every_name_a_text(package, nam
             assert untyped == [], function.__qualname__
             typed = signature.return_annotation is not signature.empty or function.__name__ == "__init__"
             assert typed, function.__qualname__
-
-
-def test_the_licence_is_the_one_that_is_named():
-    assert PROJECT["project"]["license"] == "MIT"
-    assert PROJECT["project"]["license-files"] == ["LICENSE"]
-    assert (ROOT / "LICENSE").read_text().startswith("MIT License\n")
-    assert "\nlicense: MIT\n" in (ROOT / "CITATION.cff").read_text()

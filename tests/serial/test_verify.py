@@ -420,10 +420,7 @@ DOCTORED: dict[str, tuple[Callable[[Path], object], str]] = {
     "lines exchanged": (MIXED, "proof.jsonl, line 5: "),
     "line appended": (lines(P, lambda rows: [*rows, rows[-1]]), "line 11: a checkpoint of step 6"),
     "seed": (other_seed, "--seed is 1 in config.toml, and 0 in the chain in proof.jsonl"),
-    "rate": (
-        lambda run: replace_in(run / "config.toml", "lr = 0.004", "lr = 0.005"),
-        "--lr is 0.005 in config.toml, and 0.004 in the chain",
-    ),
+    "rate": (lambda run: replace_in(run / "config.toml", "lr = 0.004", "lr = 0.005"), "--lr is 0.005 "),
     "seed, signed": (both_seeds, "--seed is 0 in the checkpoint of step 2, and 1 in the chain"),
     "loss, signed": (lambda run: forge_record(run, 4), "step 4: loss is 4.25 in the records, "),
     "model, signed": (lambda run: forge_model(run, 4), "step 4: element 7 of blk.0.ffn_up.weight is "),

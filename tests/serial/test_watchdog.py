@@ -17,8 +17,6 @@ from zero_mpi.launch.watchdog import (
     Watchdog,
 )
 
-PLACES = [f"process {100 + rank} on node{rank // 2}" for rank in range(4)]
-
 
 def waiting(what, seconds=2.0, doing="step 3"):
     return RankState(doing, what, "barrier", seconds, f"stacks in {what}")
