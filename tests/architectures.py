@@ -119,8 +119,12 @@ ROWS = {
     "granitemoe": Row(
         MOE | SHARED,
         settings={
-            **EXPERTS, "expert_shared_feed_forward_length": 7, "embedding_scale": 3.0,
-            "residual_scale": 0.375, "attention_scale": 0.75, "logit_scale": 1.5,
+            **EXPERTS,
+            "expert_shared_feed_forward_length": 7,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.375,
+            "attention_scale": 0.75,
+            "logit_scale": 1.5,
         },
         flags=MIXTURE,
         needed=FOUR,
@@ -128,7 +132,7 @@ ROWS = {
     "phi3": Row(PHI3, fit=model_width),
     "olmo2": Row(OLMO2, fit=model_width, ties=False, flags=("--kv-heads", "1")),
     "smollm3": Row(LLAMA, fit=one_width, blocks=4, flags=("--kv-heads", "1", "--tied", "--layers", "4")),
-}  # fmt: skip
+}
 
 
 def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:

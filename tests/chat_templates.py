@@ -169,9 +169,17 @@ MARKED = """\
 <|im_start|>assistant
 {% endif %}"""
 TEMPLATES = {
-    "chatml": CHATML, "llama 2": LLAMA2, "llama 3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "phi 3": PHI3,
-    "zephyr": ZEPHYR, "qwen 3": QWEN3, "plain": PLAIN, "marked": MARKED,
-}  # fmt: skip
+    "chatml": CHATML,
+    "llama 2": LLAMA2,
+    "llama 3": LLAMA3,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "phi 3": PHI3,
+    "zephyr": ZEPHYR,
+    "qwen 3": QWEN3,
+    "plain": PLAIN,
+    "marked": MARKED,
+}
 
 # With tools, in the ways in which public templates write calls.
 HERMES = """\

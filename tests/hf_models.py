@@ -23,9 +23,14 @@ GRANITE = {
     "logits_scaling": 1.5,
 }
 GEMMA3 = {name: value for name, value in SIZES.items() if name != "hidden_act"} | {
-    "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 7,
-    "head_dim": 10, "query_pre_attn_scalar": 10, "sliding_window": 5, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 7,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+}
 CONFIGS = {
     "llama": {"model_type": "llama", **SIZES},
     "llama, tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
@@ -44,8 +49,13 @@ CONFIGS = {
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 6},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3moe": {
-        "model_type": "qwen3_moe", **SIZES, "head_dim": 10, "num_experts": 5, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40, "norm_topk_prob": True,
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
     },
     "olmoe": {
         "model_type": "olmoe",
@@ -74,7 +84,7 @@ CONFIGS = {
     },
     "gpt2": {"model_type": "gpt2", **GPT2, "layer_norm_epsilon": 1e-3},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, "tie_word_embeddings": False},
-}  # fmt: skip
+}
 
 
 def norms_less_one(config):

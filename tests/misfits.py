@@ -14,8 +14,19 @@ from zero_mpi.ops.signatures import example
 
 Given = dict[str, Any]
 SIZES = {
-    "...": (2, 3), "1": 1, "B": 2, "T": 3, "C": 5, "O": 8, "V": 8, "H": 4, "K": 2, "S": 7, "D": 6, "E": 3,
-}  # fmt: skip
+    "...": (2, 3),
+    "1": 1,
+    "B": 2,
+    "T": 3,
+    "C": 5,
+    "O": 8,
+    "V": 8,
+    "H": 4,
+    "K": 2,
+    "S": 7,
+    "D": 6,
+    "E": 3,
+}
 SIZES |= {"N": 35, "R": 5}
 
 
@@ -61,13 +72,20 @@ def fitting(**sizes: int) -> dict[str, Given]:
 
 # What fits too, by (operation, argument): other lengths of these axes, `more` or `fewer` axes. No more does.
 FREE: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("linear_backward_b", "dy"): (0, 1, "more", "fewer"), ("gelu", "x"): (0, 1, "more", "fewer"),
-    ("embedding", "tokens"): (0, 1, "more", "fewer"), ("embedding", "w"): (0, 1),
-    ("embedding_backward", "dw"): (0,), ("positions", "x"): (0,), ("positions_backward", "dy"): (0,),
-    ("rms_norm", "x"): (0, 1, "more", "fewer"), ("layer_norm", "x"): (0, 1, "more", "fewer"),
-    ("causal_attention", "v"): (3,), ("cross_entropy", "logits"): (2,), ("route", "logits"): (0, 1),
+    ("linear_backward_b", "dy"): (0, 1, "more", "fewer"),
+    ("gelu", "x"): (0, 1, "more", "fewer"),
+    ("embedding", "tokens"): (0, 1, "more", "fewer"),
+    ("embedding", "w"): (0, 1),
+    ("embedding_backward", "dw"): (0,),
+    ("positions", "x"): (0,),
+    ("positions_backward", "dy"): (0,),
+    ("rms_norm", "x"): (0, 1, "more", "fewer"),
+    ("layer_norm", "x"): (0, 1, "more", "fewer"),
+    ("causal_attention", "v"): (3,),
+    ("cross_entropy", "logits"): (2,),
+    ("route", "logits"): (0, 1),
     ("route_backward", "p"): (1,),
-}  # fmt: skip
+}
 
 
 def resized(x: np.ndarray, axis: int, by: int) -> np.ndarray:

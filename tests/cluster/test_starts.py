@@ -52,10 +52,14 @@ def start(here: Slurm, mpi: str, interface: str, *arguments: str) -> tuple[int, 
 @pytest.mark.parametrize(
     ("mpi", "interface"),
     [
-        ("mpich", "pmi2"), ("site", "pmi2"), ("impi", "pmi2"), ("impi", "pmix"), ("openmpi", "pmix"),
+        ("mpich", "pmi2"),
+        ("site", "pmi2"),
+        ("impi", "pmi2"),
+        ("impi", "pmix"),
+        ("openmpi", "pmix"),
         ("openmpi4", "pmix"),
     ],
-)  # fmt: skip
+)
 def test_the_same_bytes_as_of_one_rank(mpi, interface, here, flags, alone, tmp_path):
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags]
     status, printed, errors = start(here, mpi, interface, *command)

@@ -133,15 +133,20 @@ def broken(random: Random, folder: Path) -> list[str]:
     many = random.choice([10, 1000, 100_000])
     kinds = (
         lambda: wild.broken_json(random, json.loads(first)) if name != "config.toml" else b"[" * many,
-        lambda: wild.edited(random, raw), lambda: raw[: random.randrange(len(raw) + 1)],
-        lambda: raw + b"\0" * (random.choice([1, 30, 120]) << 20), lambda: raw + b"{" * many + b"\n" + raw,
-        lambda: (first + b"\n") * (many // 10), lambda: b"{}\n" * many * 10,
-        lambda: b"[" * 900 + b"]" * 900 + b"\n" + raw, lambda: b"\n" * (20 << 20) + raw,
-        lambda: raw.replace(b"\n", b"\r\n"), lambda: raw.replace(b"\n", b" "),
+        lambda: wild.edited(random, raw),
+        lambda: raw[: random.randrange(len(raw) + 1)],
+        lambda: raw + b"\0" * (random.choice([1, 30, 120]) << 20),
+        lambda: raw + b"{" * many + b"\n" + raw,
+        lambda: (first + b"\n") * (many // 10),
+        lambda: b"{}\n" * many * 10,
+        lambda: b"[" * 900 + b"]" * 900 + b"\n" + raw,
+        lambda: b"\n" * (20 << 20) + raw,
+        lambda: raw.replace(b"\n", b"\r\n"),
+        lambda: raw.replace(b"\n", b" "),
         lambda: b'{"event": "started", "ranks": 1}\n' * many,
         lambda: b'{"event": "' + b"x" * many * 9 + b'", "text": "' + b"\\u001b" * many + b'"}\n',
         lambda: b'{"step": 1, "memory_bytes": [' + b"1," * many + b"1]}\n",
-    )  # fmt: skip
+    )
     path.write_bytes(random.choice(kinds)())
     return command(random)
 

@@ -27,10 +27,14 @@ SETTINGS = (  # what a configuration may say besides
     *("head_dim", "layer_types", "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias"),
     *("quantization_config", "rope_scaling", "rope_parameters", "tie_word_embeddings", "rope_theta"),
     *(
-        "partial_rotary_factor", "n_inner", "hidden_act", "activation_function", "bos_token_id",
+        "partial_rotary_factor",
+        "n_inner",
+        "hidden_act",
+        "activation_function",
+        "bos_token_id",
         "eos_token_id",
     ),
-)  # fmt: skip
+)
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

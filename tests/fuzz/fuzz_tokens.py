@@ -30,7 +30,12 @@ IDS = (np.arange(500, dtype=np.uint16) % 61).tobytes()
 ODD_HEADERS = (
     *(b"", b"\\", b"\\\n" * 50, b"\\" + b"\n" * 60, b"\n" * 117, b"\0" * 117, b"{", b"}", b"{}", b"[]", b"1"),
     *(
-        b"(" * 5000, b"{'descr': " + b"[" * 5000, b"-" * 9000 + b"1", b"'" * 3, b'"""', b"lambda: 0",
+        b"(" * 5000,
+        b"{'descr': " + b"[" * 5000,
+        b"-" * 9000 + b"1",
+        b"'" * 3,
+        b'"""',
+        b"lambda: 0",
         b"9" * 9000,
     ),
     *(
@@ -47,7 +52,7 @@ ODD_HEADERS = (
         b"1e999",
         b"{1: {2: 3}}",
     ),
-)  # fmt: skip
+)
 
 
 def file(random: Random) -> bytes:

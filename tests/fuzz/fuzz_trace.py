@@ -14,8 +14,16 @@ import timelines
 import wild
 
 TRACKS = (
-    "steps", "compute", "optimizer", "between stages", "waits", "data", "checkpoint", "gathers", "stalls",
-)  # fmt: skip
+    "steps",
+    "compute",
+    "optimizer",
+    "between stages",
+    "waits",
+    "data",
+    "checkpoint",
+    "gathers",
+    "stalls",
+)
 COMMAND = ["-m", "zero_mpi", "trace"]
 
 
@@ -71,12 +79,16 @@ def bombs(random: Random, folder: Path) -> list[str]:
     head, tail = raw[:-4], b"\n]}\n"
     event = b",\n" + json.dumps(timelines.event(0, "compute", "forward", 100, 101)).encode()
     kinds: list[Callable[[], bytes]] = [
-        lambda: b"\0" * (100 << 20), lambda: b" " * (100 << 20) + raw, lambda: b"[" * (50 << 20),
-        lambda: b'{"traceEvents": [' + b"[]," * (20 << 20), lambda: head + b",\n1" * (20 << 20) + tail,
+        lambda: b"\0" * (100 << 20),
+        lambda: b" " * (100 << 20) + raw,
+        lambda: b"[" * (50 << 20),
+        lambda: b'{"traceEvents": [' + b"[]," * (20 << 20),
+        lambda: head + b",\n1" * (20 << 20) + tail,
         lambda: head + event * random.choice([1000, 20_000, 400_000]) + tail,
-        lambda: b'{"a": "' + b"x" * (100 << 20) + b'"}', lambda: raw[:-1] + b', "b": 1' * (5 << 20) + b"}",
+        lambda: b'{"a": "' + b"x" * (100 << 20) + b'"}',
+        lambda: raw[:-1] + b', "b": 1' * (5 << 20) + b"}",
         lambda: gzip.compress(b"\0" * (100 << 20), 1),
-    ]  # fmt: skip
+    ]
     path = folder / "trace.json.gz"
     path.write_bytes(gzip.compress(random.choice(kinds)(), random.choice([1, 1, 9])))
     if random.random() < 0.3:

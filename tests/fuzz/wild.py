@@ -104,16 +104,21 @@ def range_of(container: Any) -> Any:
 def broken_json(random: Random, content: Any) -> bytes:
     raw = as_text(content)
     kinds: list[Callable[[], bytes]] = [
-        lambda: raw[: random.randrange(len(raw) + 1)], lambda: edited(random, raw),
+        lambda: raw[: random.randrange(len(raw) + 1)],
+        lambda: edited(random, raw),
         lambda: b"[" * random.choice([10, 1000, 100_000, 1_000_000]),
-        lambda: b'{"a":' * random.choice([900, 100_000]), lambda: b"[" * 5000 + b"]" * 5000,
-        lambda: b"1" * random.choice([5000, 100_000]), lambda: b"\xef\xbb\xbf" + raw,
+        lambda: b'{"a":' * random.choice([900, 100_000]),
+        lambda: b"[" * 5000 + b"]" * 5000,
+        lambda: b"1" * random.choice([5000, 100_000]),
+        lambda: b"\xef\xbb\xbf" + raw,
         lambda: raw.decode().encode("utf-16"),
-        lambda: raw[:-1] + b',"a":1' * random.choice([1, 100_000]) + b"}", lambda: raw + b"\0" * 100,
+        lambda: raw[:-1] + b',"a":1' * random.choice([1, 100_000]) + b"}",
+        lambda: raw + b"\0" * 100,
         lambda: b" " * (random.choice([1, 70]) << 20) + raw,
         lambda: random.choice([b"", b"null", b"[]", b'""', b"0", b"{}", b"\n", b"NaN", b"[NaN, 1e999]"]),
-        lambda: raw.replace(b":", b": " + b"9" * 4400 + b",", 1), lambda: b'{"\\ud800": "\\udfff"}',
-    ]  # fmt: skip
+        lambda: raw.replace(b":", b": " + b"9" * 4400 + b",", 1),
+        lambda: b'{"\\ud800": "\\udfff"}',
+    ]
     return random.choice(kinds)()
 
 

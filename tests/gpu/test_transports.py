@@ -31,12 +31,16 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 SMALL = {"most_bytes": 40, "summed": 7}
 PIECES = {"stage_bytes": 40, "least_bytes": 40}
 WIRES = {
-    "mpi": (CudaAwareBackend, {}), "mpi pieces": (CudaAwareBackend, SMALL),
-    "mpi thread": (CudaAwareBackend, SMALL), "mpi fast": (CudaAwareBackend, {}),
-    "staged": (StagedBackend, {}), "staged pieces": (StagedBackend, PIECES),
-    "staged thread": (StagedBackend, PIECES), "nccl": (NcclBackend, {"summed": 7}),
+    "mpi": (CudaAwareBackend, {}),
+    "mpi pieces": (CudaAwareBackend, SMALL),
+    "mpi thread": (CudaAwareBackend, SMALL),
+    "mpi fast": (CudaAwareBackend, {}),
+    "staged": (StagedBackend, {}),
+    "staged pieces": (StagedBackend, PIECES),
+    "staged thread": (StagedBackend, PIECES),
+    "nccl": (NcclBackend, {"summed": 7}),
     "nccl fast": (NcclBackend, {}),
-}  # fmt: skip
+}
 NAMES = list(WIRES) if RANKS > 1 else ["serial", "mpi", "staged pieces", "nccl"]
 EXACT = [name for name in NAMES if not name.endswith("fast")]
 FAST = [name for name in NAMES if name.endswith("fast")]

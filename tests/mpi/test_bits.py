@@ -14,12 +14,20 @@ from zero_mpi.sharding.precision import BF16, FP32
 
 # strategy, prefetch, recompute, bucket MiB, micro-batches a step: every pair of choices occurs
 COVERING = [
-    (FULL_SHARD, 0, False, 25, 5), (FULL_SHARD, 1, True, 0.01, 3), (FULL_SHARD, 2, False, 25, 1),
-    (FULL_SHARD, 2, True, 0.01, 9), (SHARD_GRAD_OP, 0, True, 0.01, 1), (SHARD_GRAD_OP, 1, False, 25, 9),
-    (SHARD_GRAD_OP, 2, True, 25, 3), (SHARD_GRAD_OP, 2, False, 0.01, 5), (NO_SHARD, 0, False, 0.01, 9),
-    (NO_SHARD, 1, True, 0.04, 5), (NO_SHARD, 2, False, 0.01, 3), (NO_SHARD, 1, False, 25, 1),
+    (FULL_SHARD, 0, False, 25, 5),
+    (FULL_SHARD, 1, True, 0.01, 3),
+    (FULL_SHARD, 2, False, 25, 1),
+    (FULL_SHARD, 2, True, 0.01, 9),
+    (SHARD_GRAD_OP, 0, True, 0.01, 1),
+    (SHARD_GRAD_OP, 1, False, 25, 9),
+    (SHARD_GRAD_OP, 2, True, 25, 3),
+    (SHARD_GRAD_OP, 2, False, 0.01, 5),
+    (NO_SHARD, 0, False, 0.01, 9),
+    (NO_SHARD, 1, True, 0.04, 5),
+    (NO_SHARD, 2, False, 0.01, 3),
+    (NO_SHARD, 1, False, 25, 1),
     (NO_SHARD, 0, True, 25, 3),
-]  # fmt: skip
+]
 
 
 @functools.cache

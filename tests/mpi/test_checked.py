@@ -43,19 +43,30 @@ def start(comm, number):
     mine = np.zeros(part.counts[comm.rank], np.float32)
     other = Partition(40, comm.size, 3)
     ways = [
-        lambda: comm.allgather(mine, whole, part, "a"), lambda: comm.allgather(mine, whole, part, "b"),
-        lambda: comm.allgather(None, whole, part, "a"), lambda: comm.allgather(None, whole, other, "a"),
+        lambda: comm.allgather(mine, whole, part, "a"),
+        lambda: comm.allgather(mine, whole, part, "b"),
+        lambda: comm.allgather(None, whole, part, "a"),
+        lambda: comm.allgather(None, whole, other, "a"),
         lambda: comm.reduce_scatter(whole, mine, part, label="a"),
         lambda: comm.reduce_scatter(whole, mine, part, label="a", contributors=1),
         lambda: comm.reduce_scatter(whole, mine, part, label="a", accumulate=True),
-        lambda: comm.allreduce(whole, "a"), lambda: comm.allreduce(whole[:39], "a"),
-        lambda: comm.allreduce(whole.view(np.int32), "a"), lambda: comm.broadcast(whole, 0, "a"),
-        lambda: comm.broadcast(whole, comm.size - 1, "a"), lambda: comm.sum_vector(np.zeros(3)),
-        lambda: comm.sum_vector(np.zeros(4)), lambda: comm.barrier(), lambda: comm.gather_object(1),
-        lambda: comm.broadcast_object(1), lambda: comm.broadcast_object(1, comm.size - 1),
-        lambda: comm.allgather_object(1), lambda: comm.barrier_readers(), lambda: comm.background(),
-        lambda: comm.memory([part], [40]), lambda: comm.memory([part], [41]),
-    ]  # fmt: skip
+        lambda: comm.allreduce(whole, "a"),
+        lambda: comm.allreduce(whole[:39], "a"),
+        lambda: comm.allreduce(whole.view(np.int32), "a"),
+        lambda: comm.broadcast(whole, 0, "a"),
+        lambda: comm.broadcast(whole, comm.size - 1, "a"),
+        lambda: comm.sum_vector(np.zeros(3)),
+        lambda: comm.sum_vector(np.zeros(4)),
+        lambda: comm.barrier(),
+        lambda: comm.gather_object(1),
+        lambda: comm.broadcast_object(1),
+        lambda: comm.broadcast_object(1, comm.size - 1),
+        lambda: comm.allgather_object(1),
+        lambda: comm.barrier_readers(),
+        lambda: comm.background(),
+        lambda: comm.memory([part], [40]),
+        lambda: comm.memory([part], [41]),
+    ]
     return ways[number]()
 
 

@@ -70,8 +70,16 @@ SAME_BYTES = of("serial/test_quantize", "bytes_are_the_same_on_three_ranks")
 DISTILLED = of("serial/test_distill", "predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks")
 LOCAL = of("serial/test_hostfiles", "local8_runs_ranks_on_this_machine")
 BY_HAND = (
-    "peers", "conversations", "finetune", "ops", "generate", "step_hosts", "plan_check", "plan_scale", "qat",
-)  # fmt: skip
+    "peers",
+    "conversations",
+    "finetune",
+    "ops",
+    "generate",
+    "step_hosts",
+    "plan_check",
+    "plan_scale",
+    "qat",
+)
 SPEED = Nobody("it measures speed, of another library or over hosts that it makes: by hand")
 PROVED = f"{TINY} --steps 12 --save-every 4"
 

@@ -33,12 +33,20 @@ TEXT = "<ask>line 7</ask> of\n49 in Zürich now<|endoftext|>"
 @pytest.mark.parametrize(
     ("raw", "found"),
     [
-        (b" <a>\r\n\n<b> \n", ["<a>", "<b>"]), (b'\xef\xbb\xbf[" a", "\\n"]', [" a", "\n"]),
-        (b"[a]\n[b]", ["[a]", "[b]"]), (b"", "no token"), (b"[]", "no token"), (b"<a>\n<b>\n<a>", "<a>"),
-        (b"a" * 257, "aaa"), (b"<a>\n\xff", "UTF-8"), (b"a\0b", "x00"), (b'["<a>", 3]', "found 3"),
-        (b'["\\ud800"]', "ud800"), (b"\n".join(b"%d" % number for number in range(65537)), "65,537"),
+        (b" <a>\r\n\n<b> \n", ["<a>", "<b>"]),
+        (b'\xef\xbb\xbf[" a", "\\n"]', [" a", "\n"]),
+        (b"[a]\n[b]", ["[a]", "[b]"]),
+        (b"", "no token"),
+        (b"[]", "no token"),
+        (b"<a>\n<b>\n<a>", "<a>"),
+        (b"a" * 257, "aaa"),
+        (b"<a>\n\xff", "UTF-8"),
+        (b"a\0b", "x00"),
+        (b'["<a>", 3]', "found 3"),
+        (b'["\\ud800"]', "ud800"),
+        (b"\n".join(b"%d" % number for number in range(65537)), "65,537"),
     ],
-)  # fmt: skip
+)
 def test_a_file_of_tokens(raw, found, tmp_path):
     (tmp_path / "tokens").write_bytes(raw)
     if isinstance(found, list):

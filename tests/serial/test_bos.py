@@ -42,11 +42,16 @@ ASKS, ASKS_NOT = (
 @pytest.mark.parametrize(
     ("tokenizer", "asked", "expected"),
     [
-        (ASKS, AUTO, 1), (ASKS, ALWAYS, 1), (ASKS, NEVER, None), (ASKS_NOT, AUTO, None),
-        (ASKS_NOT, ALWAYS, 1), (ByteTokenizer(), AUTO, None), (ByteTokenizer(), ALWAYS, 256),
+        (ASKS, AUTO, 1),
+        (ASKS, ALWAYS, 1),
+        (ASKS, NEVER, None),
+        (ASKS_NOT, AUTO, None),
+        (ASKS_NOT, ALWAYS, 1),
+        (ByteTokenizer(), AUTO, None),
+        (ByteTokenizer(), ALWAYS, 256),
         (None, ALWAYS, None),
     ],
-)  # fmt: skip
+)
 def test_the_model_or_the_user_asks(tokenizer, asked, expected):
     assert bos_of(tokenizer, asked) == expected
 

@@ -41,12 +41,17 @@ def talk(arguments, content=None, **more):
 
 THOUGHT = [*said("a"), {"role": "assistant", "content": "b", "reasoning": "hm"}]
 ROWS = {
-    "reasoning": THOUGHT, "plain": said("a", "b", "c", "d"), "system": said("a", "b", system="s"),
-    "object": talk(OBJECT), "text": talk(TEXT), "empty content": talk(TEXT, ""),
+    "reasoning": THOUGHT,
+    "plain": said("a", "b", "c", "d"),
+    "system": said("a", "b", system="s"),
+    "object": talk(OBJECT),
+    "text": talk(TEXT),
+    "empty content": talk(TEXT, ""),
     "with content": talk(OBJECT, "Let me see."),
-    "null": [message | {"name": None} for message in talk(OBJECT)], "no JSON": talk("{no"),
+    "null": [message | {"name": None} for message in talk(OBJECT)],
+    "no JSON": talk("{no"),
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, *said("u", "b")[1:]],
-}  # fmt: skip
+}
 
 
 def as_taken(messages, taken, content):

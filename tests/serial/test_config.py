@@ -152,13 +152,19 @@ def test_names_are_spelled_with_dashes_or_underscores_and_whole_numbers_are_floa
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stepz = 3\n", "'stepz'"), ('steps = "3"\n', "steps = '3', expected int"),
-        ("steps = 3.5\n", r"steps = 3\.5, expected int"), ("steps = true\n", "steps = True, expected int"),
-        ("lr = false\n", "lr = False, expected float"), ("tied = 1\n", "tied = 1, expected bool"),
-        ('data = "a"\n', "data = 'a', expected list"), ("data = [1]\n", r"data = \[1\], expected"),
-        ("[run]\nsteps = 3\n", "'run'"), ("steps = \n", "TOML"), ("batch_size = 0\n", "--batch-size 0: "),
+        ("stepz = 3\n", "'stepz'"),
+        ('steps = "3"\n', "steps = '3', expected int"),
+        ("steps = 3.5\n", r"steps = 3\.5, expected int"),
+        ("steps = true\n", "steps = True, expected int"),
+        ("lr = false\n", "lr = False, expected float"),
+        ("tied = 1\n", "tied = 1, expected bool"),
+        ('data = "a"\n', "data = 'a', expected list"),
+        ("data = [1]\n", r"data = \[1\], expected"),
+        ("[run]\nsteps = 3\n", "'run'"),
+        ("steps = \n", "TOML"),
+        ("batch_size = 0\n", "--batch-size 0: "),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_file_is_refused_with_file_and_key(text, expected, tmp_path):
     with pytest.raises(UsageError, match=expected):
         from_file(tmp_path, text)

@@ -59,10 +59,14 @@ def refused(usual, odd, cwd):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (["a", "a", "a"], None), (["a"], None), (["a", "a", "b"], (2, "a")), (["b", "a", "a"], (0, "a")),
-        (["a", "b"], (1, "a")), (["a", "b", "c", "b"], (0, "b")),
+        (["a", "a", "a"], None),
+        (["a"], None),
+        (["a", "a", "b"], (2, "a")),
+        (["b", "a", "a"], (0, "a")),
+        (["a", "b"], (1, "a")),
+        (["a", "b", "c", "b"], (0, "b")),
     ],
-)  # fmt: skip
+)
 def test_the_odd_one_is_who_most_ranks_are_not(values, expected):
     assert odd_one(values) == expected
 

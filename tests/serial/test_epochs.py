@@ -35,10 +35,15 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
 @pytest.mark.parametrize(
     ("steps", "warmup", "epochs", "flags"),
     [
-        (440, None, 0.3, []), (80, 40, 10, ["--warmup 40"]), (81, 40, 10, []), (11, 40, 3, ["--warmup 40"]),
-        (2, 1, 1, []), (440, None, 10.1, ["--steps 440"]), (9, 9, 11, ["--warmup 9", "--steps 9"]),
+        (440, None, 0.3, []),
+        (80, 40, 10, ["--warmup 40"]),
+        (81, 40, 10, []),
+        (11, 40, 3, ["--warmup 40"]),
+        (2, 1, 1, []),
+        (440, None, 10.1, ["--steps 440"]),
+        (9, 9, 11, ["--warmup 9", "--steps 9"]),
     ],
-)  # fmt: skip
+)
 def test_a_long_warm_up_and_many_epochs_are_cautioned(steps, warmup, epochs, flags):
     found = cautions(Config(steps=steps, warmup=warmup), epochs)
     assert [" ".join(line.split()[:2]) for line in found] == flags

@@ -285,11 +285,15 @@ EOT, EOM = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom"))
 @pytest.mark.parametrize(
     ("template", "keys", "eot", "eom"),
     [
-        (CHATML, {}, "<|im_end|>", None), (OWN, {}, "<|user|>", None),
-        (OWN, {EOT: "<|system|>"}, "<|system|>", "<|user|>"), (ZEPHYR, {}, None, None),
-        (SPELT, {}, None, None), ("{% for", {}, None, None), (None, {EOT: "<|system|>"}, "<|system|>", None),
+        (CHATML, {}, "<|im_end|>", None),
+        (OWN, {}, "<|user|>", None),
+        (OWN, {EOT: "<|system|>"}, "<|system|>", "<|user|>"),
+        (ZEPHYR, {}, None, None),
+        (SPELT, {}, None, None),
+        ("{% for", {}, None, None),
+        (None, {EOT: "<|system|>"}, "<|system|>", None),
     ],
-)  # fmt: skip
+)
 def test_an_export_names_the_tokens_that_end_an_answer(
     tmp_path: Path, template: str | None, keys: dict[str, str], eot: str | None, eom: str | None
 ) -> None:
@@ -382,18 +386,23 @@ def test_force_does_not_remove_what_is_no_model(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["m.gguf", "x", "--type", "q4_0"], "--type q4_0: "),
-        (["m.gguf", "x.safetensors"], "x.safetensors: "), (["m.gguf", "none/x.gguf"], "none"),
+        (["m.gguf", "x.safetensors"], "x.safetensors: "),
+        (["m.gguf", "none/x.gguf"], "none"),
         (["m.gguf", "x", "--shard-size", "5 bananas"], "--shard-size 5 bananas: "),
-        (["m.gguf", "x", "--shard-size", "0"], "--shard-size 0: "), (["none.gguf", "x.gguf"], "none.gguf: "),
+        (["m.gguf", "x", "--shard-size", "0"], "--shard-size 0: "),
+        (["none.gguf", "x.gguf"], "none.gguf: "),
         (["m.gguf", "x.gguf", "--type", "q7_k"], "'q7_k'"),
         (["m.gguf", "x", "--split-size", "1GB"], "--split-size 1GB: "),
         (["m.gguf", "x.gguf", "--split-size", "1XB"], "--split-size 1XB: "),
-        (["m.gguf", "x.gguf", "--imatrix", "m.gguf"], "m.gguf: "), (["m.gguf"], "target"),
-        ([".", "x.gguf"], "model.gguf"), (["state.gguf", "x.gguf"], "model.gguf"),
-        (["array.gguf", "x.gguf"], "general.architecture"), (["mamba.gguf", "x"], "'mamba'"),
+        (["m.gguf", "x.gguf", "--imatrix", "m.gguf"], "m.gguf: "),
+        (["m.gguf"], "target"),
+        ([".", "x.gguf"], "model.gguf"),
+        (["state.gguf", "x.gguf"], "model.gguf"),
+        (["array.gguf", "x.gguf"], "general.architecture"),
+        (["mamba.gguf", "x"], "'mamba'"),
         (["part.gguf", "x"], "llama.block_count is 2"),
     ],
-)  # fmt: skip
+)
 def test_bad_usage_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
 ) -> None:
@@ -418,10 +427,14 @@ def test_bad_usage_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("value", "wanted", "target"),
     [
-        (1e6, "f16", "x.gguf"), (1e6, "f16", "x"), (1e30, "q8_0", "x.gguf"), (np.nan, "q4_0", "x.gguf"),
-        (np.inf, "f16", "x.gguf"), (np.inf, "f16", "x"),
+        (1e6, "f16", "x.gguf"),
+        (1e6, "f16", "x"),
+        (1e30, "q8_0", "x.gguf"),
+        (np.nan, "q4_0", "x.gguf"),
+        (np.inf, "f16", "x.gguf"),
+        (np.inf, "f16", "x"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_a_type_cannot_hold_are_refused(
     tmp_path: Path, value: float, wanted: str, target: str
 ) -> None:

@@ -180,12 +180,17 @@ def drawn(temperature: float, top_k: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "expected"),
     [
-        (1.0, 0, [0.1, 0.4, 0.2, 0.3]), (1.0, 4, [0.1, 0.4, 0.2, 0.3]), (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
-        (1.0, 2, [0, 4 / 7, 0, 3 / 7]), (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
-        (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]), (0.5, 2, [0, 16 / 25, 0, 9 / 25]), (0, 0, [0, 1, 0, 0]),
+        (1.0, 0, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 4, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 99, [0.1, 0.4, 0.2, 0.3]),
+        (1.0, 2, [0, 4 / 7, 0, 3 / 7]),
+        (1.0, 3, [0, 4 / 9, 2 / 9, 3 / 9]),
+        (0.5, 0, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        (0.5, 2, [0, 16 / 25, 0, 9 / 25]),
+        (0, 0, [0, 1, 0, 0]),
         (1.0, 1, [0, 1, 0, 0]),
     ],
-)  # fmt: skip
+)
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     found = drawn(temperature, top_k)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # four deviations of 4000 draws
@@ -361,10 +366,15 @@ def test_batches_of_prompts_are_answered_as_one_after_the_other(checkpoint, tmp_
 @pytest.mark.parametrize(
     "flags",
     [
-        "--batch 2", "--engine llamacpp --lora x", "--tokens -1", "--tokens many", "--colour red",
-        "--temperature nan", "--top-p 1.5",
+        "--batch 2",
+        "--engine llamacpp --lora x",
+        "--tokens -1",
+        "--tokens many",
+        "--colour red",
+        "--temperature nan",
+        "--top-p 1.5",
     ],
-)  # fmt: skip
+)
 def test_the_command_refuses_bad_flags(checkpoint, flags):
     with pytest.raises(UsageError, match=f"^[^\n]*{flags.split()[0]}[^\n]*$"):
         generate(World(0, 1), [str(checkpoint), *flags.split()])

@@ -18,19 +18,37 @@ Kind = gguf.GGMLQuantizationType
 SHAPES = [("token_embd.weight", (5, 8)), ("output_norm.weight", (3,)), ("deep", (2, 1, 3, 4))]
 
 VALUES: dict[str, Any] = {
-    "str": "grüße, 🎈\nzwei Zeilen", "str.empty": "", "bool.true": True, "bool.false": False,
-    "u8": np.uint8(255), "i8": np.int8(-128), "u16": np.uint16(65535), "i16": np.int16(-32768),
-    "u32": np.uint32(2**32 - 1), "i32": np.int32(-(2**31)), "u64": np.uint64(2**64 - 1),
-    "i64": np.int64(-(2**63)), "f32": np.float32(0.1), "f64": np.float64(0.1),
+    "str": "grüße, 🎈\nzwei Zeilen",
+    "str.empty": "",
+    "bool.true": True,
+    "bool.false": False,
+    "u8": np.uint8(255),
+    "i8": np.int8(-128),
+    "u16": np.uint16(65535),
+    "i16": np.int16(-32768),
+    "u32": np.uint32(2**32 - 1),
+    "i32": np.int32(-(2**31)),
+    "u64": np.uint64(2**64 - 1),
+    "i64": np.int64(-(2**63)),
+    "f32": np.float32(0.1),
+    "f64": np.float64(0.1),
     "f64.nan": np.array([0x7FF0000000000001], np.uint64).view(np.float64)[0],
-    "a.u8": np.array([0, 255], np.uint8), "a.i8": np.array([-128, 127], np.int8),
-    "a.u16": np.array([0, 65535], np.uint16), "a.i16": np.array([-32768, 32767], np.int16),
-    "a.u32": np.array([0, 2**32 - 1], np.uint32), "a.i32": np.array([-(2**31), 2**31 - 1], np.int32),
-    "a.u64": np.array([0, 2**64 - 1], np.uint64), "a.i64": np.array([-(2**63), 2**63 - 1], np.int64),
-    "a.f32": np.array([0.1, -0.0, np.inf], np.float32), "a.f64": np.array([0.1, -0.0, 1e300], np.float64),
-    "a.bool": np.array([True, False, True]), "a.str": ["", "a", "Ġthe", "\x00"],
-    "a.empty.f64": np.zeros(0, np.float64), "a.empty.bool": np.zeros(0, bool), "a.empty.str": [],
-}  # fmt: skip
+    "a.u8": np.array([0, 255], np.uint8),
+    "a.i8": np.array([-128, 127], np.int8),
+    "a.u16": np.array([0, 65535], np.uint16),
+    "a.i16": np.array([-32768, 32767], np.int16),
+    "a.u32": np.array([0, 2**32 - 1], np.uint32),
+    "a.i32": np.array([-(2**31), 2**31 - 1], np.int32),
+    "a.u64": np.array([0, 2**64 - 1], np.uint64),
+    "a.i64": np.array([-(2**63), 2**63 - 1], np.int64),
+    "a.f32": np.array([0.1, -0.0, np.inf], np.float32),
+    "a.f64": np.array([0.1, -0.0, 1e300], np.float64),
+    "a.bool": np.array([True, False, True]),
+    "a.str": ["", "a", "Ġthe", "\x00"],
+    "a.empty.f64": np.zeros(0, np.float64),
+    "a.empty.bool": np.zeros(0, bool),
+    "a.empty.str": [],
+}
 
 
 def tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -86,15 +104,25 @@ def test_plain_and_foreign_values_are_stored_as(tmp_path: Path, value: Any, stor
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1, "expected an int from 0 to"), (2**32, "expected an int from 0 to"), (1e39, "range of FLOAT32"),
-        (None, "found NoneType"), (b"x", "found bytes"), ({"a": 1}, "found dict"),
-        (("a", "b"), "found tuple"), ([1, 2], "found int at place 0"), (["a", 2], "found int at place 1"),
-        (["a", ["b"]], "found list at place 1"), (np.float16(1), "found dtype float16"),
-        (np.zeros(2, np.complex64), "found dtype complex64"), (np.array(["a"]), "found dtype <U1"),
-        (np.zeros((2, 2), np.float32), "found shape"), (np.zeros((), np.float32), "found shape"),
-        ("\ud800", "UTF-8"), (["ok", "\ud800"], "UTF-8"),
+        (-1, "expected an int from 0 to"),
+        (2**32, "expected an int from 0 to"),
+        (1e39, "range of FLOAT32"),
+        (None, "found NoneType"),
+        (b"x", "found bytes"),
+        ({"a": 1}, "found dict"),
+        (("a", "b"), "found tuple"),
+        ([1, 2], "found int at place 0"),
+        (["a", 2], "found int at place 1"),
+        (["a", ["b"]], "found list at place 1"),
+        (np.float16(1), "found dtype float16"),
+        (np.zeros(2, np.complex64), "found dtype complex64"),
+        (np.array(["a"]), "found dtype <U1"),
+        (np.zeros((2, 2), np.float32), "found shape"),
+        (np.zeros((), np.float32), "found shape"),
+        ("\ud800", "UTF-8"),
+        (["ok", "\ud800"], "UTF-8"),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_gguf_cannot_hold_is_refused_by_key(tmp_path: Path, value: Any, message: str) -> None:
     path = tmp_path / "m.gguf"
     with pytest.raises(GGUFError, match=f"key 'some.key': .*{message}") as caught:
@@ -107,15 +135,20 @@ def test_a_value_that_gguf_cannot_hold_is_refused_by_key(tmp_path: Path, value: 
 @pytest.mark.parametrize(
     ("metadata", "announced", "found"),
     [
-        ({"": 1}, [], "65535 bytes, found 0"), ({"k" * 65536: 1}, [], "found 65536"),
-        ({}, [("", (1,))], "63 bytes, found 0"), ({}, [("n" * 64, (1,))], "found 64"),
-        ({}, [("ü" * 32, (1,))], "found 64"), ({}, [("t", (1,)), ("t", (2,))], "twice"),
-        ({}, [("t", ())], "4 dims"), ({}, [("t", (1, 1, 1, 1, 1))], "4 dims"),
-        ({}, [("t", (2, 0))], "dims of 1"), ({"general.architecture": "gpt2"}, [], "general.architecture"),
+        ({"": 1}, [], "65535 bytes, found 0"),
+        ({"k" * 65536: 1}, [], "found 65536"),
+        ({}, [("", (1,))], "63 bytes, found 0"),
+        ({}, [("n" * 64, (1,))], "found 64"),
+        ({}, [("ü" * 32, (1,))], "found 64"),
+        ({}, [("t", (1,)), ("t", (2,))], "twice"),
+        ({}, [("t", ())], "4 dims"),
+        ({}, [("t", (1, 1, 1, 1, 1))], "4 dims"),
+        ({}, [("t", (2, 0))], "dims of 1"),
+        ({"general.architecture": "gpt2"}, [], "general.architecture"),
         ({"general.architecture": np.zeros(2)}, [], "general.architecture"),
         *(({"general.alignment": n}, [], "2") for n in (48, 4, 1 << 21, np.uint64(32), "32")),
     ],
-)  # fmt: skip
+)
 def test_keys_names_and_shapes_that_a_loader_would_refuse(
     tmp_path: Path, metadata: dict[str, Any], announced: list[tuple[str, tuple[int, ...]]], found: str
 ) -> None:

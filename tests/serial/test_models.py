@@ -174,7 +174,12 @@ IMPOSSIBLE = [
         (arch, {name: size}, f"--{name.replace('_', '-')} {size}: ")
         for arch in ARCHITECTURES
         for name, size in {
-            "layers": 0, "dim": 0, "heads": 0, "context": -1, "vocab_size": 0, "ffn": -3,
+            "layers": 0,
+            "dim": 0,
+            "heads": 0,
+            "context": -1,
+            "vocab_size": 0,
+            "ffn": -3,
         }.items()
     ),
     *(("llama", {"kv_heads": number}, f"--kv-heads {number} ") for number in (3, 8, 0)),
@@ -182,7 +187,7 @@ IMPOSSIBLE = [
     ("qwen2", {"kv_heads": 3}, "--kv-heads 3"),
     ("qwen3", {"heads": 8}, "--heads 8 = 3"),
     ("gpt2", {"kv_heads": 2}, "--kv-heads 2"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arch", "flags", "named"), IMPOSSIBLE)

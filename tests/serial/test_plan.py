@@ -403,21 +403,30 @@ def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--ranks 0", "--ranks 0"), ("--ranks 6 --nodes 4", "--nodes 4"), ("--memory much", "--memory much"),
-        ("--flops -1", "--flops -1"), ("--beta nan", "--beta nan"),
-        ("--doctor nowhere.json", "--doctor nowhere.json"), ("--init nowhere.gguf", "nowhere.gguf"),
-        ("--heads 5", "--heads 5"), ("--freeze nothing", "'nothing'"), ("--freeze *", "--freeze *"),
+        ("--ranks 0", "--ranks 0"),
+        ("--ranks 6 --nodes 4", "--nodes 4"),
+        ("--memory much", "--memory much"),
+        ("--flops -1", "--flops -1"),
+        ("--beta nan", "--beta nan"),
+        ("--doctor nowhere.json", "--doctor nowhere.json"),
+        ("--init nowhere.gguf", "nowhere.gguf"),
+        ("--heads 5", "--heads 5"),
+        ("--freeze nothing", "'nothing'"),
+        ("--freeze *", "--freeze *"),
         ("--transport shared --nodes 2 --ranks 2", "--transport shared"),
-        ("--offload moments", "--offload moments"), ("--transport staged", "--transport staged"),
+        ("--offload moments", "--offload moments"),
+        ("--transport staged", "--transport staged"),
         ("--transport shared --device cuda", "--transport shared"),
         ("--device cuda --strategy hybrid-shard --ranks 4 --nodes 2", "--strategy hybrid-shard"),
         ("--precision bf16 --reduction fast --transport mpi --ranks 2", "--reduction fast"),
         ("--precision fp16 --reduce-dtype bf16", "--reduce-dtype bf16"),
         ("--host-bandwidth 0", "--host-bandwidth 0"),
-        ("--json /nowhere/plan.json", "--json /nowhere/plan.json"), ("--dim 4194304 --heads 1", "memory"),
-        ("--layers many", "--layers"), ("--surprise", "--surprise"),
+        ("--json /nowhere/plan.json", "--json /nowhere/plan.json"),
+        ("--dim 4194304 --heads 1", "memory"),
+        ("--layers many", "--layers"),
+        ("--surprise", "--surprise"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(flags, named):
     with pytest.raises(UsageError) as raised:
         command(World(0, 1), flags.split())

@@ -203,12 +203,16 @@ def test_default_places(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["nothing"], "nothing: "), (["file"], "file: "), (["."], r"\.: "),
-        (["run/step-00000006"], "run/step-00000006: .*run$"), (["run", "--out", "."], r"--out \.: "),
-        (["run", "--out", "no/page.html"], "--out no/page.html: "), (["run", "--text"], "--text was removed"),
+        (["nothing"], "nothing: "),
+        (["file"], "file: "),
+        (["."], r"\.: "),
+        (["run/step-00000006"], "run/step-00000006: .*run$"),
+        (["run", "--out", "."], r"--out \.: "),
+        (["run", "--out", "no/page.html"], "--out no/page.html: "),
+        (["run", "--text"], "--text was removed"),
         ([], "RUN"),
     ],
-)  # fmt: skip
+)
 def test_bad_usage(tmp_path, monkeypatch, arguments, named):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")

@@ -32,9 +32,13 @@ def inputs(**settings):
 
 
 VARIABLES = {
-    'v={"a": [1, null]}': {"v": {"a": [1, None]}}, "v=true": {"v": True}, "v=a=b": {"v": "a=b"},
-    "v=": {"v": ""}, "v=1e999": {"v": "1e999"}, "date_string=1 Jan": {"date_string": "1 Jan"},
-}  # fmt: skip
+    'v={"a": [1, null]}': {"v": {"a": [1, None]}},
+    "v=true": {"v": True},
+    "v=a=b": {"v": "a=b"},
+    "v=": {"v": ""},
+    "v=1e999": {"v": "1e999"},
+    "date_string=1 Jan": {"date_string": "1 Jan"},
+}
 
 
 @pytest.mark.parametrize("text", VARIABLES)
@@ -191,9 +195,14 @@ def folder(tmp_path):
 def test_samples_and_chat_take_the_flags(folder, capfdbinary):
     write_model(folder / "m.gguf", chat_keys(LLAMA3))
     flags = (
-        folder / "m.gguf", "--data", folder / "chat.jsonl", "--chat-template", folder / "t.jinja", "--count",
+        folder / "m.gguf",
+        "--data",
+        folder / "chat.jsonl",
+        "--chat-template",
+        folder / "t.jinja",
+        "--count",
         "1",
-    )  # fmt: skip
+    )
     said = printed(
         capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", "--template-date", "2025-02-03"
     )

@@ -80,15 +80,20 @@ def ids_of(document):
 @pytest.mark.parametrize(
     ("write", "options", "ends"),
     [
-        (write_npy, {}, None), (write_npy, {"dtype": np.uint32}, None), (write_llm_c, {}, None),
-        (write_llm_c, {"magic": 20240801, "version": 7, "dtype": "<u4"}, None), (write_megatron, {}, ENDS),
+        (write_npy, {}, None),
+        (write_npy, {"dtype": np.uint32}, None),
+        (write_llm_c, {}, None),
+        (write_llm_c, {"magic": 20240801, "version": 7, "dtype": "<u4"}, None),
+        (write_megatron, {}, ENDS),
         (write_megatron, {"code": 4, "dtype": "<i4"}, ENDS),
         (write_megatron, {"code": 5, "dtype": "<i8"}, ENDS),
-        (write_megatron, {"borders": [0, 2, 2, 5]}, [4, 10]), (write_arrow, {}, ENDS),
-        (write_arrow, {"kind": "int64"}, ENDS), (write_arrow, {"kind": "uint16", "large": True}, ENDS),
+        (write_megatron, {"borders": [0, 2, 2, 5]}, [4, 10]),
+        (write_arrow, {}, ENDS),
+        (write_arrow, {"kind": "int64"}, ENDS),
+        (write_arrow, {"kind": "uint16", "large": True}, ENDS),
         (write_arrow, {"stream": False}, ENDS),
     ],
-)  # fmt: skip
+)
 def test_each_format_gives_what_was_written(write, options, ends, tmp_path):
     found = read(write(tmp_path, **options))
     assert ids_of(found) == IDS

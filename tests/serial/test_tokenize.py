@@ -247,12 +247,16 @@ def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):
 
 
 BAD = [
-    (b'{"text": "a"}\n\n{"tex": "b"}\n', 3, "'tex'"), (b'{"text": "a"}\n{"text": 5}\n', 2, "5"),
-    (b'{"text": "\\ud800"}\n', 1, "text"), (b'{"text": null}\n', 1, "None"),
-    (b'["text"]\n', 1, r"\['text'\]"), (b'{"text": "a"}\n{"text": \n', 2, ""),
-    (b'{"text": "a"}\n\xff\n', 2, "UTF-8"), (b'{"text": "a"}\n' + b"[" * 4000 + b"\n", 2, "nested"),
+    (b'{"text": "a"}\n\n{"tex": "b"}\n', 3, "'tex'"),
+    (b'{"text": "a"}\n{"text": 5}\n', 2, "5"),
+    (b'{"text": "\\ud800"}\n', 1, "text"),
+    (b'{"text": null}\n', 1, "None"),
+    (b'["text"]\n', 1, r"\['text'\]"),
+    (b'{"text": "a"}\n{"text": \n', 2, ""),
+    (b'{"text": "a"}\n\xff\n', 2, "UTF-8"),
+    (b'{"text": "a"}\n' + b"[" * 4000 + b"\n", 2, "nested"),
     (b'{"text": "a"}\n{"text": "' + b"b" * 4000 + b'"}\n', 2, "3,000 bytes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("raw", "line", "problem"), BAD)

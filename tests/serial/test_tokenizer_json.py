@@ -237,8 +237,12 @@ def test_flags_of_added_tokens_and_normalizers_are_those_of_the_library(number, 
 )
 def test_tokens_that_the_library_does_not_find_are_refused(kind, content, flags, plain, tmp_path):
     normalizer = {
-        "type": kind, "strip_left": True, "strip_right": True, "pattern": {"String": "a"}, "content": "",
-    }  # fmt: skip
+        "type": kind,
+        "strip_left": True,
+        "strip_right": True,
+        "pattern": {"String": "a"},
+        "content": "",
+    }
     changed = copy.deepcopy(plain)
     for token in changed["added_tokens"]:
         token["normalized"] = True

@@ -145,14 +145,24 @@ def lines(*events):
 @pytest.mark.parametrize(
     "data",
     [
-        b"GGUF\x03\x00", b"", b"[" * 100_000, b'{"otherData": {},\n"traceEvents":[\n]}\n',
-        b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n', HEAD + b"]}\n", lines(STEP)[:-3], lines(7),
-        lines(STEP | {"ts": "x"}), lines(STEP | {"dur": -1}), lines(STEP | {"args": {}}),
-        lines(STEP | {"pid": 10**4000}), lines(STEP | {"name": "x" * (3 << 20)}),
-        gzip.compress(lines(*[STEP] * 100_000)), gzip.compress(lines(STEP))[:-40],
+        b"GGUF\x03\x00",
+        b"",
+        b"[" * 100_000,
+        b'{"otherData": {},\n"traceEvents":[\n]}\n',
+        b'{"otherData": {"zero_mpi": "0"},\n"traceEvents":{}}\n',
+        HEAD + b"]}\n",
+        lines(STEP)[:-3],
+        lines(7),
+        lines(STEP | {"ts": "x"}),
+        lines(STEP | {"dur": -1}),
+        lines(STEP | {"args": {}}),
+        lines(STEP | {"pid": 10**4000}),
+        lines(STEP | {"name": "x" * (3 << 20)}),
+        gzip.compress(lines(*[STEP] * 100_000)),
+        gzip.compress(lines(STEP))[:-40],
         gzip.compress(HEAD)[:9] + b"\0" * 30,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_time_line_is_refused(tmp_path, data):
     (tmp_path / "trace.json").write_bytes(data)
     with pytest.raises(UsageError) as raised:
@@ -183,11 +193,16 @@ def run_of(tracer, first, last):
 @pytest.mark.parametrize(
     ("steps", "done", "last", "found", "warned"),
     [
-        ((3, 5), 0, 6, [3, 4], ""), ((3, 5), 0, 4, [3, 4], ""), ((3, 6), 0, 4, [3, 4], "step 5"),
-        ((3, 6), 3, 9, [4, 5], ""), ((3, 6), 0, 2, None, "3:6"), ((3, 6), 7, 9, None, "3:6"),
-        (None, 0, 9, [3, 4, 5], ""), (None, 7, 20, [10, 11, 12], ""),
+        ((3, 5), 0, 6, [3, 4], ""),
+        ((3, 5), 0, 4, [3, 4], ""),
+        ((3, 6), 0, 4, [3, 4], "step 5"),
+        ((3, 6), 3, 9, [4, 5], ""),
+        ((3, 6), 0, 2, None, "3:6"),
+        ((3, 6), 7, 9, None, "3:6"),
+        (None, 0, 9, [3, 4, 5], ""),
+        (None, 7, 20, [10, 11, 12], ""),
     ],
-)  # fmt: skip
+)
 def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found, warned):
     path = tmp_path / "trace.json"
     with caplog.at_level(logging.INFO, "zero_mpi"):
