@@ -20,7 +20,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig, Qwen2, Qwen3
-from zero_mpi.models.rope_scaling import RopeScaling
+from zero_mpi.models.rotary import RopeScaling
 from zero_mpi.train.text_model import TextModel, weights_of
 
 llama_cpp()  # skips the module without it
