@@ -9,8 +9,8 @@ import architectures
 import gguf
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
