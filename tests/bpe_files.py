@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_files import GGUFStream
 from oracles import smollm2
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.models import Llama

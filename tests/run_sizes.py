@@ -202,7 +202,7 @@ def close(total: Counter[str], failed: list[str]) -> int:
 
 
 def compile_once() -> None:
-    generating = "from zero_mpi import ops\nfrom zero_mpi.ops.cpu import crew, decode\n"
+    generating = "from zero_mpi import ops\nfrom zero_mpi.ops.cpu import decode\n"
     programs = (
         ({}, "import ml_dtypes\n" + generating + "ops.prepare(kind=ml_dtypes.bfloat16)"),
         ({"ZERO_MPI_BITS": "portable"}, generating + "ops.prepare()"),

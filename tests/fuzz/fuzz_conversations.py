@@ -13,8 +13,8 @@ import fuzz_gguf
 import numpy as np
 from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_texts import ODD, lines, zstd
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.models import GPT2
 

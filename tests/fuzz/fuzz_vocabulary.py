@@ -11,8 +11,8 @@ import bpe_files
 import numpy as np
 import sentencepiece_files
 import wild
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.data.tokenizers.byte import byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, RULES

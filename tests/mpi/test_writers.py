@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import tiny
 from checkpoints import save_checkpoint
 from pretended_mounts import pretend
-from test_checkpoint import CONFIG, DESCRIPTION, digests, trained
+from test_checkpoint import DESCRIPTION, digests, trained
 from test_nodes import nodes_of
 
-from zero_mpi import FULL_SHARD, NO_SHARD, ShardedAdamW
+from zero_mpi import FULL_SHARD, NO_SHARD
 from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.state import TrainingProgress
 
 SPEC = importlib.util.spec_from_file_location(
     "file_calls", Path(__file__).resolve().parents[2] / "benchmarks" / "file_calls.py"
@@ -135,14 +133,3 @@ def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder
         made.save(progress)
         made.wait()
     assert digests(ranks_folder / "out" / "latest") == digests(gathered)
-
-
-@pytest.mark.world(3, 4)
-def test_row_sharding_is_read_back_once_other_hosts_see_it(mpi, ranks_folder, monkeypatch):
-    optimizer = ShardedAdamW(tiny.make(mpi, CONFIG, by_rows=True))
-    gathered = save_checkpoint(ranks_folder / "gathered", optimizer, TrainingProgress(1), DESCRIPTION)
-    pretend(monkeypatch, ranks_folder, "beegfs")
-    with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
-        made.save(TrainingProgress(1))
-    assert digests(ranks_folder / "out" / "latest") == digests(gathered)
-    assert calls.of("fsync", "model.gguf") == 2 * (mpi.rank % 2 == 0)

@@ -16,8 +16,7 @@ from test_lora import DATA, SIZES
 from test_resume import refused
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.grown import GrownWeights
-from zero_mpi.checkpoint.weights import open_weights
+from zero_mpi.checkpoint.weights import GrownWeights, open_weights
 from zero_mpi.commands.export.command import command
 from zero_mpi.data import tokenizer_from_metadata
 from zero_mpi.data.tokenizers.added_tokens import read_tokens, with_tokens

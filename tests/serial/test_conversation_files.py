@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 from chat_templates import CHATML, chat_keys, chat_tokenizer
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.evaluate.choices import read_choices
 from zero_mpi.commands.samples import command
 from zero_mpi.data import load_corpus

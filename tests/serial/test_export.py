@@ -16,10 +16,10 @@ import hf_models
 import numpy as np
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
+from gguf_files import GGUFStream
 from jobs import run_command
 from oracles import greedy, open_server, tokenize
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.mixes import FILE_TYPES
 from zero_mpi.checkpoint.weights import open_weights

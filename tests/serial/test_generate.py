@@ -15,9 +15,9 @@ import architectures
 import jobs
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 
 from zero_mpi import ops
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.generate.command import command as generate
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.data.tokenizers.byte import byte_characters

@@ -16,10 +16,11 @@ import gguf
 import numpy as np
 import pytest
 from fuzz.wild import edited
+from gguf_files import GGUFStream
 
 from zero_mpi.checkpoint import tensor_file
 from zero_mpi.checkpoint.gguf import index
-from zero_mpi.checkpoint.gguf.header import GGUFStream, pack_key
+from zero_mpi.checkpoint.gguf.header import pack_key
 from zero_mpi.checkpoint.gguf.reader import GGUFError, GGUFFile
 from zero_mpi.config.inputs import passed_over
 from zero_mpi.errors import FileError
@@ -331,10 +332,8 @@ def test_a_range_is_read_into_a_given_array(tmp_path: Path, kind: Kind) -> None:
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
     """A sparse tensor of 4 GiB: a slice of it costs a slice."""
     path = tmp_path / "m.gguf"
-    stream = GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))])
-    with pytest.raises(ValueError, match="missing are"):
-        stream.close()
-    os.truncate(path, path.stat().st_size + (4 << 30))
+    with GGUFStream(path, "llama", {}, [("x", (1 << 15, 1 << 15))]):
+        pass
     file = GGUFFile.open(path)
     with open(path, "r+b") as handle:
         handle.seek(file.tensors["x"].offset + 4 * 1_000_000_007)

@@ -16,8 +16,8 @@ import hf_models
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.huggingface.rope import ROPE_SCALING

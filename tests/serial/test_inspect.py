@@ -11,12 +11,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 from jobs import run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.safetensors import SafetensorsStream
+from zero_mpi.checkpoint.safetensors import pack_header
 from zero_mpi.commands.inspect import command as inspect_command
 from zero_mpi.commands.inspect.compare import compare
 from zero_mpi.commands.inspect.examine import SCALES, elements, examine, not_finite
@@ -238,12 +238,13 @@ def safetensors_folder(folder: Path, odd: float = 0.25) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     draw = np.random.default_rng(0)
     tensors = [(name, "F16", shape) for name, shape in SHAPES.items()]
-    with SafetensorsStream(folder / "model.safetensors", tensors) as out:
+    with open(folder / "model.safetensors", "wb") as out:
+        out.write(pack_header(tensors))
         for name, shape in SHAPES.items():
             values = draw.normal(size=shape).astype(np.float16)
             if name.endswith("q_proj.weight"):
                 values[4, 3] = odd
-            out.write_raw(name, [values.tobytes()])
+            out.write(values.tobytes())
     return folder
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import architectures
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 from jobs import run_job
 from oracles import greedy, llama_cpp, open_server, smollm2, tokenize
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ModelConfig, Qwen2, Qwen3
-from zero_mpi.models.rope_scaling import RopeScaling
+from zero_mpi.models.rotary import RopeScaling
 from zero_mpi.train.text_model import TextModel, weights_of
 
 llama_cpp()  # skips the module without it

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 from jobs import COMPILED, run_job
 from test_command_bits import fields, needs_mpiexec, train
 from test_resume import refused
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_merged
 from zero_mpi.commands.export.command import command

@@ -9,13 +9,12 @@ import architectures
 import gguf
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import UsageError
 from zero_mpi.models import ARCHITECTURES, GPT2, Llama, ModelConfig, Qwen2, Qwen3, config_from_gguf
-from zero_mpi.models.rope_scaling import RopeScaling
-from zero_mpi.models.rotary import RotaryModel
+from zero_mpi.models.rotary import RopeScaling, RotaryModel
 from zero_mpi.nn import Recompute, stage_params
 
 EXACT = 2.0**-17  # an epsilon that FLOAT32, the type of the key, holds as it is

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 from jobs import COMPILED, run_job
 from test_chat import TEMPLATE
 from test_command_bits import fields, needs_mpiexec, train_compiled
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.launch.ending import REQUEUE
 from zero_mpi.models import Llama

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from gguf_files import GGUFStream
 from jobs import run_job
 from oracles import llama_cpp, open_server
 from test_command_bits import needs_mpiexec
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.mixes import MIXES, is_matrix, needs_weights, types_of
 from zero_mpi.commands.export import command as module

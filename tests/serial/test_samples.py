@@ -4,8 +4,8 @@ import json
 
 import pytest
 from chat_templates import CHATML, ZEPHYR, chat_keys
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.commands.samples import command
 from zero_mpi.data import ByteTokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.errors import UsageError

@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf_files import GGUFStream
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.errors import UsageError
 

@@ -7,23 +7,17 @@ a parameter (`rope_freqs.weight`) is part of the configuration and is written as
 (`ModelConfig.constants`). If it was computed from a config.json, the key `zero_mpi.rope_scaling` keeps those
 settings.
 
-Writing (`state`, `parallel_write`). A slice of a unit is a few runs of tensors, and the place of each in the
-file follows from the table of tensors alone. So any rank can write it: its owner, or rank 0 or one rank of
-each node, which receives it in pieces of at most 8 MiB and half a unit. A thread writes one piece while the
-next is received and its checksum is computed. The headers hold the checksums and are written last.
+Writing (`state`, `parallel_write`). The place of each slice in a file follows from the table of tensors, so
+any rank can write it: its owner, or rank 0 or one rank of each node, which receives it in pieces.
 
-Checksums (`sound`). A tensor's digest is made of hashes of pieces of 4096 bytes, the 1024 elements at
-whose multiples slices end. So each rank hashes its own slice. A plain sha256 would have to run over a tensor
-in order, on one rank, and is slower than a good disk. The id of a checkpoint is a hash of all keys of both
-files. On resume the id is checked, and the ranks divide the tensors among them and check every one.
+Checksums (`sound`). A tensor's digest is made of hashes of pieces at whose multiples slices end, so each rank
+hashes its own slice. On resume the ranks divide the tensors among them and check every one.
 
 In the background (`saver`) the same code runs on copies of the slices, in a thread of each rank, over
 communicators of its own. The flag that a save failed travels with the loss of a step, so all ranks learn of
 it at the same step.
 
-Publishing (`folders`). Write into a temporary folder, fsync files and folder, rename it, fsync the parent,
-replace `latest` by a rename, then remove old checkpoints. A checkpoint of the same step is exchanged in one
-call (`renameat2`). No file or folder gets its name before all ranks agree that nothing failed.
+Publishing (`folders`). No file or folder gets its name before all ranks agree that nothing failed.
 
 Reading. Each rank reads its own slices and checks that values are finite. Files are not memory-mapped: a file
 that shrinks under a mapping ends the process.

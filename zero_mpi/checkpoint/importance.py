@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from zero_mpi.checkpoint.gguf.header import GGUFStream
+from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.tensor_file import Floats
 from zero_mpi.errors import FileError, writing
-from zero_mpi.files.atomic import replacing
+from zero_mpi.files.atomic import replacing, write_to_disk
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
 
-SUMS, COUNTS = ".in_sum2", ".counts"
+ENDS = SUMS, COUNTS = ".in_sum2", ".counts"
 
 
 def read_importance(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
@@ -55,14 +55,13 @@ def write_importance(
     path: Path, totals: Mapping[str, tuple[Floats, Floats]], texts: list[str], chunks: int, context: int
 ) -> None:
     """Write the sums (M, in) and counts (M, 1) of each matrix, of `chunks` windows of `context` tokens."""
-    tensors = {
-        name + end: np.ascontiguousarray(values)
-        for name, both in totals.items()
-        for end, values in zip((SUMS, COUNTS), both, strict=True)
-    }
+    tensors = {name + end: x for name, both in totals.items() for end, x in zip(ENDS, both, strict=True)}
     keys = {"general.type": "imatrix", "imatrix.datasets": texts, "imatrix.chunk_count": np.uint32(chunks)}
     keys["imatrix.chunk_size"] = np.uint32(context)
-    table = [(name, array.shape) for name, array in tensors.items()]
-    with writing(), replacing(path) as place, GGUFStream(place, "imatrix", keys, table) as stream:
-        for name, array in tensors.items():
-            stream.write(name, array)
+    header, offsets, total = pack_file("imatrix", keys, [(name, x.shape) for name, x in tensors.items()])
+    with writing(), replacing(path) as place:
+        content = bytearray(total)
+        content[: len(header)] = header
+        for name, x in tensors.items():
+            content[offsets[name] : offsets[name] + x.nbytes] = x.tobytes()
+        write_to_disk(place, bytes(content))

@@ -273,14 +273,6 @@ class Output:
         if self._file is not None and data:
             self.attempt(self._file.write_at, offset, *data)
 
-    def show(self) -> None:
-        """Make this host's data visible to other hosts. Collective."""
-        if len({self.writers.nodes[writer] for writer in self.writers.writer_of}) > 1:
-            self.comm.barrier()
-            if self._file is not None and self.writers.syncs:
-                self.attempt(self._file.sync)
-        self.comm.barrier()
-
     def stamp(self, keys: Mapping[str, Any]) -> None:
         """Write the header with its final keys, as long as the first ones."""
         header, _, _ = pack_file(self.content.architecture, dict(keys), self.content.tensors)
@@ -413,9 +405,8 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    if odd:  # slices cut pieces (row sharding): rank 0 reads the tensors back, now that all are written
-        output.show()
-        if output.comm.rank == 0:
-            table, read = checked_table(output.content.tensors), output.read_digest
-            output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
+    assert not odd or not any(output.writers.writer_of), "by rows, rank 0 writes all"
+    if odd and output.comm.rank == 0:  # slices cut pieces (row sharding): rank 0, which wrote all, reads them
+        table, read = checked_table(output.content.tensors), output.read_digest
+        output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in odd))
     return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec, TensorStream
+from zero_mpi.checkpoint.tensor_file import Floats, Readable, StoredFile, TensorSpec
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file, read_file
@@ -199,18 +199,13 @@ def _weight_map(path: Path) -> dict[str, str]:
     return where
 
 
-class SafetensorsStream(TensorStream):
-    """Writes one safetensors file, tensor by tensor, from encoded bytes. `tensors`: (name, dtype, shape)."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], tensors: Sequence[tuple[str, str, tuple[int, ...]]]
-    ) -> None:
-        header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
-        lengths, end = {}, 0
-        for name, dtype, shape in tensors:
-            lengths[name] = prod(shape) * BITS[dtype] // 8
-            place = [end, end := end + lengths[name]]
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        super().__init__(path, len(text).to_bytes(8, "little") + text, lengths)
+def pack_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """Return what precedes the data of a file with these tensors: (name, dtype, shape), without gaps."""
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires this
+    end = 0
+    for name, dtype, shape in tensors:
+        place = [end, end := end + prod(shape) * BITS[dtype] // 8]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from zero_mpi.errors import FileError, naming
+from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.open import open_file
 
@@ -182,91 +181,3 @@ class Readable(ABC):
     def tensor(self, name: str) -> Floats:
         """Return the full tensor in its shape, float32. Errors are those of `read`."""
         return self.read(name).reshape(self.spec(name).shape)
-
-
-Buffer = bytes | memoryview
-
-
-class TensorStream:
-    """Writer of `header`, then of tensors of `lengths` bytes, in order, each padded to `alignment`.
-
-    The constructor and every method may raise OSError, with the file's name.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], header: bytes, lengths: Mapping[str, int], alignment: int = 1
-    ) -> None:
-        self.path = Path(path)
-        self._lengths, self._alignment = lengths, alignment
-        self._order, self._done = list(lengths), 0
-        self._file = open(self.path, "wb")  # noqa: SIM115 (closed by close or __exit__)
-        self._put(header)
-
-    def write_raw(self, name: str, pieces: Iterable[Buffer]) -> None:
-        """Append the next tensor from its encoded bytes, in pieces of any size.
-
-        Raise ValueError unless it is the next one and of its length; then the stream is unusable.
-        """
-        self.expect_next(name)
-        expected, found = self._lengths[name], 0
-        for data in pieces:
-            piece = memoryview(data)
-            found += piece.nbytes
-            if found > expected:
-                break
-            self._put(piece)
-        if found != expected:
-            self._abandon()
-            more = "more" if found > expected else f"{found}"
-            raise ValueError(f"{self.path}: tensor {show(name)}: expected {expected} bytes, got {more}")
-        self._put(bytes(-found % self._alignment))
-        self._done += 1
-
-    def close(self) -> None:
-        """Sync and close the file. Raise ValueError if announced tensors are missing. May be called twice."""
-        if self._file.closed:
-            return
-        try:
-            if missing := self._order[self._done :]:
-                where = f"{len(missing)} of {len(self._order)} tensors, from {show(missing[0])} on"
-                raise ValueError(f"{self.path}: expected all announced tensors, missing are {where}")
-            with naming(self.path):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._abandon()
-
-    def expect_next(self, name: str) -> None:
-        """Raise ValueError unless `name` is the next tensor to be written."""
-        if self._file.closed:
-            raise ValueError(f"{self.path}: the stream is closed: open a new one")
-        if self._order[self._done : self._done + 1] != [name]:
-            left = self._order[self._done :]
-            expected = show(left[0]) if left else "no further tensor"
-            raise ValueError(f"{self.path}: expected {expected}, got {show(name)}: keep the announced order")
-
-    def _put(self, data: Buffer) -> None:
-        try:
-            with naming(self.path):
-                self._file.write(data)
-        except OSError:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        """Close the handle; suppress an error of the flush, so that the first error is reported."""
-        with suppress(OSError):
-            self._file.close()

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.grown import GrownWeights, gguf_of
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
-from zero_mpi.checkpoint.weights import WeightSource, open_weights
+from zero_mpi.checkpoint.weights import GrownWeights, WeightSource, gguf_of, open_weights
 from zero_mpi.config.bounds import rate_scales
 from zero_mpi.config.optimizer import auxiliary_scales, rounding_of
 from zero_mpi.config.settings import BYTE, FROM_INIT, OF_TEMPLATES, Config, spelled

@@ -74,8 +74,7 @@ def warmup_steps(wanted: Any, steps: int | None) -> int:
         raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
     if found[1]:
         return int(found[1])
-    share: int = wanted if steps is None else round(float(found[2]) / 100 * steps)
-    return share
+    return wanted if steps is None else round(float(found[2]) / 100 * steps)
 
 
 def flag(

@@ -47,12 +47,10 @@ class GGUFKeys:
         return value
 
     def text(self, key: str) -> str | None:
-        value: str | None = self.checked(key, "a text", lambda value: isinstance(value, str))
-        return value
+        return self.checked(key, "a text", lambda value: isinstance(value, str))
 
     def flag(self, key: str) -> bool | None:
-        value: bool | None = self.checked(key, "true or false", lambda value: isinstance(value, bool))
-        return value
+        return self.checked(key, "true or false", lambda value: isinstance(value, bool))
 
     def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
         """Return the integer of a key, of any width, from `least` to `most`."""

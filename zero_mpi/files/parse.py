@@ -104,8 +104,7 @@ def parse_toml(raw: bytes) -> dict[str, Any]:
             raise ValueError("a key of more than 32 parts")
         return tomllib.loads(text)
 
-    table: dict[str, Any] = _parsed(parse)
-    return table
+    return _parsed(parse)
 
 
 def _parsed(parse: Callable[[], Any], nests: bool = True) -> Any:

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import GGUFKeys
-from zero_mpi.models.gemma3 import Gemma3
 from zero_mpi.models.gpt2 import GPT2
-from zero_mpi.models.granite import Granite, GraniteMoE
 from zero_mpi.models.llama import Llama, OLMo2, OLMoE, Qwen2, Qwen3, Qwen3MoE, SmolLM3
 from zero_mpi.models.lora import LoRA
 from zero_mpi.models.model_config import Metadata, ModelConfig, Read
-from zero_mpi.models.phi3 import Phi3
+from zero_mpi.models.relatives import Gemma3, Granite, GraniteMoE, Phi3
 
 _KNOWN: tuple[type[ModelConfig], ...] = (Llama, GPT2, Qwen2, Qwen3, SmolLM3, Granite, OLMo2, Gemma3, Phi3)
 _KNOWN += (Qwen3MoE, OLMoE, GraniteMoE)

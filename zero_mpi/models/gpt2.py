@@ -18,7 +18,7 @@ from zero_mpi.models.model_config import (
     check_sizes,
     common_sizes,
     head_stages,
-    vocabulary,
+    sizes_in,
 )
 from zero_mpi.nn import (
     GELU,
@@ -73,14 +73,10 @@ class GPT2(ModelConfig):
                 f"the GGUF key {cls.arch}.attention.head_count = {heads} does not divide {width}"
             )
         return cls(
-            vocab_size=vocabulary(metadata, keys),
-            context_length=keys.size("context_length"),
-            embedding_length=width,
-            block_count=keys.blocks(tensors),
+            **sizes_in(metadata, keys, tensors),
             feed_forward_length=keys.size("feed_forward_length"),
             head_count=heads,
             norm_epsilon=keys.number("attention.layer_norm_epsilon"),
-            tied="output.weight" not in tensors,
         )
 
     def metadata(self) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class Qwen2(RotaryModel):
     """Sizes of a qwen2 model."""
 
     arch: ClassVar[str] = "qwen2"
-    interleaved: ClassVar[bool] = False
     any_head_width: ClassVar[bool] = False
     rms_epsilon: float = float(np.float32(1e-6))
     biases: frozenset[str] = QKV_BIASES
@@ -56,7 +55,6 @@ class Qwen3(RotaryModel):
     """Sizes of a qwen3 model."""
 
     arch: ClassVar[str] = "qwen3"
-    interleaved: ClassVar[bool] = False
     head_norms: ClassVar[bool] = True
     rms_epsilon: float = float(np.float32(1e-6))
 
@@ -76,7 +74,6 @@ class OLMo2(RotaryModel):
     """Sizes of an olmo2 model."""
 
     arch: ClassVar[str] = "olmo2"
-    interleaved: ClassVar[bool] = False
     joint_norms: ClassVar[bool] = True
     norms_before: ClassVar[bool] = False
     norms_after: ClassVar[bool] = True
@@ -91,7 +88,6 @@ class OLMoE(RotaryModel):
     """Sizes of an olmoe model; each query head has a key/value head."""
 
     arch: ClassVar[str] = "olmoe"
-    interleaved: ClassVar[bool] = False
     joint_norms: ClassVar[bool] = True
     may_tie: ClassVar[bool] = False
     any_head_width: ClassVar[bool] = False

@@ -7,7 +7,7 @@ describe it, and how to read itself back from such keys. Sizes are named as in G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -34,10 +34,8 @@ class ModelConfig:
     """Sizes that every architecture has."""
 
     arch: ClassVar[str]
-    may_have_experts: ClassVar[bool] = False
-    """True if a feed-forward may be a mixture of experts."""
-    needs_experts: ClassVar[bool] = False
-    """True if every feed-forward is a mixture of experts."""
+    may_have_experts: ClassVar[bool] = False  # true if a feed-forward may be a mixture of experts
+    needs_experts: ClassVar[bool] = False  # true if every feed-forward is a mixture of experts
     vocab_size: int
     context_length: int
     embedding_length: int
@@ -174,11 +172,8 @@ class ModelKeys:
 
     def blocks(self, tensors: Iterable[str]) -> int:
         """Return ARCH.block_count; raise if the file has fewer: building a block costs time and memory."""
-        count, found = (
-            self.size("block_count"),
-            len({n.split(".")[1] for n in tensors if n.startswith("blk.")}),
-        )
-        if count > found:
+        found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+        if (count := self.size("block_count")) > found:
             raise UsageError(
                 f"the GGUF key {self.arch}.block_count is {count}, but the file has tensors of {found} blocks"
             )
@@ -206,9 +201,15 @@ class ModelKeys:
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
 
 
-def vocabulary(metadata: Metadata, keys: ModelKeys) -> int:
-    """Return the number of tokens: the tokenizer's, else ARCH.vocab_size."""
-    return len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size")
+def sizes_in(metadata: Metadata, keys: ModelKeys, tensors: Collection[str]) -> dict[str, Any]:
+    """Return the fields that every architecture reads alike; the tokenizer counts the tokens, if any."""
+    return {
+        "vocab_size": len(GGUFKeys(metadata).texts(TOKENS) or ()) or keys.size("vocab_size"),
+        "context_length": keys.size("context_length"),
+        "embedding_length": keys.size("embedding_length"),
+        "block_count": keys.blocks(tensors),
+        "tied": "output.weight" not in tensors,
+    }
 
 
 def require_divides(whole: int, part: int, what: str, why: str) -> None:

@@ -6,6 +6,7 @@ of an architecture. A file decides which of the possible biases a model has. Ann
 because subclasses in other modules inherit them in their signatures.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -25,9 +26,8 @@ from zero_mpi.models.model_config import (
     common_sizes,
     head_stages,
     require_divides,
-    vocabulary,
+    sizes_in,
 )
-from zero_mpi.models.rope_scaling import ROPE_FREQS, RopeScaling, read_factors
 from zero_mpi.nn import (
     CausalAttention,
     Chain,
@@ -46,6 +46,107 @@ from zero_mpi.nn import (
     Stage,
     SwiGLU,
 )
+from zero_mpi.ops.elementary import log
+
+ROPE_FREQS = "rope_freqs.weight"
+NONE, LINEAR, YARN = "none", "linear", "yarn"
+TYPE, FACTOR, ORIGINAL = (f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length"))
+OLD_FACTOR = "rope.scale_linear"
+# A frequency is high from FAST rotations within the original context on, and low up to SLOW rotations.
+FAST, SLOW = 32.0, 1.0
+# Keys of YaRN's other numbers, and the only supported value of each.
+FIXED = {
+    "rope.scaling.yarn_beta_fast": FAST,
+    "rope.scaling.yarn_beta_slow": SLOW,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of rotary positions beyond the context of a model's first training.
+
+    `linear` divides all frequencies by a factor (Chen et al., 2023). `yarn` keeps high frequencies, divides
+    low ones, interpolates along a ramp between them, and multiplies q and k by a magnitude that grows with
+    the factor's logarithm (Peng et al., "YaRN", 2023). Llama 3 has its own divisors in a tensor instead.
+    original: for yarn, the context before scaling
+    """
+
+    kind: str
+    factor: float
+    original: int = 0
+
+    @classmethod
+    def from_gguf(cls, keys: ModelKeys) -> Self | None:
+        """Return the scaling in a file's keys, None if there is none; raise UsageError for other kinds."""
+        for name, only in FIXED.items():
+            keys.require(name, only)
+        kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
+        factor = keys.number(FACTOR, 0) or keys.number(OLD_FACTOR, 0) or 1.0
+        if kind == NONE or (kind == LINEAR and factor == 1):
+            return None
+        if kind not in (LINEAR, YARN):
+            keys.refuse([TYPE])
+        if kind == LINEAR:
+            return cls(kind, factor)
+        base = keys.number("rope.freq_base", 10000.0)
+        if factor < 1 or base <= 1:
+            raise UsageError(
+                f"the GGUF keys {keys.arch}.rope.*: yarn takes a factor of at least 1 and a base above 1, "
+                f"found {factor:g} and {base:g}"
+            )
+        return cls(kind, factor, keys.size(ORIGINAL, keys.size("context_length")))
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the keys, without the prefix."""
+        keys = {TYPE: self.kind, FACTOR: np.float32(self.factor)}
+        if self.kind == LINEAR:
+            return keys
+        return keys | {ORIGINAL: np.uint32(self.original)}
+
+    def divisors(self, width: int, base: float) -> tuple[float, ...]:
+        """Return the divisors of the width / 2 frequencies of a head."""
+        pairs = np.arange(width // 2)
+        if self.kind == LINEAR:
+            return (self.factor,) * len(pairs)
+        low, high = self._ramp(width, base)
+        quick = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
+        return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
+
+    def _ramp(self, width: int, base: float) -> tuple[float, float]:
+        """Return the last pair with a high frequency, and the first with a low one: the ramp's ends."""
+        places = [
+            width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
+        ]
+        return max(0.0, math.floor(places[0])), min(width - 1.0, math.ceil(places[1]))
+
+    @property
+    def magnitude(self) -> float:
+        """Factor by which queries and keys are multiplied when they are rotated."""
+        return 1.0 + 0.1 * log(self.factor) if self.kind == YARN else 1.0
+
+
+def read_factors(
+    tensors: Collection[str], read: Read | None, count: int, name: str = ROPE_FREQS
+) -> tuple[float, ...]:
+    """Return the `count` values of a tensor; raise UsageError unless they can divide frequencies."""
+
+    def check(shape: tuple[int, ...]) -> None:
+        if shape != (count,):
+            raise UsageError(f"{name} has shape {shape}, expected ({count},): one a pair of a head")
+
+    if read is None:
+        raise UsageError(f"{name} is part of the configuration, but no reader for it was given")
+    if isinstance(tensors, Mapping):
+        check(tensors[name])  # before the tensor is read: a shape from a file may be of any size
+    values = read(name)
+    check(values.shape)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise UsageError(f"{name} divides frequencies: expected finite numbers above 0, found others")
+    return tuple(values.tolist())
+
 
 # `attention.sliding_window` is not listed: files of qwen2 have it although their models attend to all
 # positions (`use_sliding_window` is off), and llama.cpp does not read it for these architectures.
@@ -63,36 +164,21 @@ class RotaryModel(ModelConfig):
     first `rope_dimension_count` elements of a head; 0: all.
     """
 
-    interleaved: ClassVar[bool]
-    """True if rotary pairs are adjacent rows of q and k (llama.cpp's NORM), not one of each half (NEOX)."""
-    head_norms: ClassVar[bool] = False
-    """Apply a norm to q and k, per head."""
-    joint_norms: ClassVar[bool] = False
-    """Apply a norm to q and k, over all heads together."""
-    norms_before: ClassVar[bool] = True
-    """Apply a norm to the input of attention and feed-forward (pre-norm)."""
-    norms_after: ClassVar[bool] = False
-    """Apply a norm to the output of attention and feed-forward (post-norm)."""
-    unturned: ClassVar[int] = 0
-    """Period of blocks without rotary positions: every `unturned`-th block has none; 0: all have them."""
-    may_tie: ClassVar[bool] = True
-    """True if llama.cpp accepts a tied head."""
-    projected: ClassVar[type[ProjectQKV]] = ProjectQKV
-    """Layer that computes q, k and v."""
-    gated: ClassVar[type[SwiGLU]] = SwiGLU
-    """Gated activation of the feed-forward."""
-    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS
-    """GGUF keys that are refused, because they would change the result."""
-    any_head_width: ClassVar[bool] = True
-    """True if llama.cpp accepts heads whose total width differs from the model's."""
-    possible_biases: ClassVar[frozenset[str]] = QKV_BIASES
-    """Projections for which llama.cpp accepts a bias."""
-    normalized: ClassVar[bool] = True
-    """True if the weights of the used experts sum to 1."""
-    expert_width: ClassVar[str] = "feed_forward_length"
-    """Key of an expert's width."""
-    takes_rope_factors: ClassVar[bool] = False
-    """True if llama.cpp reads `rope_freqs.weight`; otherwise it refuses a file with that tensor."""
+    interleaved: ClassVar[bool] = False  # rotary pairs are adjacent rows (NORM), not of two halves (NEOX)
+    head_norms: ClassVar[bool] = False  # a norm of q and k, per head
+    joint_norms: ClassVar[bool] = False  # a norm of q and k, over all heads together
+    norms_before: ClassVar[bool] = True  # a norm of the input of attention and feed-forward (pre-norm)
+    norms_after: ClassVar[bool] = False  # a norm of the output of attention and feed-forward (post-norm)
+    unturned: ClassVar[int] = 0  # every `unturned`-th block has no rotary positions; 0: all have them
+    may_tie: ClassVar[bool] = True  # llama.cpp accepts a tied head
+    projected: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
+    gated: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward
+    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # keys that would change the result
+    any_head_width: ClassVar[bool] = True  # llama.cpp accepts heads of another total width than the model's
+    possible_biases: ClassVar[frozenset[str]] = QKV_BIASES  # projections for which llama.cpp accepts a bias
+    normalized: ClassVar[bool] = True  # the weights of the used experts sum to 1
+    expert_width: ClassVar[str] = "feed_forward_length"  # key of an expert's width
+    takes_rope_factors: ClassVar[bool] = False  # llama.cpp reads, not refuses, `rope_freqs.weight`
     head_count_kv: int
     key_length: int
     value_length: int
@@ -140,17 +226,13 @@ class RotaryModel(ModelConfig):
         turned = keys.size("rope.dimension_count", heads.key_width)
         factors = cls.takes_rope_factors and ROPE_FREQS in tensors
         return cls(
-            vocab_size=vocabulary(metadata, keys),
-            context_length=keys.size("context_length"),
-            embedding_length=keys.size("embedding_length"),
-            block_count=keys.blocks(tensors),
+            **sizes_in(metadata, keys, tensors),
             head_count=heads.query,
             head_count_kv=heads.kv,
             key_length=heads.key_width,
             value_length=heads.value_width,
             rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
             rope_freq_base=keys.number("rope.freq_base", 10000.0, least=1.0),
-            tied="output.weight" not in tensors,
             biases=frozenset(name for name in cls.possible_biases if f"blk.0.{name}.bias" in tensors),
             rope_factors=read_factors(tensors, read, turned // 2) if factors else (),
             rope_scaling=RopeScaling.from_gguf(keys),

@@ -125,12 +125,10 @@ class Program:
 
     def run(self, ids: Array, positions: Array) -> Array:
         """Return the outputs (B, V) of tokens (B,) at positions (B,); the next call overwrites them."""
-        from zero_mpi.ops.cpu.crew import crew
-
         assert self.first is not None
         embedding, x = self.first
         x[...] = embedding.forward(self.p, ids)[0]
-        crew().run(self._code, positions)
+        self.code.crew().run(self._code, positions)
         return self._outputs
 
     def record(self, layer: Layer, x: Any) -> Any:

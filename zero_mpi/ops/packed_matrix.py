@@ -44,8 +44,7 @@ class PackedMatrix:
             w = recycled(self.shape, x.dtype)
             ops.dequantize(self.raw.reshape(-1), self.kind, w.reshape(-1))
             return ops.linear(x, w, b, plus)
-        from zero_mpi.ops.cpu.crew import crew
-        from zero_mpi.ops.cpu.decode import instructions, product
+        from zero_mpi.ops.cpu.decode import crew, instructions, product
 
         y = recycled((*x.shape[:-1], self.shape[0]), x.dtype)
         program = instructions([product(self, np.ascontiguousarray(x), y)])

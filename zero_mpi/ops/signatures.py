@@ -83,8 +83,7 @@ def check_of(definition: Callable[..., Any], expected: Signature) -> Callable[..
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in taken.parameters.values()]
     parameters = str(taken.replace(parameters=plain, return_annotation=taken.empty))[1:-1]
     seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
-    check: Callable[..., None] = eval(f"lambda {parameters}: seen({', '.join(looks)})", {"seen": seen})
-    return check
+    return eval(f"lambda {parameters}: seen({', '.join(looks)})", {"seen": seen})
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:

@@ -29,7 +29,7 @@ EVEN = 256  # parts of flat arrays have a multiple of it: full vectors, as in on
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
-resting: Array = np.zeros(1, np.int64)  # not zero: threads that wait in compiled code end (`ops.cpu.crew`)
+resting: Array = np.zeros(1, np.int64)  # not zero: threads that wait in compiled code end (`ops.cpu.decode`)
 
 
 @cache

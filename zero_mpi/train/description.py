@@ -16,10 +16,15 @@ import numpy as np
 
 from zero_mpi import __version__, device, environment, ops
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.grown import TOKENS_ADDED, tokens_of
 from zero_mpi.checkpoint.mixes import QAT, known_type
 from zero_mpi.checkpoint.state import Description
-from zero_mpi.checkpoint.weights import WeightSource, adapter_metadata, weights_digest
+from zero_mpi.checkpoint.weights import (
+    TOKENS_ADDED,
+    WeightSource,
+    adapter_metadata,
+    tokens_of,
+    weights_digest,
+)
 from zero_mpi.cli.text import ranks as named
 from zero_mpi.comm.agree import NOTHING, odd_one
 from zero_mpi.config.command_line import parse

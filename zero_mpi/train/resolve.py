@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import data, device, environment, ops
-from zero_mpi.checkpoint.grown import tokens_of
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.sound import ID
 from zero_mpi.checkpoint.state import Description, read_json
-from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, weights_digest
+from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, tokens_of, weights_digest
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config import bounds, inputs
@@ -296,8 +295,7 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     slow = ops.slower(kind)
     if slow:
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))
-    machine: dict[str, Any] = machines[0][1]
-    return machine
+    return machines[0][1]
 
 
 def announce(text: str) -> None:

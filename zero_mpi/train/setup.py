@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.checkpoint.grown import gguf_of
 from zero_mpi.checkpoint.mixes import MIXES, known_type
 from zero_mpi.checkpoint.state import Description, Read, TrainingProgress, finite, finite_blocks, load_state
-from zero_mpi.checkpoint.weights import WeightSource, weights_digest
+from zero_mpi.checkpoint.weights import WeightSource, gguf_of, weights_digest
 from zero_mpi.comm import Comm, SerialComm, kinds
 from zero_mpi.comm.gpu import select
 from zero_mpi.comm.guarded import CheckedComm, NumberedComm
@@ -152,13 +151,12 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
             found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
     width = len(fields(Stream))
     streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
-    whole: Corpus = replace(
+    return replace(
         rest,
         **{
             side: tuple(part._replace(stream=next(streams)) for part in getattr(rest, side)) for side in SIDES
         },
     )
-    return whole
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
@@ -320,8 +318,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     if file is not None and spec.model.stored:
         world.together(lambda: module.load_stored(finite_blocks(file)))
     if start is not None:
-        progress: TrainingProgress = world.together(lambda: load_state(start.files, optimizer))
-        return progress
+        return world.together(lambda: load_state(start.files, optimizer))
     adapter = spec.adapter
     if adapter is not None:
         world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))

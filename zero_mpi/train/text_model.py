@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.grown import TOKENS_ADDED
-from zero_mpi.checkpoint.weights import MergedWeights, WeightSource, lora_of, open_weights
+from zero_mpi.checkpoint.weights import TOKENS_ADDED, MergedWeights, WeightSource, lora_of, open_weights
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf

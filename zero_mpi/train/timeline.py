@@ -125,8 +125,7 @@ class Timeline:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # on all other ranks, and where rank 0 could not write
             pass
-        shared: str = comm.broadcast_object(problem)
-        return shared
+        return comm.broadcast_object(problem)
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in pieces, on rank 0. Each request for the next piece is collective."""

@@ -7,7 +7,6 @@ items into 32-bit ones.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from zero_mpi.checkpoint.gguf.index import (
     alignment_is_sane,
     padded,
 )
-from zero_mpi.checkpoint.tensor_file import TensorSpec, TensorStream
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.files.foreign import show
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -177,40 +176,3 @@ def _little_endian(array: npt.NDArray[Any]) -> bytes:
 
 def _unsigned(value: int, width: int) -> bytes:
     return value.to_bytes(width, "little")
-
-
-class GGUFStream(TensorStream):
-    """Writes one GGUF file, tensor by tensor.
-
-    `metadata` and `tensors` are as `pack_file` takes them; tensors are announced in the order of writing.
-
-    Raises GGUFError, before the file is touched, for a key, value, name or shape that GGUF or llama.cpp
-    would refuse; OSError with the file's name, here and in every method.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        architecture: str,
-        metadata: Mapping[str, Any],
-        tensors: Sequence[Announced],
-    ) -> None:
-        try:
-            header, _, _ = pack_file(architecture, metadata, tensors)
-            self._specs = checked_table(tensors)
-            alignment = alignment_of(metadata)
-        except GGUFError as error:
-            raise GGUFError(f"{os.fspath(path)}: {error}") from None
-        lengths = {name: spec.nbytes for name, spec in self._specs.items()}
-        super().__init__(path, header, lengths, alignment)
-
-    def write(self, name: str, array: npt.NDArray[np.float32]) -> None:
-        """Append the next tensor, of type F32. Raise ValueError if name, shape or dtype is not the next's."""
-        self.expect_next(name)
-        spec = self._specs[name]
-        if spec.type != GGMLQuantizationType.F32:
-            raise ValueError(f"{self.path}: tensor {show(name)} is {spec.type.name}: use write_raw")
-        if array.dtype != np.float32 or array.shape != spec.shape:
-            found = f"{array.dtype} {array.shape}"
-            raise ValueError(f"{self.path}: tensor {show(name)}: expected float32 {spec.shape}, got {found}")
-        self.write_raw(name, [np.ascontiguousarray(array).data])

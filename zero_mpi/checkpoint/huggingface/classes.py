@@ -66,40 +66,28 @@ NO_WINDOW = {"use_sliding_window": False}
 
 @dataclass(frozen=True)
 class RotaryClass:
-    """Defaults and limits of one class.
-
-    tied, theta, epsilon   defaults of these settings
-    head_dim        default of that setting; None: the width over the number of heads
-    kv_heads        true: the default is the number of heads; false: the setting is required
-    biases          settings, and the projections to which each of them gives a bias
-    biased          projections that always have a bias
-    numbers         GGUF keys of numbers, each with its setting and the setting's default
-    only            settings beyond `config.ONLY_ROTARY` that must have these values or be absent
-    written         further settings that zero_mpi writes to config.json
-    llama3, longrope   whether rotary frequencies may be scaled as Llama 3's are, or Phi 3's
-    model_type      the setting of that name, where it is not the architecture's name
-    activation      the setting that names the activation, and its values
-    sizes           GGUF keys of whole numbers, each with its setting; one with a default of 0 may be absent
-    period          every period-th block attends to all positions, the others to a window; 0: all to all
-    """
+    """Defaults and limits of one class."""
 
     name: str
-    tied: bool = False
+    tied: bool = False  # this and the next two: defaults of these settings
     theta: float = 10000.0
     epsilon: float = 1e-6
-    head_dim: int | None = None
-    kv_heads: bool = True
-    biases: Biases = field(default_factory=dict)
-    biased: frozenset[str] = frozenset()
+    head_dim: int | None = None  # default of that setting; None: the width over the number of heads
+    kv_heads: bool = True  # the default is the number of heads; false: the setting is required
+    biases: Biases = field(default_factory=dict)  # settings, and projections to which each gives a bias
+    biased: frozenset[str] = frozenset()  # projections that always have a bias
+    # GGUF keys of numbers, each with its setting and the setting's default
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    # Settings beyond `config.ONLY_ROTARY` that must have these values or be absent
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    llama3: bool = False
-    longrope: bool = False
-    model_type: str = ""
-    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    written: Mapping[str, Any] = field(default_factory=dict)  # further settings in a written config.json
+    llama3: bool = False  # rotary frequencies may be scaled as Llama 3's are
+    longrope: bool = False  # or as Phi 3's
+    model_type: str = ""  # the setting of that name, where it is not the architecture's name
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))  # setting, its values
+    # GGUF keys of whole numbers, each with its setting
     sizes: Mapping[str, str] = field(default_factory=dict)
-    period: int = 0
+    period: int = 0  # every period-th block attends to all positions, others to a window; 0: all to all
 
 
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}

@@ -24,7 +24,6 @@ from zero_mpi import environment
 from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.grown import TOKENS_ADDED
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
 from zero_mpi.checkpoint.mixes import (
@@ -38,6 +37,7 @@ from zero_mpi.checkpoint.mixes import (
     types_of,
 )
 from zero_mpi.checkpoint.weights import (
+    TOKENS_ADDED,
     MergedWeights,
     WeightSource,
     adapter_source,

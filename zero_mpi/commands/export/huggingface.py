@@ -55,14 +55,14 @@ from zero_mpi.checkpoint.huggingface.rope import (
     kept_scaling,
     llama3_factors,
 )
-from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsStream
+from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, lora_of
 from zero_mpi.commands.export.gguf_files import encoded_pieces
 from zero_mpi.data import KINDS, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import template_of
 from zero_mpi.data.tokenizers.gguf_tokenizer import CONTROL, USER_DEFINED, GGUFTokenizer
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, UsageError, naming
 from zero_mpi.files.atomic import write_to_disk
 from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
@@ -396,10 +396,13 @@ def in_parts(tensors: Sequence[Outgoing], most: int) -> list[list[Outgoing]]:
 
 def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
     """Write one safetensors file."""
-    with SafetensorsStream(path, [(tensor.name, kind.name, tensor.shape) for tensor in tensors]) as stream:
+    with naming(path), open(path, "wb") as file:
+        file.write(pack_header([(tensor.name, kind.name, tensor.shape) for tensor in tensors]))
         for tensor in tensors:
             what = f"{tensor.source.path}: tensor {show(tensor.spec.name)}"
-            stream.write_raw(tensor.name, encoded_pieces(what, tensor.pieces(), kind))
+            file.writelines(encoded_pieces(what, tensor.pieces(), kind))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_tokenizer(source: WeightSource, folder: Path) -> None:

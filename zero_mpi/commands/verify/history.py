@@ -80,8 +80,7 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 def of_root(world: World, action: Callable[[], T]) -> T:
     """Return action() of rank 0, on all ranks; raises as `agreed`. Collective."""
     found = agreed(world, lambda: action() if world.rank == 0 else None)
-    told: T = world.comm.broadcast_object(found)
-    return told
+    return world.comm.broadcast_object(found)
 
 
 @dataclass(frozen=True)

@@ -263,8 +263,7 @@ def _row(value: Any, expected: str) -> Message:
     """Return an object without the keys whose value is null; ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
-    found: Message = _without_nulls(value)
-    return found
+    return _without_nulls(value)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -123,8 +123,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
             return lengths
         given, read = (np.array([len(c.encode()) for c in t]) for t in (text, text.replace(SPACE, " ")))
         ends = np.interp(np.cumsum(lengths), np.cumsum([0, *read]), np.cumsum([0, *given]))
-        spread: Lengths = np.diff(ends.astype(np.int64), prepend=0)
-        return spread
+        return np.diff(ends.astype(np.int64), prepend=0)
 
 
 class MergeTokenizer(SentencePieceTokenizer):
@@ -164,8 +163,7 @@ class MergeTokenizer(SentencePieceTokenizer):
         symbols[letters < 0] = of_letter[-1]  # not in any pair
         space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
         after = segmentation.merge(symbols, *pairs, self._ranks, space)
-        ids: NDArray[np.int32] = segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
-        return ids
+        return segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
@@ -250,8 +248,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
         nodes, ends = self._trie
         unknown = self._unknown, self._unknown_score
-        ids: NDArray[np.int32] = segmentation.likeliest(letters, *nodes, ends, self._wide_scores, unknown)
-        return ids
+        return segmentation.likeliest(letters, *nodes, ends, self._wide_scores, unknown)
 
     @cached_property
     def is_cut_at_words(self) -> bool:

@@ -11,4 +11,14 @@ Kernels propagate NaN and infinity, so that a bad number is noticed. AdamW is co
 its bits do not depend on where a buffer is cut into slices.
 """
 
-from zero_mpi.ops.cpu import attention, dequantize, elementwise, embedding, experts, flat, linear, loss, norm  # noqa: F401
+from zero_mpi.ops.cpu import (  # noqa: F401
+    attention,
+    dequantize,
+    elementwise,
+    embedding,
+    experts,
+    flat,
+    loss,
+    norm,
+    products,
+)

@@ -8,7 +8,6 @@ products, and so are the gradients of scores, as in GPU kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -150,48 +149,41 @@ def backward(
     results = gradients_like(q, k, v, recycled)
     views = by_heads(dy), by_heads(q), by_heads(k), by_heads(v)
 
-    def of_share(share: HeadShare) -> Callable[[], None]:
+    def work(share: HeadShare) -> None:
         start = share.number * most
         weights = p[share.before * size :] if again is None else again[start:]
+        rooms = s[start:], slope[start:], weights, sums[share.before * q.shape[1] :]
         looks = None if begins is None else begins[share.sequences]
-        room = Room(
-            s[start:], slope[start:], weights, sums[share.before * q.shape[1] :], looks, again is None
-        )
-        return partial(backward_of, multiplies, share.cut(*views), room, share.cut(*results), scale)
+        given = share.cut(*views), share.cut(*results)
+        backward_of(multiplies, *given, rooms, looks, scale, keep=again is None)
 
-    threads.run([of_share(share) for share in parts])
+    threads.run([partial(work, share) for share in parts])
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Buffers of a share's backward: scores, their gradients, weights (all, if `kept`), sums of rows.
-
-    begins: the first position that each of the share's positions sees, or None.
-    """
-
-    scores: Array
-    slopes: Array
-    weights: Array
-    sums: Array
-    begins: Array | None
-    kept: bool
-
-
 def backward_of(
-    multiplies: Multiply, views: Sequence[Array], room: Room, results: Sequence[Array], scale: float
+    multiplies: Multiply,
+    views: Sequence[Array],
+    results: Sequence[Array],
+    rooms: Sequence[Array],
+    begins: Array | None,
+    scale: float,
+    *,
+    keep: bool,
 ) -> None:
-    """Write results dq, dk, dv of one share, of views dy, q, k and v."""
-    (dy, q, k, v), (dq, dk, dv) = views, results
-    found = tuple(tile.within(room.begins) for tile in tiles_for(q, k)[0])
+    """Write results dq, dk, dv of one share, of views dy, q, k and v.
+
+    rooms: buffers for scores, their gradients, weights (all, if `keep`) and sums of rows
+    """
+    (dy, q, k, v), (dq, dk, dv), (scores_room, slopes_room, kept, sums) = views, results, rooms
+    found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
-        scores, ds, dys = tile.cut(room.scores), tile.cut(room.slopes), tile.of_queries(dy)
-        weights = tile.cut(room.weights, tile.weights if room.kept else 0)
-        if not room.kept:
+        scores, ds, dys = tile.cut(scores_room), tile.cut(slopes_room), tile.of_queries(dy)
+        weights = tile.cut(kept, tile.weights if keep else 0)
+        if not keep:
             multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-            hidden = tile.hidden(room.begins)
-            soften(scores, hidden, f4(scale), True, tile.cut_sums(room.sums), bits(weights))
+            soften(scores, tile.hidden(begins), f4(scale), True, tile.cut_sums(sums), bits(weights))
         to_values.add(multiplies, tile, weights, dys)
         multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
         slopes(bits(weights), scores, f4(scale), bits(ds))

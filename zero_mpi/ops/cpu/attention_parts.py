@@ -21,22 +21,14 @@ ALL, NONE = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One thread's share of attention: some sequences, and of them some heads of keys with their queries.
+    """One thread's share of attention: some sequences, and of them some heads of keys with their queries."""
 
-    number      index of this share
-    before      pairs of a sequence and a head of queries in earlier shares
-    sequences   slice of the batch
-    heads       slice of the heads of keys
-    shared      heads of queries per head of keys
-    keys        total heads of keys
-    """
-
-    number: int
-    before: int
-    sequences: slice
-    heads: slice
-    shared: int
-    keys: int
+    number: int  # index of this share
+    before: int  # pairs of a sequence and a head of queries in earlier shares
+    sequences: slice  # of the batch
+    heads: slice  # of the heads of keys
+    shared: int  # heads of queries per head of keys
+    keys: int  # total heads of keys
 
     def cut(self, *arrays: Array) -> list[Array]:
         """Return its part of arrays (B, T, heads of queries or of keys, width), as views."""
@@ -73,26 +65,18 @@ def busy(parts: list[slice]) -> float:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of rows of some heads, which is computed at once.
+    """A block of rows of some heads, which is computed at once."""
 
-    shape            (sequences, heads, n, m): n rows, which see at most the first m keys
-    sequences        slice of the batch
-    queries, keys    heads of q, and the heads of k and v that they use
-    rows, seen       positions of the queries and of the keys
-    weights, sums    start of its weights and of its rows' sums among those of all tiles in order
-    begins, ends     whether this tile is the first, or last, to add to the gradients of its keys
-    """
-
-    shape: tuple[int, int, int, int]
-    sequences: slice
-    queries: slice
-    keys: slice
-    rows: slice
-    seen: slice
-    weights: int
-    sums: int
-    begins: bool
-    ends: bool
+    shape: tuple[int, int, int, int]  # (sequences, heads, n, m): n rows, which see at most the first m keys
+    sequences: slice  # of the batch
+    queries: slice  # heads of q
+    keys: slice  # heads of k and v that they use
+    rows: slice  # positions of the queries
+    seen: slice  # positions of the keys
+    weights: int  # start of its weights among those of all tiles in order
+    sums: int  # the same of its rows' sums
+    begins: bool  # this tile is the first to add to the gradients of its keys
+    ends: bool  # it is the last
 
     def of_queries(self, x: Array) -> Array:
         """Return its rows of q, y or dy (B, T, H, width), as a matrix for each sequence and head."""

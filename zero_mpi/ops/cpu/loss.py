@@ -28,8 +28,7 @@ from zero_mpi.ops.cpu.jit import (
     row_most,
     single,
 )
-from zero_mpi.ops.cpu.linear import add_columns, add_row
-from zero_mpi.ops.cpu.products import multiplier, otherwise
+from zero_mpi.ops.cpu.products import add_columns, add_row, multiplier, otherwise
 from zero_mpi.ops.low_precision import widened
 from zero_mpi.ops.reference import chunk_rows, rows
 from zero_mpi.ops.registry import implements

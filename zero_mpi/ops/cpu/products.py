@@ -1,4 +1,4 @@
-"""Chooses the matmul backend: oneDNN where it is faster, else BLAS, else float32 copies or the reference.
+"""Products on CPUs by oneDNN where it is faster, else BLAS, float32 copies or the reference; linear layers.
 
 oneDNN computes products of bfloat16, and those of float32 on processors with units for bfloat16, except small
 ones, which BLAS finishes before oneDNN has begun. If these units multiply tiles (AMX), oneDNN is faster in
@@ -14,16 +14,35 @@ from functools import cache
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 from numba import config
 
+from zero_mpi.device.arrays import recycled
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import onednn
-from zero_mpi.ops.cpu.blas import times
-from zero_mpi.ops.cpu.jit import BFLOAT16, single
+from zero_mpi.ops.cpu.blas import by_row, by_rows, fitting, times
+from zero_mpi.ops.cpu.jit import (
+    BFLOAT16,
+    FLOAT32,
+    add_sums,
+    adds_into,
+    alike,
+    flat,
+    kernel,
+    lanes_of,
+    matrix,
+    settle,
+    single,
+    sums_for,
+    wide,
+)
 from zero_mpi.ops.cpu.onednn import OneDNN
+from zero_mpi.ops.flat_reference import LANES
 from zero_mpi.ops.low_precision import on_copies
-from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, piece, shared
+from zero_mpi.ops.reference import rows
+from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, in_parts, piece, shared, with_sums
 
 LEAST = 1 << 22  # multiplications of float32: below that BLAS takes less time than a call of the library
 AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies it, and the copy must stay in cache
@@ -116,3 +135,89 @@ def otherwise(operation: Callable[..., Any], *given: Any) -> Any:
     if given[0].dtype == BFLOAT16:
         return on_copies(operation, *given)
     return getattr(reference, operation.__name__)(*given)
+
+
+# -------------------------------------------------------------------------------------- the linear layer
+
+
+@kernel("f1 f2+")
+def add_row(b: Array, y: Array) -> None:
+    """Compute y (N, O) += b (O,)."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] += b[j]
+
+
+@kernel("f1 f2 f2+")
+def add_row_and(b: Array, plus: Array, y: Array) -> None:
+    """Compute y (N, O) += b (O,) + plus (N, O), in one pass."""
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] = (y[i, j] + b[j]) + plus[i, j]
+
+
+@kernel("e2 f1+")
+def add_columns(x: Array, out: Array) -> None:
+    """Add to out (O,) the sum of x (N, O) over its rows, in the order of `flat_reference.column_sums`."""
+    n, width = x.shape
+    lanes = lanes_of(width)
+    for i in range(n):
+        lane, row = lanes[i % LANES], x[i]
+        for j in range(width):
+            lane[j] += wide(row[j])
+        settle(lanes, i, n)
+    out += lanes[LANES]
+
+
+@implements(reference.linear)
+def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None) -> Array:
+    multiplies = multiplier(x, w, b, plus)
+    if multiplies is None:
+        return otherwise(linear, x, w, b, plus)
+    y = recycled((*x.shape[:-1], w.shape[0]), x.dtype)
+    a, out = fitting(rows(x)), rows(y)
+    if x.dtype == BFLOAT16:
+        bias = None if b is None else np.ascontiguousarray(b)
+        multiplies(a, fitting(w).T, out, bias=bias, plus=None if plus is None else by_row(rows(plus)))
+        return y
+    multiplies(a, fitting(w).T, out)
+    if plus is None:
+        if b is not None:
+            bias = flat(b)
+            in_parts(out.shape, lambda part: add_row(bias, out[part]))
+    elif b is not None:
+        bias, more = flat(b), matrix(plus)
+        in_parts(out.shape, lambda part: add_row_and(bias, more[part], out[part]))
+    else:
+        np.add(y, plus, out=y)
+    return y
+
+
+@implements(reference.linear_backward_x)
+def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
+    multiplies = multiplier(dy, w, into) if into is None or into.flags.c_contiguous else None
+    if multiplies is None:
+        return otherwise(linear_backward_x, dy, w, into)
+    dx = recycled((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
+    multiplies(fitting(rows(dy)), fitting(w), rows(dx), adds=into is not None)
+    return dx
+
+
+@implements(reference.linear_backward_w)
+def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
+    multiplies = multiplier(dy, x) if dw.dtype in (dy.dtype, FLOAT32) and by_rows(dw) else None
+    if multiplies is None:
+        otherwise(linear_backward_w, dy, x, dw)
+    else:
+        multiplies(fitting(rows(dy)).T, fitting(rows(x)), dw, adds=True)
+
+
+@implements(reference.linear_backward_b)
+def linear_backward_b(dy: Array, db: Array) -> None:
+    if not alike(dy) or not adds_into(db):
+        defined.linear_backward_b(dy, db)
+        return
+    sums = sums_for(db, db)
+    columns = matrix(dy)
+    with_sums(columns.shape, lambda part, total: add_columns(columns[part], total), sums)
+    add_sums(sums, db)

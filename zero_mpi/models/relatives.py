@@ -1,0 +1,225 @@
+"""Relatives of llama with keys and layers of their own: granite, phi3 and gemma3.
+
+granite and granitemoe (IBM, 2024) have four multipliers, which come from muP (Yang et al., 2022).
+
+phi3 (Abdin et al., 2024) has one matrix for q, k and v, and one for gate and up. For long contexts it has two
+sets of divisors of its rotary frequencies (Ding et al., "LongRoPE", 2024): one up to the context of its first
+training, one beyond. The model's context in the file selects the set, as llama.cpp does by default, so
+neither a short text nor a cache changes the results.
+
+gemma3 (Gemma Team, 2025) attends to a window only in five of six blocks. Attention and feed-forward have a
+norm before and one after them, and q and k are normalized head by head. The rotary frequencies of blocks with
+a window have their own base, which is never scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from zero_mpi.device.types import Array
+from zero_mpi.errors import UsageError
+from zero_mpi.files.gguf_keys import MOST_SIZE
+from zero_mpi.models.llama import Llama
+from zero_mpi.models.model_config import ModelKeys, Read
+from zero_mpi.models.rotary import ORIGINAL, UNSUPPORTED_KEYS, RotaryModel, read_factors
+from zero_mpi.nn import (
+    Chain,
+    GeGLU,
+    JointQKV,
+    JointSwiGLU,
+    Layer,
+    Multiply,
+    ProjectQKV,
+    Residual,
+    RoPE,
+    SwiGLU,
+)
+
+SHARED = "expert_shared_feed_forward_length"
+MULTIPLIERS = {  # field -> (GGUF key, value if the key is 0, which llama.cpp treats as missing)
+    "embedding_scale": ("embedding_scale", 1.0),
+    "residual_scale": ("residual_scale", 1.0),
+    "attention_scale": ("attention.scale", 0.0),
+    "logit_scale": ("logit_scale", 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Granite(Llama):
+    """Sizes and multipliers of a granite model."""
+
+    arch: ClassVar[str] = "granite"
+    refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != "attention.scale")
+    may_have_experts: ClassVar[bool] = False
+    embedding_scale: float = 12.0  # multiplies token embeddings
+    residual_scale: float = float(np.float32(0.22))  # multiplies outputs of attention and feed-forward
+    attention_scale: float = 0.0  # multiplies products of q and k; 0: 1 / sqrt(head width), as in llama
+    logit_scale: float = 8.0  # divides the logits
+
+    @classmethod
+    def from_flags(cls, sizes: Mapping[str, Any]) -> Self:
+        found = super().from_flags(sizes)
+        return replace(found, attention_scale=float(np.float32(1 / found.key_length)))
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        if keys.keys.flag(f"{cls.arch}.rope.scaling.finetuned") is False:
+            raise UsageError(f"the GGUF key {cls.arch}.rope.scaling.finetuned = False is not supported")
+        return {
+            name: keys.number(key, default if cls.needs_experts and name != "logit_scale" else None)
+            or default
+            for name, (key, default) in MULTIPLIERS.items()
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        own = {key: np.float32(getattr(self, name)) for name, (key, _) in MULTIPLIERS.items()}
+        return super().metadata() | {f"{self.arch}.{key}": value for key, value in own.items()}
+
+    @property
+    def score_scale(self) -> float:
+        return self.attention_scale or super().score_scale
+
+    def embedding(self) -> Layer:
+        return Chain(super().embedding(), Multiply(self.embedding_scale))
+
+    def block(self, prefix: str) -> Layer:
+        branches = self.attention(prefix), self.feed_forward(prefix)
+        return Chain(*(Residual(Chain(branch, Multiply(self.residual_scale))) for branch in branches))
+
+    def final_norm(self) -> Layer:
+        return Chain(super().final_norm(), Multiply(1 / self.logit_scale))
+
+
+@dataclass(frozen=True)
+class GraniteMoE(Granite):
+    """Sizes of a granitemoe model; a shared feed-forward of its own width, if any, sees every token."""
+
+    arch: ClassVar[str] = "granitemoe"
+    may_have_experts: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
+    expert_shared_feed_forward_length: int = 0
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        shared = keys.keys.whole(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
+        return super().own_fields(keys, tensors, read) | {SHARED: shared}
+
+    def metadata(self) -> dict[str, Any]:
+        width = np.uint32(self.expert_shared_feed_forward_length)
+        return super().metadata() | ({f"{self.arch}.{SHARED}": width} if width else {})
+
+    def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
+        width, hidden = self.embedding_length, self.expert_shared_feed_forward_length
+        if hidden:
+            down = self.linear(prefix, "ffn_down_shexp", hidden, width)
+            shared = Chain(SwiGLU(prefix, width, hidden, suffix="_shexp"), down)
+        return super().experts(prefix, shared)
+
+
+MAGNITUDE = "rope.scaling.attn_factor"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+@dataclass(frozen=True)
+class Phi3(RotaryModel):
+    """Sizes of a phi3 model."""
+
+    arch: ClassVar[str] = "phi3"
+    projected: ClassVar[type[ProjectQKV]] = JointQKV
+    gated: ClassVar[type[SwiGLU]] = JointSwiGLU
+    any_head_width: ClassVar[bool] = False
+    possible_biases: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != MAGNITUDE)
+    long_factors: tuple[float, ...] = ()  # divisors of rotary frequencies; empty: none
+    short_factors: tuple[float, ...] = ()
+    original_context: int = 0  # longest context that uses short_factors; 0: the model's context
+    rope_magnitude: float = 1.0  # factor by which rotated q and k are multiplied
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        width = cls.read_heads(keys, keys.size("embedding_length")).key_width
+        count = keys.size("rope.dimension_count", width) // 2
+        names = {"long_factors": LONG, "short_factors": SHORT}
+        there = {field: name for field, name in names.items() if name in tensors}
+        factors = {field: read_factors(tensors, read, count, name) for field, name in there.items()}
+        context = keys.size("context_length")
+        original = keys.size(ORIGINAL, context)
+        return factors | {
+            "original_context": 0 if original == context else original,
+            "rope_magnitude": keys.number(MAGNITUDE, 1.0) or 1.0,
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        if self.original_context:
+            keys[ORIGINAL] = np.uint32(self.original_context)
+        if self.rope_magnitude != 1:
+            keys[MAGNITUDE] = np.float32(self.rope_magnitude)
+        return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
+
+    def constants(self) -> dict[str, Array]:
+        both = {LONG: self.long_factors, SHORT: self.short_factors}
+        return {name: np.array(factors, np.float32) for name, factors in both.items() if factors}
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        reaches = self.original_context and self.context_length > self.original_context
+        own = self.long_factors if reaches else self.short_factors
+        scaled = super().divisors
+        return tuple(a * b for a, b in zip(own, scaled, strict=True)) if own and scaled else own or scaled
+
+    @property
+    def magnitude(self) -> float:
+        return super().magnitude * self.rope_magnitude
+
+
+PERIOD = 6  # blocks; the last block of each period has no window
+LOCAL_BASE = 10000.0  # base of the rotary frequencies of blocks with a window
+BLOCKS_27B = 62  # Gemma 3 27B scales scores by another width; llama.cpp also detects it by its blocks
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+BASE = "rope.freq_base_swa"
+SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+
+
+@dataclass(frozen=True)
+class Gemma3(RotaryModel):
+    """Sizes of a gemma3 model; `sliding_window`: positions that a block with a window sees; 0: all."""
+
+    arch: ClassVar[str] = "gemma3"
+    head_norms: ClassVar[bool] = True
+    norms_after: ClassVar[bool] = True
+    gated: ClassVar[type[SwiGLU]] = GeGLU
+    refused: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, *SOFTCAPS)
+    rms_epsilon: float = float(np.float32(1e-6))
+    rope_freq_base: float = 1e6
+    sliding_window: int = 1024
+
+    @classmethod
+    def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
+        keys.require(PATTERN, PERIOD)
+        keys.require(BASE, LOCAL_BASE)
+        return {"sliding_window": keys.keys.whole(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0}
+
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {f"{self.arch}.{WINDOW}": np.uint32(self.sliding_window)}
+
+    @property
+    def score_scale(self) -> float:
+        if self.block_count == BLOCKS_27B:
+            return float((self.embedding_length // self.head_count) ** -0.5)
+        return super().score_scale
+
+    def window(self, block: int) -> int | None:
+        return self.sliding_window if self.sliding_window and (block + 1) % PERIOD else None
+
+    def turn(self, block: int) -> list[Layer]:
+        if self.window(block) is None:
+            return super().turn(block)
+        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, in_place=True, width=self.turned_width)]
+
+    def embedding(self) -> Layer:
+        return Chain(super().embedding(), Multiply(float(np.float32(self.embedding_length) ** 0.5)))
