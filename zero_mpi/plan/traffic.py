@@ -18,8 +18,6 @@ nodes other formulas hold (`comm.nodes`).
 `Meter.sent_bytes` counts the same bytes, whatever route the library chooses. Results are arrays over ranks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Rows are printed when they are ready, so a check that hangs follows the last row
 ranks have all rows, so they agree on the exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -9,8 +9,6 @@ Only a live test in a separate process tells whether the MPI library takes the m
 (`comm.gpu.probe`): some libraries claim support and then crash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

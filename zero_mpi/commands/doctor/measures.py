@@ -10,8 +10,6 @@ of a node share its link, and the large message is cut among them. A time is the
 slowest rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
