@@ -1,16 +1,13 @@
 """Time of a step and of a checkpoint: computing, transfers that cannot be hidden, and latency.
 
 The events of a simulated step are played against a clock. Computing advances it. A transfer begins when its
-link is free, behind those that were started before it, and completes some time later, whatever the rank does
-meanwhile; a wait moves the clock to that time: that is exposed communication. Inside one node a transfer is
-a copy by the ranks' own cores, so nothing is hidden there, unless GPUs compute. All ranks are taken to be as
-fast as rank 0.
+link is free and completes some time later, whatever the rank does meanwhile; a wait moves the clock to that
+time: that is exposed communication. Inside one node a transfer is a copy by the ranks' own cores, so nothing
+is hidden there, unless GPUs compute. All ranks are taken to be as fast as rank 0.
 
-The cost of a collective follows the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of
-Collective Communication Operations in MPICH", 2005. A gather is a ring, or for short ones a tree; the exact
-reduction over messages sends each slice straight to its owner, so a node's link carries the slices of all its
-ranks. Sums that travel from node to node are a pipeline, in which every link carries a unit once, and twice
-where every node wants the sum.
+Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005. Sums that travel from node to node are a pipeline, in which every
+link carries a unit once, and twice where every node wants the sum.
 """
 
 from collections.abc import Iterable

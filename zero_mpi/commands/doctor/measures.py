@@ -1,13 +1,9 @@
 """Measurements of the doctor: the run folder, products on each rank, messages between ranks.
 
-Rank 0 saves small files in the run folder as a checkpoint is saved (`checkpoint.folders`). Every host then
-looks for these files, since each rank reads its own part of a checkpoint. All files are removed afterwards.
-
-A step takes as long as its slowest rank. Products are measured as in a model, with a job's number of threads,
-on all ranks at once. Ranks pass a small and a large message on in a ring, all rings at once: the
-ranks of each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks
-of a node share its link, and the large message is cut among them. A time is the median over repeats of the
-slowest rank.
+Rank 0 saves small files in the run folder as a checkpoint is saved, and every host looks for them. Products
+are measured as in a model, on all ranks at once. Ranks pass a small and a large message on in a ring, all
+rings at once: the ranks of each node, and the ranks of the same place on all nodes. A time is the median over
+repeats of the slowest rank.
 """
 
 import contextlib

@@ -1,14 +1,10 @@
 """Formats of text, inputs cut into parts by their bytes alone, assignment of parts to ranks, encoding.
 
-A file's suffix decides its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
-pieces, by which work is dealt out, and the texts between two places.
-
-Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
-rank that has least so far. Texts are encoded as training does it, and written document by document.
+A format (`TEXT_FORMATS`) gives the weights of a file's pieces, by which work is dealt out before it begins,
+and the texts between two places. Each part becomes a token file.
 
 Nonblocking sums over ranks report progress, a problem of any rank, and the end of the work (`ProgressSum`).
-One begins as soon as the last one has reached all ranks, so a rank in a large document delays no
-other, and all ranks learn from the same sum that the work ends.
+One begins as soon as the last one has reached all ranks, so a rank in a large document delays no other.
 """
 
 from __future__ import annotations
