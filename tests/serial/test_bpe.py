@@ -111,7 +111,7 @@ def test_ids_of_any_shape_are_decoded_and_strange_ones_refused():
 def test_pieces_have_the_ids_of_the_whole(trained, text, size):
     whole = trained.encode(text).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bpe, "PIECE", size)
+        patch.setattr(bpe.gguf, "PIECE", size)
         assert trained.encode(text).tolist() == whole
 
 
@@ -124,7 +124,7 @@ def test_pieces_of_each_splitting_have_the_ids_of_the_whole(pre, original, monke
     tokenizer = BPETokenizer(bpe_files.pair_keys(pre) | rules)
     texts = ["".join(bpe_files.mixed_texts(20, seed=seed)) for seed in range(30)]
     whole = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
-    monkeypatch.setattr(bpe, "PIECE", 3)
+    monkeypatch.setattr(bpe.gguf, "PIECE", 3)
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == whole
 
 

@@ -56,10 +56,6 @@ def node(*seats, name="a", first=0):
     return hosts.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
 
 
-def dealt(*ranks):
-    return [hosts.NodeSeats("ab"[n], of, tuple(seat() for _ in of)) for n, of in enumerate(ranks)]
-
-
 def quota(ranks, threads, cores):
     return [node(*[seat(threads=threads, yields=True, quota=cores)] * ranks)]
 
@@ -118,9 +114,6 @@ ROWS = [
     (lambda: hosts.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
     (lambda: hosts.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
     (lambda: hosts.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
-    (lambda: hosts.order(dealt((0, 2), (1, 3))), NOTE, "a has ranks 0, 2"),
-    (lambda: hosts.order(dealt((0, 1), (2, 3))), OK, ""),
-    (lambda: hosts.order(dealt((0, 1), (2,))), NOTE, "1-2 ranks"),
     (lambda: hosts.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
     (lambda: hosts.binding([node(*map(seat, ([0], [1])))]), OK, ""),
     (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
@@ -136,9 +129,6 @@ ROWS = [
     (lambda: folder(free=1 << 29), NOTE, "--keep"),
     (lambda: folder(system=KINDS["tmpfs"]), NOTE, "--out DIR"),
     (lambda: folder("b"), BAD, "b cannot see"),
-    (lambda: measures.bits_row(["0a", "0a"], "blas", ""), OK, "trial 0a"),
-    (lambda: measures.bits_row(["0a", "0b"], "blas", ""), NOTE, "--bits portable"),
-    (lambda: measures.bits_row(["0a"], "blas", "a fault"), NOTE, "a fault"),
     (lambda: measures.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 0}), OK, ""),
     (lambda: measures.network({"alpha_seconds": 5e-5, "beta_seconds_per_byte": 9e-9}), NOTE, "btl_tcp"),
     (lambda: measures.network({"alpha_seconds": 2e-3, "beta_seconds_per_byte": 1e-9}), NOTE, "btl_tcp"),
@@ -164,11 +154,6 @@ def test_a_rank_yields_by_the_settings_that_its_library_reads():
     off = both | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}
     found = [("MPICH 5.0", both), ("MPICH 5.0", off), ("Open MPI v5", both)]
     assert [hosts.seat_of(*each).yields for each in found] == [True, False, False]
-
-
-def test_bits_that_are_not_portable_though_they_should_be(monkeypatch):
-    monkeypatch.setenv("ZERO_MPI_BITS", "portable")
-    assert "NumPy" in measures.pins_fault()
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
@@ -303,7 +288,7 @@ def test_one_process_without_mpi(tmp_path, capsys):
     assert found["flops_per_second_per_rank"] > 1e8
     assert (1 << 20) < found["memory_bytes_per_rank"] < 1 << 50
     names = [row["what"] for row in found["rows"]]
-    assert {"MPI threads", "links", "shared window", "speed", "bf16", "bits", "disk"} <= set(names)
+    assert {"MPI threads", "links", "shared window", "speed", "bf16", "disk"} <= set(names)
     assert all(name in said for name in names)
     assert "0 bad" in said.splitlines()[-1]
 

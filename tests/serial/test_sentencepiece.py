@@ -56,7 +56,7 @@ def test_pieces_and_threads_have_the_ids_of_the_whole(tokenizer, threads, monkey
     whole = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(threads))
     for size in (1, 7, 100):
-        monkeypatch.setattr(sentencepiece, "PIECE", size)
+        monkeypatch.setattr(sentencepiece.gguf, "PIECE", size)
         assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == whole
 
 

@@ -263,8 +263,7 @@ BAD = [
 def test_a_line_in_error_is_named_or_left_out(raw, line, problem, tmp_path, monkeypatch):
     packed = line == 2
     if problem == "3,000 bytes":
-        for name in ("files.text_streams", "commands.tokenize.encode_parts"):
-            monkeypatch.setattr(f"zero_mpi.{name}.MOST", 3000)
+        monkeypatch.setattr("zero_mpi.files.text_streams.MOST", 3000)
     path = tmp_path / ("t.jsonl.gz" if packed else "t.jsonl")
     texts = [f"good {number}" for number in range(200)]
     good = lines(texts)
@@ -303,7 +302,7 @@ UNREADABLE = [
 
 @pytest.mark.parametrize(("name", "data"), UNREADABLE)
 def test_an_input_that_cannot_be_read_is_one_line(name, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_mpi.commands.tokenize.encode_parts.MOST_UNPACKED", 100)
+    monkeypatch.setattr("zero_mpi.files.text_streams.MOST_UNPACKED", 100)
     (tmp_path / name).write_bytes(data() if callable(data) else data)
     with pytest.raises(UsageError, match=rf"(?s)\A[^\n]*{name}[^\n]*\Z"):
         tokenize(tmp_path / name, tokenizer=bpe(tmp_path))

@@ -4,8 +4,6 @@ shtab makes the script from the parsers of the commands. The script needs no Pyt
 types. Commands that begin with `zero-mpi` are completed; words behind `mpirun` are the launcher's.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Slurm). All of these may be mixed. A plain name is one slot; slots of a repeated
 first place.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence

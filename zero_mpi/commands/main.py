@@ -1,7 +1,5 @@
 """`zero-mpi COMMAND ...`: the same as `python -m zero_mpi COMMAND ...`."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

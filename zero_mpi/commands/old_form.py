@@ -3,8 +3,6 @@
 `python -m` asks the finder of this file for the module of that name, and runs this file in its place.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec

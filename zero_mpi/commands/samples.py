@@ -3,8 +3,6 @@
 Text that counts in the loss is coloured on a terminal, and stands between « and » elsewhere or with NO_COLOR.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -23,16 +21,9 @@ from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_in, tokenizer_of, with_template
 from zero_mpi.config.settings import OF_TEMPLATES
 from zero_mpi.data import collect_files, named
+from zero_mpi.data.conversations import tokenized
 from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_pairs
 from zero_mpi.data.conversations.row_sources import HEAD, beginning
-from zero_mpi.data.conversations.tokenized import (
-    ANSWERS,
-    ConversationReader,
-    Facts,
-    TokenizedConversation,
-    Totals,
-    described,
-)
 from zero_mpi.data.text_files import kind_of
 from zero_mpi.data.tokenizers.byte import AUTO, bos_of
 from zero_mpi.errors import UsageError
@@ -51,15 +42,12 @@ def make_parser() -> Parser:
         "that count in the loss, and totals.",
         epilog="Example:\n\n  zero-mpi samples MODEL.gguf --data chat.jsonl",
     )
-    parser.add_argument(
-        "path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json"
-    )
-    parser.add_argument(
-        "--data", nargs="+", required=True, metavar="PATH", help="conversations: files or folders"
-    )
+    add = parser.add_argument
+    add("path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json")
+    add("--data", nargs="+", required=True, metavar="PATH", help="conversations: files or folders")
     add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
-    parser.add_argument("--count", type=int, default=3, help="conversations to show; totals are of all")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add("--count", type=int, default=3, help="conversations to show; totals are of all")
+    add("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
@@ -78,9 +66,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
     source = open_weights(options.path) if is_folder(options.path) else None
     tokenizer = tokenizer_of(source, read_model(source)) if source else tokenizer_in(options.path)
     tokenizer = with_template(tokenizer, options.chat_template)
-    samples, totals, bad = list[dict[str, Any]](), Totals(), BadRows() if options.skip_bad else None
+    samples, totals, bad = list[dict[str, Any]](), tokenized.Totals(), BadRows() if options.skip_bad else None
     inputs = template_inputs(options, tokenizer)
-    reader = ConversationReader(tokenizer, options.loss_on or ANSWERS, bos_of(tokenizer, AUTO), inputs)
+    loss_on = options.loss_on or tokenized.ANSWERS
+    reader = tokenized.ConversationReader(tokenizer, loss_on, bos_of(tokenizer, AUTO), inputs)
     read = reader.read(files, bad)
     if all(pairs):
         both = reader.read_pairs(files, bad, labels=True)
@@ -103,7 +92,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
+def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
     """Yield the text of a conversation in runs of tokens that all count, or all do not."""
     changes = np.flatnonzero(np.diff(found.counted)) + 1
     ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
@@ -113,11 +102,11 @@ def parts_of(found: TokenizedConversation) -> Iterator[tuple[str, bool]]:
 
 
 def lines(
-    samples: list[dict[str, Any]], totals: Totals, notes: list[str], begin: str, end: str
+    samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str], begin: str, end: str
 ) -> Iterator[str]:
     """Yield the text of samples, totals and notes, with counted text between two signs."""
     for sample in samples:
-        yield f"{shown(sample['name'])}: {described(Facts(sample))}"
+        yield f"{shown(sample['name'])}: {tokenized.described(tokenized.Facts(sample))}"
         text = ""
         for part in sample["parts"]:
             inner = readable(part["text"])

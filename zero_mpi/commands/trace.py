@@ -5,8 +5,6 @@ the step. Computing takes precedence over waiting: on a GPU the host may wait fo
 computes, and such a transfer is hidden. Transfers in progress while nobody waits for them are hidden too.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import sys
@@ -25,42 +23,32 @@ from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import open_file
 from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.world import World, run
-from zero_mpi.telemetry.spans import (
-    BETWEEN,
-    CHECKPOINT,
-    COMPUTE,
-    DATA,
-    MAX_SPANS,
-    OPTIMIZER,
-    STALLS,
-    STEPS,
-    WAITS,
-)
+from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import FAMILIES, FIRST
 
 EXPOSED, HIDDEN, OTHER, MOVING = "exposed", "hidden", "other", "moving"
 # Column, track, kinds (all if none are named). The first entry in progress gets the moment.
 CLAIMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("evaluation", STEPS, ("evaluation",)),
-    ("checkpoint", CHECKPOINT, ()),
-    ("compute", COMPUTE, ()),
-    ("optimizer", OPTIMIZER, ("update",)),
-    (EXPOSED, WAITS, ()),
-    (EXPOSED, STALLS, ()),
-    ("optimizer", OPTIMIZER, ()),
-    (MOVING, BETWEEN, ()),
-    ("data", DATA, ()),
+    ("evaluation", spans.STEPS, ("evaluation",)),
+    ("checkpoint", spans.CHECKPOINT, ()),
+    ("compute", spans.COMPUTE, ()),
+    ("optimizer", spans.OPTIMIZER, ("update",)),
+    (EXPOSED, spans.WAITS, ()),
+    (EXPOSED, spans.STALLS, ()),
+    ("optimizer", spans.OPTIMIZER, ()),
+    (MOVING, spans.BETWEEN, ()),
+    ("data", spans.DATA, ()),
 )
 COLUMNS = ("compute", EXPOSED, MOVING, "optimizer", "data", "evaluation", "checkpoint", OTHER)
 STEP, FLIGHT = len(CLAIMS), len(CLAIMS) + 1  # further indexes: steps, and transfers in progress
 PLACES = {(track, kind): place for place, (_, track, kinds) in enumerate(CLAIMS) for kind in kinds or ("",)}
-PLACES |= {(STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
+PLACES |= {(spans.STEPS, "step"): STEP} | {(family, ""): FLIGHT for family in FAMILIES}
 UNITS = 5  # number of longest-awaited units that are shown
 MEANING = (
     "exposed: waiting for transfers and other ranks; hidden: transfers during computation;",
     "moving: work for transfers between stages, without waiting; sent: bytes sent to other ranks",
 )
-MOST_OF_RANK = 4 * MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
+MOST_OF_RANK = 4 * spans.MAX_SPANS  # events; a rank records a quarter of that, and what one micro-batch adds
 MOST_RANKS, MOST = 1 << 20, 1 << 62
 LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
@@ -97,7 +85,7 @@ class Recorded:
     def steps(self) -> list[int]:
         """Steps that are complete on every rank."""
         per_rank = [
-            {each.step for each in slices if (each.family, each.kind) == (STEPS, "step")}
+            {each.step for each in slices if (each.family, each.kind) == (spans.STEPS, "step")}
             for slices in self.ranks.values()
         ]
         return sorted(set.intersection(*per_rank)) if per_rank else []
@@ -221,7 +209,7 @@ def account(share: Share, under_way: list[list[Slice]], lasted: float) -> None:
     )
     share.columns[column] += lasted
     if column == EXPOSED and latest is not None:
-        around = under_way[PLACES[BETWEEN, ""]]
+        around = under_way[PLACES[spans.BETWEEN, ""]]
         stage = around[-1].unit if around and not latest.unit else ""  # stage that needs the transfer
         share.exposed[f"{latest.name} (for {stage})" if stage else latest.name] += lasted
     elif under_way[FLIGHT]:

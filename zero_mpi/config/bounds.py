@@ -5,8 +5,6 @@ noted in one line at the start, because a settings file often has more than a ru
 given if its value is not the default, because OUT/config.toml contains all flags.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -125,19 +123,11 @@ def seconds(text: str | None) -> float | None:
 # ----------------------------------------------------------------------------------- combinations of flags
 
 
-class Contradiction(NamedTuple):
-    """`name` is invalid if `when(config)` holds. `why` and the remedy, with settings in braces."""
+class Rule(NamedTuple):
+    """Setting that is invalid, or does nothing, if `when` holds. `why`: with settings in braces."""
 
     name: str
-    when: Callable[[Config], bool]
-    why: str
-
-
-class Idle(NamedTuple):
-    """`name` does nothing if `when(config, kind of data)` holds. `why`, with settings in braces."""
-
-    name: str
-    when: Callable[[Config, DataKind], bool]
+    when: Callable[..., bool]  # of the configuration; of an idle setting also of the kind of data
     why: str
 
 
@@ -148,9 +138,9 @@ class DataKind(NamedTuple):
     are_ids: bool = False
 
 
-def apart(name: str, when: Callable[[Config], bool], other: str) -> Contradiction:
+def apart(name: str, when: Callable[[Config], bool], other: str) -> Rule:
     """Return the contradiction of two flags, one of which must be removed."""
-    return Contradiction(name, when, f"cannot be combined with {other}: remove one of them")
+    return Rule(name, when, f"cannot be combined with {other}: remove one of them")
 
 
 NO_ADAPTER = "needs an adapter: add --lora RANK"
@@ -158,14 +148,14 @@ NOT_FULL = "updates full matrices, not the adapters of --lora: use adamw"
 FOR_FP64 = "is for CPUs and AdamW: remove --device cuda, --offload, --lora, --ema, --qat and --optimizer"
 DIFFERS = "cannot be combined with --precision {precision}, whose matmuls differ between CPUs: use fp32"
 CONTRADICTIONS = (
-    Contradiction("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
-    Contradiction("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
-    Contradiction("lora_init", lambda c: c.lora is None, "add --lora RANK, with the rank of this adapter"),
-    Contradiction("add_tokens", lambda c: c.init is None, "needs a model: add --init MODEL"),
+    Rule("lora_alpha", lambda c: c.lora is None, NO_ADAPTER),
+    Rule("lora_targets", lambda c: c.lora is None, NO_ADAPTER),
+    Rule("lora_init", lambda c: c.lora is None, "add --lora RANK, with the rank of this adapter"),
+    Rule("add_tokens", lambda c: c.init is None, "needs a model: add --init MODEL"),
     apart("ema", lambda c: c.offload != "none", "--offload {offload}"),
-    Contradiction("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
+    Rule("optimizer", lambda c: c.optimizer != "adamw" and c.lora is not None, NOT_FULL),
     apart("optimizer", lambda c: c.optimizer != "adamw" and c.offload != "none", "--offload {offload}"),
-    Contradiction("precision", lambda c: c.precision == "fp64" and not is_plain(c), FOR_FP64),
+    Rule("precision", lambda c: c.precision == "fp64" and not is_plain(c), FOR_FP64),
     apart(
         "qat", lambda c: c.lora is not None and c.precision != "fp32", "--lora and --precision {precision}"
     ),
@@ -174,75 +164,73 @@ CONTRADICTIONS = (
     apart("qat", lambda c: c.optimizer != "adamw", "--optimizer {optimizer}"),
     apart("qat", lambda c: c.ema is not None, "--ema"),
     apart("qat", lambda c: c.device == "cuda", "--device cuda"),
-    Contradiction("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
-    Contradiction("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
-    Contradiction("min_lr", lambda c: c.min_lr is not None and c.min_lr > c.lr, "expected at most --lr {lr}"),
-    Contradiction("decay_steps", lambda c: c.schedule != "wsd", "needs a decay: add --schedule wsd"),
-    Contradiction(
+    Rule("epochs", lambda c: c.steps is not None, "give either this or --steps {steps}"),
+    Rule("trace_steps", lambda c: c.trace is None, "needs a timeline: add --trace FILE"),
+    Rule("min_lr", lambda c: c.min_lr is not None and c.min_lr > c.lr, "expected at most --lr {lr}"),
+    Rule("decay_steps", lambda c: c.schedule != "wsd", "needs a decay: add --schedule wsd"),
+    Rule(
         "decay_steps",
         lambda c: c.steps is not None and (c.decay_steps or 0) > max(0, c.steps - c.warmup),
         "expected at most --steps {steps} minus --warmup {warmup}",
     ),
-    Contradiction(
+    Rule(
         "bits",
         lambda c: c.bits == NATIVE and portable.active,
         "ZERO_MPI_BITS=portable is set: remove it from the environment",
     ),
-    Contradiction("bits", lambda c: c.bits == PORTABLE and c.precision != "fp32", DIFFERS),
-    Contradiction(
+    Rule("bits", lambda c: c.bits == PORTABLE and c.precision != "fp32", DIFFERS),
+    Rule(
         "bits",
         lambda c: c.bits == PORTABLE and c.reduction != "exact",
         "--reduction {reduction} is not reproducible: use --reduction exact",
     ),
-    Contradiction(
+    Rule(
         "bits",
         lambda c: c.bits == PORTABLE and c.device == "cuda",
         "not available on a GPU: use --device cpu",
     ),
-    Contradiction(
-        "loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"
-    ),
+    Rule("loss", lambda c: c.loss != CROSS_ENTROPY and not c.data, "needs pairs: add --data FILE.jsonl"),
     apart("teacher", lambda c: c.loss != CROSS_ENTROPY, "--loss {loss}"),
     apart("teacher", lambda c: c.bits == PORTABLE, "--bits {bits}"),
-    Contradiction("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
-    Contradiction("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
+    Rule("patience", lambda c: not c.holds_out, "--val-fraction 0 leaves no validation data"),
+    Rule("patience", lambda c: c.eval_every == 0, "--eval-every 0 evaluates only at the end"),
 )
 NOT_OF_LOSS = "--loss {loss} has no such constant"
 NO_TEXT = "the token files of --data have no tokenizer"
 IDS = "the token files of --data are used unchanged"
 NOTHING_HELD = "--val-fraction 0 leaves no validation data"
 IDLE = (
-    Idle("preference_beta", lambda c, _: c.preference is None, NOT_OF_LOSS),
-    Idle("label_smoothing", lambda c, _: c.loss != "dpo", NOT_OF_LOSS),
-    Idle("simpo_gamma", lambda c, _: c.loss != "simpo", NOT_OF_LOSS),
-    Idle("desirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
-    Idle("undesirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
-    Idle("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
-    Idle("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
-    Idle("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
-    Idle(
+    Rule("preference_beta", lambda c, _: c.preference is None, NOT_OF_LOSS),
+    Rule("label_smoothing", lambda c, _: c.loss != "dpo", NOT_OF_LOSS),
+    Rule("simpo_gamma", lambda c, _: c.loss != "simpo", NOT_OF_LOSS),
+    Rule("desirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Rule("undesirable_weight", lambda c, _: c.loss != "kto", NOT_OF_LOSS),
+    Rule("teacher_weight", lambda c, _: c.teacher is None, "there is no --teacher"),
+    Rule("loss_on", lambda c, _: c.preference is not None, "answers count with --loss {loss}"),
+    Rule("min_lr", lambda c, _: c.schedule == "constant", "--schedule constant has no decay"),
+    Rule(
         "bucket_mb",
         lambda c, _: c.strategy != "no-shard" and c.init is None and c.experts is None,
         "only --strategy no-shard and mixtures of experts have buckets",
     ),
-    Idle(
+    Rule(
         "prefetch",
         lambda c, _: c.strategy in ("no-shard", "shard-grad-op"),
         "--strategy {strategy} keeps parameters gathered",
     ),
-    Idle("val_fraction", lambda c, _: bool(c.val_data), "--val-data is the validation data"),
-    Idle("eval_every", lambda c, _: not c.holds_out, NOTHING_HELD),
-    Idle("eval_windows", lambda c, _: not c.holds_out, NOTHING_HELD),
-    Idle(
+    Rule("val_fraction", lambda c, _: bool(c.val_data), "--val-data is the validation data"),
+    Rule("eval_every", lambda c, _: not c.holds_out, NOTHING_HELD),
+    Rule("eval_windows", lambda c, _: not c.holds_out, NOTHING_HELD),
+    Rule(
         "writers_per_node", lambda c, _: c.checkpoint_io == "gather", "--checkpoint-io gather: rank 0 writes"
     ),
-    Idle("prompt", lambda c, data: not data.is_text, NO_TEXT),
-    Idle("prompt", lambda c, data: data.is_text and c.sample == 0, "--sample 0 prints no text"),
-    Idle("sample", lambda c, data: not data.is_text and c.sample > 0, NO_TEXT),
-    Idle("tokenizer", lambda c, data: not data.is_text, IDS),
-    Idle("bos", lambda c, data: c.bos == ALWAYS and (not data.is_text or data.are_ids), IDS),
-    Idle("control_tokens", lambda c, data: not data.is_text or data.are_ids, IDS),
-    Idle("micro_batch", lambda c, _: c.micro_batch > c.batch_size, "--batch-size {batch_size} is smaller"),
+    Rule("prompt", lambda c, data: not data.is_text, NO_TEXT),
+    Rule("prompt", lambda c, data: data.is_text and c.sample == 0, "--sample 0 prints no text"),
+    Rule("sample", lambda c, data: not data.is_text and c.sample > 0, NO_TEXT),
+    Rule("tokenizer", lambda c, data: not data.is_text, IDS),
+    Rule("bos", lambda c, data: c.bos == ALWAYS and (not data.is_text or data.are_ids), IDS),
+    Rule("control_tokens", lambda c, data: not data.is_text or data.are_ids, IDS),
+    Rule("micro_batch", lambda c, _: c.micro_batch > c.batch_size, "--batch-size {batch_size} is smaller"),
 )
 
 

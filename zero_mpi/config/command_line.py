@@ -1,7 +1,5 @@
 """Flags of `zero_mpi.train`: the parser made from the settings, and values from flags and file."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Inputs of a run: a model (`--init`) or sizes from flags, and the tokenizer of its text."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib
@@ -11,8 +9,6 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, HuggingFaceFolder
@@ -333,13 +329,9 @@ def fingerprint(tokenizer: Tokenizer | None) -> str:
     """Return the digest by which a resume checks that a text becomes the same ids."""
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         return "none" if tokenizer is None else BYTE
-    keys = {key: plain(value) for key, value in tokenizer.metadata().items() if "template" not in key}
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def plain(value: object) -> object:
-    """Return a key's value for JSON."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    keys = {key: value for key, value in tokenizer.metadata().items() if "template" not in key}
+    text = json.dumps(keys, sort_keys=True, default=lambda value: value.tolist())  # of NumPy
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 SIZES = {  # flag -> attribute of the model

@@ -1,7 +1,5 @@
 """Optimizers that `--optimizer` names: their update rules, and the matrices that they need unsharded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

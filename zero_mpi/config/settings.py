@@ -4,8 +4,6 @@ A TOML file (`--config`) sets the same names; flags on the command line win. `fi
 resumed run must keep, like the sizes of its model, because another value would make it another run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

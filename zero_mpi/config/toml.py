@@ -1,7 +1,5 @@
 """Settings in a TOML file, with one key for each flag."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

@@ -141,7 +141,6 @@ class Corpus:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Return the number of tokens to train on and the number of held-out tokens."""
         train, val = (sum(part.stream.size for part in parts) for parts in (self.parts, self.held_out))
         return train, val
 

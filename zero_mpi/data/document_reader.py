@@ -5,8 +5,6 @@ eos), a token file, whose ids are taken unchanged, or a conversation, as its cha
 it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,8 +11,6 @@ sample is computed separately, by a cipher on the numbers 0..windows-1: the swap
 Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 2012).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -366,12 +364,10 @@ class EvalLoader:
         self.counted = windows.counted(self.chosen)  # targets: the divisor of a mean loss
 
     def micro(self, i: int) -> Batch:
-        """Return micro-batch i, of 0..micro_batches-1."""
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
         return self.windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
 
     def batches(self) -> list[Places]:
-        """Return the windows of each micro-batch."""
         return np.split(self.chosen, np.arange(self.micro_batch, self.chosen.size, self.micro_batch))
 
 

@@ -7,8 +7,6 @@ documents Ding et al., "Fewer Truncations Improve Language Modeling", 2024). The
 and context alone; windows are then dealt out like any others.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

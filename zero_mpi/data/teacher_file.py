@@ -5,8 +5,6 @@ data: ids, their log-probabilities from the largest on, and the logarithm of the
 that the teacher has not predicted that token.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -52,7 +50,6 @@ class TeacherFile:
         return HEAD + self.tokens * self.record.itemsize
 
     def header(self) -> bytes:
-        """Return the first bytes of the file."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode().ljust(HEAD)
 
     def read(self, path: str, places: NDArray[np.int64]) -> Records:

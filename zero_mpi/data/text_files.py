@@ -5,8 +5,6 @@ only together with bytes that no text has. Text in another encoding, such as Lat
 byte by byte; UTF-16 and UTF-32 are refused, because they contain zero bytes.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -5,8 +5,6 @@ in the file; a file larger than `WHOLE` is only sampled, so that a run on teraby
 other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings

@@ -5,8 +5,6 @@ rank with a GPU is listed separately. In addition a process needs memory for its
 (some 100 MB; a CUDA context and the kernels of libraries), the tokens of the corpus, and the MPI library.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -74,7 +72,6 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Bytes that last from step to step."""
         return self.parameters + self.masters + self.gradients + self.moments
 
 

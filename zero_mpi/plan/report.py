@@ -1,7 +1,5 @@
 """Plans and sweeps as text: a column for each strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TypeVar

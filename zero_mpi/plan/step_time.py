@@ -1,19 +1,14 @@
 """Time of a step and of a checkpoint: computing, transfers that cannot be hidden, and latency.
 
 The events of a simulated step are played against a clock. Computing advances it. A transfer begins when its
-link is free, behind those that were started before it, and completes some time later, whatever the rank does
-meanwhile; a wait moves the clock to that time: that is exposed communication. Inside one node a transfer is
-a copy by the ranks' own cores, so nothing is hidden there, unless GPUs compute. All ranks are taken to be as
-fast as rank 0.
+link is free and completes some time later, whatever the rank does meanwhile; a wait moves the clock to that
+time: that is exposed communication. Inside one node a transfer is a copy by the ranks' own cores, so nothing
+is hidden there, unless GPUs compute. All ranks are taken to be as fast as rank 0.
 
-The cost of a collective follows the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of
-Collective Communication Operations in MPICH", 2005. A gather is a ring, or for short ones a tree; the exact
-reduction over messages sends each slice straight to its owner, so a node's link carries the slices of all its
-ranks. Sums that travel from node to node are a pipeline, in which every link carries a unit once, and twice
-where every node wants the sum.
+Collectives follow the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005. Sums that travel from node to node are a pipeline, in which every
+link carries a unit once, and twice where every node wants the sum.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
@@ -24,22 +19,9 @@ from zero_mpi.comm import kinds
 from zero_mpi.comm.kinds import EXACT_PIECE, chain_piece
 from zero_mpi.files.file_systems import OF_MANY
 from zero_mpi.plan import rank_memory
+from zero_mpi.plan import simulate as script
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine
-from zero_mpi.plan.simulate import (
-    ALLREDUCE,
-    COMPUTE,
-    GATHER,
-    GATHER_SUMS,
-    MOST_ROUNDS,
-    NORM,
-    TOTAL,
-    TRANSFERS,
-    UPDATE,
-    WAIT,
-    StepEvent,
-    simulate,
-)
 from zero_mpi.plan.traffic import FLAGS
 from zero_mpi.sharding.unit import BYTES
 
@@ -87,15 +69,15 @@ class Player:
     def time(self) -> StepTime:
         return StepTime(self.now, self.computed, self.communicated, self.exposed, self.flop)
 
-    def play(self, events: Iterable[StepEvent]) -> None:
+    def play(self, events: Iterable[script.StepEvent]) -> None:
         for event in events:
-            if event.kind == COMPUTE:
+            if event.kind == script.COMPUTE:
                 self.compute(event.flop, event.moved)
-            elif event.kind == WAIT:
+            elif event.kind == script.WAIT:
                 self.wait(self._complete.pop((event.what, event.unit), 0.0))
-            elif event.kind in TRANSFERS:
+            elif event.kind in script.TRANSFERS:
                 self.start(event.kind, event.unit)
-            elif event.kind == UPDATE:
+            elif event.kind == script.UPDATE:
                 self.update(sum(self.case.updated(unit, own) for unit, own in self.case.trained))
             else:
                 self.sum_vector(event.kind)
@@ -125,8 +107,8 @@ class Player:
     def sum_vector(self, kind: str) -> None:
         """Add numbers of all ranks: losses, log-probabilities, or the squares of the gradient."""
         case = self.case
-        numbers = case.summed + (kind == TOTAL) * (case.rounds.micro_batches + FLAGS)
-        if kind == NORM:
+        numbers = case.summed + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
+        if kind == script.NORM:
             numbers = case.squares
             self.compute(0.0, BYTES * sum(own for _, own in case.trained))
             if case.hybrid:
@@ -148,19 +130,19 @@ def step_time(case: Case, machine: Machine) -> StepTime:
     """Return the time of a step that follows another step."""
     machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
-    if rounds <= MOST_ROUNDS:
+    if rounds <= script.MOST_ROUNDS:
         return played(case, machine)
     most, fewer = (
         played(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
-        for count in (MOST_ROUNDS, MOST_ROUNDS - 1)
+        for count in (script.MOST_ROUNDS, script.MOST_ROUNDS - 1)
     )
-    return plus(most, plus(most, fewer, -1.0), rounds - MOST_ROUNDS)
+    return plus(most, plus(most, fewer, -1.0), rounds - script.MOST_ROUNDS)
 
 
 def played(case: Case, machine: Machine) -> StepTime:
     """Return the time of the second step of the simulation."""
     player = Player(case, machine)
-    first, second = simulate(case).steps
+    first, second = script.simulate(case).steps
     player.play(first)
     before = player.time
     player.play(second)
@@ -250,10 +232,10 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
 
 def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:
     """Return the cost of one transfer of a unit: a gather, or its reduction."""
-    if kind in (GATHER, GATHER_SUMS):
-        itemsize = case.sum_bytes if kind == GATHER_SUMS else case.kept_bytes(unit)
+    if kind in (script.GATHER, script.GATHER_SUMS):
+        itemsize = case.sum_bytes if kind == script.GATHER_SUMS else case.kept_bytes(unit)
         return Cost(gather_seconds(case, machine, unit, itemsize))
-    if kind == ALLREDUCE:
+    if kind == script.ALLREDUCE:
         return Cost(allreduce_seconds(case, machine, case.sum_bytes * case.partitions[unit].length))
     if case.passes_sums:
         partition = case.partitions[unit]

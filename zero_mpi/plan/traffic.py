@@ -1,24 +1,12 @@
 """Bytes that ranks send to each other in a step, in a node and between nodes, by formulas.
 
-P ranks, R rounds of micro-batches in a step. L_u is the length of unit u with its gaps and s_u the slice of
-the rank in question, both in elements of 4 bytes (for blocks of a file, in 4-byte words).
-A rank sends, per step:
-
-- full-shard: R (P - 1) sum of g_u s_u for parameters, R sum of (L_u - s_u) for gradients;
-- shard-grad-op: (P - 1) sum of s_u for parameters, once after the update; gradients as above;
-- no-shard, exact: R sum of (L_u - s_u) + (P - 1) sum of s_u, all of it gradients;
-- no-shard, fast: one allreduce of every L_u.
-
-g_u is the number of gathers in a round: 1 for the units of the last stage, for a unit that distant stages
-share, and for one whose backward does not read weights (embedding, learned positions); 2 for all others. In a
-round with fewer micro-batches than ranks, a rank without one sends no gradients. Ranks also send two short
-float64 vectors: the losses of the micro-batches and the sums of the gradient's squares. Between
-nodes other formulas hold (`comm.nodes`).
+A rank gathers the slices of a unit as often as the schedule's list says (`gathers_of`), and its gradients go
+to the owners once a round. In a round with fewer micro-batches than ranks, a rank without one sends no
+gradients. Ranks also send two short float64 vectors: the losses of the micro-batches and the sums of the
+gradient's squares. Between nodes other formulas hold (`comm.nodes`).
 
 `Meter.sent_bytes` counts the same bytes, whatever route the library chooses. Results are arrays over ranks.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence

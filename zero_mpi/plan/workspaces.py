@@ -5,8 +5,6 @@ order, and release it in the same way. Sizes come from `ops.sizes`, because the 
 package.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ Linux shows the processors' counters (RAPL) below /sys/class/powercap, mostly to
 which includes its cores, and on some machines one for its memory. A Cray's counter covers the full node.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path

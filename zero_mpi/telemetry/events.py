@@ -5,8 +5,6 @@ ends. It is only appended to, also by a resume that goes back. Rank 0 writes it;
 rank that ends the job. An error of the file is reported once and does not end a run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

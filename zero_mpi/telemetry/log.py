@@ -6,8 +6,6 @@ bar; the other ranks log only warnings, to stderr, with the prefix `[rank/size]`
 have this prefix.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -5,8 +5,6 @@ in full precision, so two exact runs have the same text. A record is written in 
 failure no more records are written, and `problem` says why, so that all ranks end.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Both show the same in 80 columns: step, loss, speed, share of the peak, memory o
 Launchers put a pipe between the ranks and the terminal, so the parents' stderr counts as well.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

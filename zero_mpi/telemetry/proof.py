@@ -11,8 +11,6 @@ strategy, transport, folder, time or checkpoint. In chains of 0.1.0 a checkpoint
 "saved") made a new head. A resume drops the lines after its checkpoint, as it does in metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Generator, Mapping

@@ -6,8 +6,6 @@ step. Computing is stamped by the clock of the device (`device.stopwatch`), sinc
 work on a GPU; waits and transfers by the host's clock. `train.timeline` starts recorders on all ranks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

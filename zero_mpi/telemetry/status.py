@@ -6,8 +6,6 @@ shows a killed job. The rank that ends a job for a failure writes why. The file 
 rename, so nobody reads half of it, and no step waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

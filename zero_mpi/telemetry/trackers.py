@@ -5,8 +5,6 @@ each setting; the setting's value is its `wish`. `check` raises UsageError if th
 Each job of a run is a run of its own at W&B and MLflow, which cannot discard the steps that a resume repeats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

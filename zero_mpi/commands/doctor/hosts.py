@@ -1,15 +1,13 @@
 """Checks of the hosts: versions, launcher, cores and threads, load, limits, shared memory, CUDA devices.
 
 A launcher of another MPI starts N jobs of one rank instead of one job of N ranks; nothing else shows it.
-Three mistakes with cores are common: more ranks than cores, where a rank that waits for a message keeps the
-core from the rank that would send it; ranks bound to fewer cores than they have threads, or several to one
-core while others idle; and ranks assigned to hosts in turn, so that neighbours are on different hosts.
+Two mistakes with cores are common: more ranks than cores, where a rank that waits for a message keeps the
+core from the rank that would send it; and ranks bound to fewer cores than they have threads, or several to
+one core while others idle.
 Without shared memory a run uses messages: it is slower and has the same bits.
 Only a live test in a separate process tells whether the MPI library takes the memory of CUDA devices
 (`comm.gpu.probe`): some libraries claim support and then crash.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -50,9 +48,6 @@ SAME_MPI = (
     "Open MPI"
 )
 FAST = "pip install 'zero-mpi[fast]', and leave ZERO_MPI_OPS and NUMBA_DISABLE_JIT unset"
-IN_TURN = (
-    "MPICH: -ppn N or host:N in the host file; Open MPI: --map-by ppr:N:node; Slurm: --distribution=block"
-)
 BIND = (
     "bind each rank to its own cores: mpiexec -bind-to core (MPICH), --bind-to core --map-by core "
     "(Open MPI), --cpu-bind=cores (srun); or do not bind at all"
@@ -178,7 +173,7 @@ def cores(where: Ranks) -> list[Row]:
     name = mpi_library(where.world) if where.world.mpi is not None else ""
     seats = where.gather(seat_of(name))
     found = [NodeSeats(host, of, tuple(seats[rank] for rank in of)) for of, host in where.named(where.nodes)]
-    return [*hosts(found), order(found), crowding(found, name), binding(found), threads(found)]
+    return [*hosts(found), crowding(found, name), binding(found), threads(found)]
 
 
 def seat_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
@@ -202,20 +197,6 @@ def hosts(found: list[NodeSeats]) -> Iterator[Row]:
         yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
     if rest := found[FEW:]:
         yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
-
-
-def order(found: list[NodeSeats]) -> Row:
-    """Check that the ranks of a host are consecutive, and that all hosts have equally many."""
-    odd = [node for node in found if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
-    if odd:
-        which = ", ".join(few([f"{node.name} has {ranks(node.ranks)}" for node in odd]))
-        value = f"{which}: neighbouring ranks are on different hosts, which adds network traffic"
-        return Row("order of ranks", value, NOTE, IN_TURN)
-    counts = span(len(node.ranks) for node in found)
-    if "-" in counts:
-        value = f"{counts} ranks: transports that use nodes need equal numbers"
-        return Row("order of ranks", value, NOTE, f"start the same number on each host; {IN_TURN}")
-    return Row("order of ranks", "ranks of a host are consecutive")
 
 
 def crowding(found: list[NodeSeats], library: str) -> Row:

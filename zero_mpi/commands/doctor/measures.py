@@ -1,16 +1,10 @@
-"""Measurements of the doctor: the run folder, products on each rank, messages between ranks, bits of results.
+"""Measurements of the doctor: the run folder, products on each rank, messages between ranks.
 
-Rank 0 saves small files in the run folder as a checkpoint is saved (`checkpoint.folders`). Every host then
-looks for these files, since each rank reads its own part of a checkpoint. All files are removed afterwards.
-
-A step takes as long as its slowest rank. Products are measured as in a model, with a job's number of threads,
-on all ranks at once. Ranks pass a small and a large message on in a ring, all rings at once: the
-ranks of each node, and the ranks of the same place on all nodes, as far as every node has them. So the ranks
-of a node share its link, and the large message is cut among them. A time is the median over repeats of the
-slowest rank.
+Rank 0 saves small files in the run folder as a checkpoint is saved, and every host looks for them. Products
+are measured as in a model, on all ranks at once. Ranks pass a small and a large message on in a ring, all
+rings at once: the ranks of each node, and the ranks of the same place on all nodes. A time is the median over
+repeats of the slowest rank.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -27,13 +21,10 @@ import numpy as np
 
 from zero_mpi import ops
 from zero_mpi.checkpoint import folders
-from zero_mpi.cli.text import duration, few, plural, short_size
+from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
-from zero_mpi.environment import portable
 from zero_mpi.errors import UsageError
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
-from zero_mpi.launch.consistency import blas, check_pins
-from zero_mpi.ops import trial
 from zero_mpi.ops.low_precision import BFLOAT16
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
@@ -205,8 +196,8 @@ def gigaflops(flops: float) -> str:
     return f"{flops / 1e9:.{0 if flops >= 1e10 else 1}f}"
 
 
-def kernels(where: Ranks) -> list[Row]:
-    """Measure bfloat16 on all ranks at once, after float32, and compare the ranks' bits. Collective."""
+def low_precision(where: Ranks) -> Iterator[Row]:
+    """Measure bfloat16 on all ranks at once, after float32. Collective."""
     library, reason = ops.products(BFLOAT16)
     where.comm.barrier()
     seconds = PRODUCTS[where.options.quick]
@@ -216,29 +207,7 @@ def kernels(where: Ranks) -> list[Row]:
     if min(rates):
         times = median / where.figures["flops_per_second_per_rank"]
         value = f"{library}: {gigaflops(median)} GFLOP/s per rank, {times:.1f} times fp32"
-    fault = next(filter(None, where.gather(pins_fault())), "")
-    return [Row("bf16", value), bits_row(where.gather(trial.digest()), blas(), fault)]
-
-
-def bits_row(trials: list[str], library: str, fault: str) -> Row:
-    """Return the row of the ranks' bits, given each rank's trial and why --bits is not met."""
-    kinds = len(set(trials))
-    value = f"trial {trials[0]}" + (f" and {plural(kinds - 1, 'other')} among the ranks" if kinds > 1 else "")
-    how = "native, fastest kernels for each CPU"
-    if portable.asked() == portable.PORTABLE:
-        how = f"portable, {portable.LEVEL} ({library}, compiled for {portable.TARGET})"
-    remedy = "use --bits portable, or identical hosts" if not fault else "see docs/exact.md"
-    return assessed("bits", fault or f"{how}; {value}", kinds == 1 and not fault, remedy)
-
-
-def pins_fault() -> str:
-    """Return why this rank's bits are not portable though --bits asks for it, or an empty text."""
-    try:
-        if portable.asked() == portable.PORTABLE:
-            check_pins()
-    except UsageError as error:
-        return str(error)
-    return ""
+    yield Row("bf16", value)
 
 
 # ----------------------------------------------------------------------------------------------- messages

@@ -3,8 +3,6 @@
 A node is a group of ranks that share memory, as the transports find it (`comm.topology`).
 """
 
-from __future__ import annotations
-
 import platform
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ of the right one, from 0; or it is of a published form (`task_forms`). The answe
 written, and both are encoded as one text; white space between them counts with the answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -197,12 +195,10 @@ class EncodedChoices:
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens of each answer."""
         return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
     @property
     def nbytes(self) -> list[int]:
-        """Number of bytes of each answer in UTF-8."""
         return [len(answer.encode()) for answer in self.answers]
 
 

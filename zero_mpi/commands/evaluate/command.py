@@ -1,7 +1,5 @@
 """`zero-mpi evaluate`: from the flags to the figures, on all ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +10,8 @@ import numpy as np
 
 from zero_mpi.checkpoint.importance import write_importance
 from zero_mpi.cli.text import write
+from zero_mpi.commands.evaluate import measure as measuring
 from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
-from zero_mpi.commands.evaluate.measure import (
-    AnswerSet,
-    Importance,
-    WindowSet,
-    counted,
-    divergence,
-    divergence_figures,
-    grouped,
-    measure,
-    opened_module,
-    write_top_k,
-)
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import Candidate, Opened, Task, cautions, look, make_parser, read_task
 from zero_mpi.config.inputs import fingerprint
@@ -54,10 +41,10 @@ from zero_mpi.train.setup import share_corpus
 class EvaluationData:
     """Text and questions of an evaluation."""
 
-    windows: WindowSet | None  # over the text, if there is one
+    windows: measuring.WindowSet | None  # over the text, if there is one
     text: dict[str, Any]  # facts about it, for --json
     tokens: np.ndarray[Any, Any]  # number of tokens of each window
-    answers: list[AnswerSet]  # of the questions; repeated if the most likely ids are requested
+    answers: list[measuring.AnswerSet]  # of the questions; repeated if the most likely ids are requested
     choices: EncodedChoices | None
 
 
@@ -82,13 +69,13 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             if not isinstance(note, Remark):
                 log.tell(log.Caution(note))
-        windows = WindowSet(cut, opened.config.micro_batch, task.windows)
-        tokens = counted(windows, np.ones(opened.candidates[0].model.vocab_size, np.int64))
+        windows = measuring.WindowSet(cut, opened.config.micro_batch, task.windows)
+        tokens = measuring.counted(windows, np.ones(opened.candidates[0].model.vocab_size, np.int64))
         text = about(cut, windows, corpus, opened) | {"tokens": int(tokens.sum())}
     answers = []
     if choices is not None:
         scales = (1.0, 0.0) if choices.span in (GREEDY, LAST) else (1.0,)
-        answers = [AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
+        answers = [measuring.AnswerSet(choices, opened.config.micro_batch, scale) for scale in scales]
     return EvaluationData(windows, text, tokens, answers, choices)
 
 
@@ -109,20 +96,23 @@ def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
     return corpus
 
 
-def cut_up(part: Part, context: int, stride: int | None) -> Windows | PackedWindows:
+Cut = Windows | PackedWindows
+
+
+def cut_up(part: Part, context: int, stride: int | None) -> Cut:
     """Return the windows of a text; of conversations one each, from its beginning."""
     if part.stream.counted is None:
         return Windows(part.stream.ids, context, stride, part.bos)
     return PackedWindows(part.stream, context, packs=False)
 
 
-def about(cut: Windows | PackedWindows, windows: WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
+def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
     """Return the facts about the text, except the number of tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
         decode, size = opened.tokenizer.decode, opened.tokenizer.vocab_size
         lengths = np.array([len(decode([i])) for i in range(size)], np.int64)  # bytes of text behind each id
-        nbytes = int(counted(windows, lengths).sum())
+        nbytes = int(measuring.counted(windows, lengths).sum())
     if isinstance(cut, Windows):
         first = 1 if bos is None else 0  # token that is predicted
         stride, rest = cut.stride, corpus.train.size - first - (len(cut) - 1) * cut.stride - cut.context
@@ -177,10 +167,10 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     for note in notes if world.rank == 0 else ():
         log.tell(note)
     sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
-    importance = None if task.imatrix is None else Importance(opened.candidates[0].model, world.comm)
-    models = []
+    models, first = [], opened.candidates[0]
+    importance = None if task.imatrix is None else measuring.Importance(first.model, world.comm)
     for candidate, seen in zip(opened.candidates, (importance, None), strict=False):
-        losses = measure(world, opened.config, candidate, sets, watchdog, seen)
+        losses = measuring.measure(world, opened.config, candidate, sets, watchdog, seen)
         models.append(figures_of(task, candidate, dataset, losses))
     found = joined(dataset, models)
     text = dataset.text
@@ -189,16 +179,16 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
         arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
-        sums = divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
-        found["divergence"] = divergence_figures(sums, text["tokens"])
+        sums = measuring.divergence(world, opened.config, opened.candidates, dataset.windows, watchdog)
+        found["divergence"] = measuring.divergence_figures(sums, text["tokens"])
     if task.top_k_out is not None and dataset.windows is not None:
-        vocab = opened.candidates[0].model.vocab_size
+        vocab = first.model.vocab_size
         if task.top_k > vocab:
             raise UsageError(f"--top-k {task.top_k}: the model has {vocab} tokens")
         made_of = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
         teacher = TeacherFile(task.top_k, float(task.temperature), *made_of)
-        with opened_module(world, opened.config, opened.candidates[0], watchdog) as module:
-            write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
+        with measuring.opened_module(world, opened.config, first, watchdog) as module:
+            measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
             del module
     return found
 
@@ -230,8 +220,8 @@ def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
             "answers": len(choices.sequences),
             "right": choices.right,
             "cut": choices.cut,
-            "answer_tokens": grouped(choices.tokens, choices.counts),
-            "answer_bytes": grouped(choices.nbytes, choices.counts),
+            "answer_tokens": measuring.grouped(choices.tokens, choices.counts),
+            "answer_bytes": measuring.grouped(choices.nbytes, choices.counts),
         }
     found["models"] = models
     if len(models) > 1:

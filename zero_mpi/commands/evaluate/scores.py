@@ -3,8 +3,6 @@
 All are plain numbers in dictionaries, as `--json` writes them; None is a missing number.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

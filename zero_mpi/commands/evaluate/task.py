@@ -1,7 +1,5 @@
 """Task of an evaluation: its flags. Flags that training has too are training's own settings."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +14,9 @@ from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merge
 from zero_mpi.cli.parser import Parser
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
+from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
 from zero_mpi.config.command_line import add_settings, given
-from zero_mpi.config.inputs import (
-    check_kind_of_data,
-    check_same_tokens,
-    fitting_tokenizer,
-    read_model,
-    tokenizer_in,
-    tokenizer_of,
-)
 from zero_mpi.config.settings import OF_TEMPLATES, Config, spelled
 from zero_mpi.data import Tokenizer, holds_token_files
 from zero_mpi.data.corpus import tokenizers_of
@@ -172,24 +163,21 @@ class Candidate:
     def tokenizer(self) -> Tokenizer | None:
         """Tokenizer that came with the model; None if there is none that can be read."""
         try:
-            found = tokenizer_of(self.source, self.model)
+            found = inputs.tokenizer_of(self.source, self.model)
         except UsageError:
             return None
         return found if found.vocab_size == self.model.vocab_size else None
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Keys of that tokenizer, if there is one."""
         return {} if self.tokenizer is None else self.tokenizer.metadata()
 
     @property
     def title(self) -> str:
-        """Paths of model and adapter."""
         return self.path if self.lora is None else f"{self.path} + {self.lora}"
 
     @property
     def name(self) -> str:
-        """Title for messages."""
         return shown(self.title, LONGEST_NAME)
 
 
@@ -212,8 +200,8 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     kinds.check_flag(task.config.transport, device.in_use().name == "cuda")
     threads = set_threads(task.config)
     asked = (task.config.init, task.lora), (task.against, None)
-    opened = [(path, open_merged(path, lora), lora) for path, lora in asked if path is not None]
-    candidates = tuple(Candidate(path, source, read_model(source), lora) for path, source, lora in opened)
+    opened = [(path, lora, open_merged(path, lora)) for path, lora in asked if path is not None]
+    candidates = tuple(Candidate(path, found, inputs.read_model(found), lora) for path, lora, found in opened)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
@@ -240,14 +228,14 @@ def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
     Raises UsageError if ids mean other tokens to the model than to the maker of the token files.
     """
     config = task.config
-    check_kind_of_data(config)
+    inputs.check_kind_of_data(config)
     if task.choices is not None or not holds_token_files(config.data):
-        found: Tokenizer | None = fitting_tokenizer(config, candidate.source, candidate.model)
+        found: Tokenizer | None = inputs.fitting_tokenizer(config, candidate.source, candidate.model)
     else:
         found = candidate.tokenizer
     for path in tokenizers_of(config.data):
         if found is not None:
-            check_same_tokens(shown(candidate.path), found, path, tokenizer_in(path))
+            inputs.check_same_tokens(shown(candidate.path), found, path, inputs.tokenizer_in(path))
     return found
 
 

@@ -4,8 +4,6 @@ Tensors pass through in pieces, so a model of any size takes a few MiB. The resu
 flushed to disk and renamed: TARGET is complete or does not exist.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -21,21 +19,12 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
+from zero_mpi.checkpoint import mixes
 from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
-from zero_mpi.checkpoint.mixes import (
-    ALIASES,
-    FILE_TYPES,
-    MIXES,
-    QAT,
-    file_type,
-    known_type,
-    needs_weights,
-    types_of,
-)
 from zero_mpi.checkpoint.weights import (
     TOKENS_ADDED,
     MergedWeights,
@@ -47,16 +36,8 @@ from zero_mpi.checkpoint.weights import (
     open_weights,
 )
 from zero_mpi.cli.parser import Parser
+from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
-from zero_mpi.commands.export.huggingface import (
-    COPIED,
-    DTYPES,
-    TOKENIZER,
-    Kinds,
-    ends_of,
-    write_folder,
-    write_peft,
-)
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import JobError, UsageError
@@ -68,7 +49,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", QAT)
+OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
 SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -84,26 +65,23 @@ def make_parser() -> Parser:
         "  zero-mpi export runs/default/latest folder --format safetensors\n"
         "  zero-mpi export runs/adapter/latest peft-folder --base MODEL.gguf",
     )
-    parser.add_argument("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
-    parser.add_argument("target", help="NAME.gguf, or folder for safetensors")
-    parser.add_argument("--merge", metavar="FILE", help="adapter to merge into the weights")
-    parser.add_argument("--base", metavar="PATH", help="base model, if the source is an adapter")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
+    add("target", help="NAME.gguf, or folder for safetensors")
+    add("--merge", metavar="FILE", help="adapter to merge into the weights")
+    add("--base", metavar="PATH", help="base model, if the source is an adapter")
+    add(
         "--type",
         default="f32",
-        choices=(*FILE_TYPES, *MIXES, *ALIASES),
+        choices=(*mixes.FILE_TYPES, *mixes.MIXES, *mixes.ALIASES),
         help="type of matrices; q2_k and later are mixes as in llama.cpp, and need the extra ggml",
     )
-    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix, from evaluate or llama.cpp")
-    parser.add_argument(
-        "--pure", action="store_true", help="one type for all matrices, also embedding and head"
-    )
-    parser.add_argument(
-        "--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)"
-    )
-    parser.add_argument("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
-    parser.add_argument("--split-size", help="maximum size of a GGUF file, e.g. 2GB (default: one file)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing target")
+    add("--imatrix", metavar="FILE", help="importance matrix, from evaluate or llama.cpp")
+    add("--pure", action="store_true", help="one type for all matrices, also embedding and head")
+    add("--format", choices=("gguf", "safetensors"), help="format (default: from the name of the target)")
+    add("--shard-size", default=SHARD_SIZE, help="maximum size of a safetensors file")
+    add("--split-size", help="maximum size of a GGUF file, e.g. 2GB (default: one file)")
+    add("--force", action="store_true", help="overwrite an existing target")
     return parser
 
 
@@ -119,10 +97,10 @@ class Export:
     target: Path
     wanted: str
     pure: bool
-    kinds: Kinds = field(default_factory=dict)
+    kinds: huggingface.Kinds = field(default_factory=dict)
     files: list[PlannedFile] = field(default_factory=list)
     encoder: Encoder | None = None
-    write: Callable[[Path], Kinds] | None = None
+    write: Callable[[Path], huggingface.Kinds] | None = None
 
     @property
     def place(self) -> Path:
@@ -130,12 +108,10 @@ class Export:
 
     @property
     def paths(self) -> list[Path]:
-        """Paths of the files before they get their names."""
         return [self.place] if len(self.files) < 2 else [self.place / file.name for file in self.files]
 
     @property
     def results(self) -> list[Path]:
-        """The final paths."""
         return [self.target.with_name(file.name) for file in self.files] or [self.target]
 
     def begin(self) -> None:
@@ -149,7 +125,6 @@ class Export:
             create(file, path)
 
     def fill(self, rank: int, size: int) -> None:
-        """Write this rank's pieces."""
         if self.encoder is not None:
             fill(self.files, self.paths, self.encoder, rank, size)
 
@@ -202,7 +177,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 def prepare(options: Namespace, tells: bool) -> Export:
     """Return the requested export; raises UsageError. `tells`: this rank prints warnings."""
-    options.type = known_type(options.type)
+    options.type = mixes.known_type(options.type)
     target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
     if as_gguf and options.shard_size != SHARD_SIZE:
@@ -216,8 +191,9 @@ def prepare(options: Namespace, tells: bool) -> Export:
     only = options.base is not None
     source = only_adapter(options, as_gguf) if only else open_source(options.source, as_gguf, options.merge)
     if not as_gguf:
-        writer = partial(write_peft, source, open_weights(options.base), options.type) if only else None
-        found.write = writer or partial(write_folder, source, options.type, shard)
+        found.write = partial(huggingface.write_folder, source, options.type, shard)
+        if only:
+            found.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
         return found
     found.encoder = encoder_of(source, options)
     found.kinds = {name: kind.name.lower() for name, kind in found.encoder.kinds.items()}
@@ -245,11 +221,11 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: the folder {above} does not exist: create it")
     if not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{shown(target)}: cannot be written: Permission denied: {shown(above)}")
-    if not as_gguf and (kind not in DTYPES or target.suffix in (".safetensors", ".gguf")):
-        what = f"--type {kind}" if kind not in DTYPES else str(target)
+    if not as_gguf and (kind not in huggingface.DTYPES or target.suffix in (".safetensors", ".gguf")):
+        what = f"--type {kind}" if kind not in huggingface.DTYPES else str(target)
         raise UsageError(f"{what}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
-        ours = (CONFIG, *COPIED, PEFT_CONFIG, PEFT_MODEL)
+        ours = (CONFIG, *huggingface.COPIED, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in ours]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
@@ -298,15 +274,15 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
 def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     """Return the types of the file's tensors; raises UsageError where they need a library or a matrix."""
     wanted, matrix = options.type, options.imatrix
-    by_ggml = wanted in MIXES or matrix is not None
+    by_ggml = wanted in mixes.MIXES or matrix is not None
     if by_ggml:
-        ggml.library(f"--type {wanted}" if wanted in MIXES else f"--imatrix {matrix}")
+        ggml.library(f"--type {wanted}" if wanted in mixes.MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = keys_of(source).text(QAT) == wanted and matrix is None
-    kinds = types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
+    trained_for = keys_of(source).text(mixes.QAT) == wanted and matrix is None
+    kinds = mixes.types_of(source.metadata, shapes, wanted, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
-        if name not in importance and needs_weights(name, kind, wanted):
+        if name not in importance and mixes.needs_weights(name, kind, wanted):
             remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
     masters, beside = None, source.path.with_name(OPTIMIZER)
@@ -319,13 +295,13 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: bool) -> dict[str, Any]:
     """Return the source's keys that still hold, and the tokenizer's if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
-    keys["general.file_type"] = np.uint32(file_type(wanted))
-    if wanted in MIXES or wanted.startswith("q"):
+    keys["general.file_type"] = np.uint32(mixes.file_type(wanted))
+    if wanted in mixes.MIXES or wanted.startswith("q"):
         keys["general.quantization_version"] = np.uint32(2)
     if matrix is not None:
         keys["quantize.imatrix.file"] = matrix
     if isinstance(source, HuggingFaceFolder):
-        path, none = source.path / TOKENIZER, {"tokenizer.ggml.model": "none"}
+        path, none = source.path / huggingface.TOKENIZER, {"tokenizer.ggml.model": "none"}
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
     if tells and (rules := rules_in_words(keys)):
@@ -334,7 +310,7 @@ def gguf_metadata(source: WeightSource, wanted: str, matrix: str | None, tells: 
             f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {why}",
             file=sys.stderr,
         )
-    return keys | ends_of(keys, str(source.path))[1]
+    return keys | huggingface.ends_of(keys, str(source.path))[1]
 
 
 def remove(path: Path) -> None:
@@ -354,7 +330,7 @@ def summary(export: Export) -> str:
     counts = ", ".join(f"{number} {kind}" for kind, number in count.most_common())
     parts = f"{len(files)} files, " if len(export.files) > 1 else ""
     text = f"{target}: {wanted}, {parts}{size / 1e6:.1f} MB, {len(kinds)} tensors ({counts})"
-    if wanted not in MIXES:
+    if wanted not in mixes.MIXES:
         finer = [name for name, kind in kinds.items() if kind == "q8_0" != wanted]
         text += f"; q8_0: {', '.join(finer)} (--pure: {wanted})" if finer else ""
     fallen = 0 if wanted in ("f32", "f16", "bf16") else count["f16"]
@@ -363,4 +339,4 @@ def summary(export: Export) -> str:
 
 def main() -> None:
     """Run the command."""
-    run("export", command, sys.argv[1:], alone=not environment.under_launcher())
+    run("export", command, alone=not environment.under_launcher())

@@ -37,7 +37,6 @@ class PlannedFile:
     table: Sequence[Announced]
 
     def packed(self) -> tuple[bytes, dict[str, int], int]:
-        """Return header, offsets and length of the file."""
         return pack_file(self.keys["general.architecture"], self.keys, self.table)
 
 
@@ -102,7 +101,6 @@ class Encoder:
     masters: GGUFFile | None = None
 
     def table(self) -> list[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
-        """Return name, shape and type of each tensor."""
         return [(name, spec.shape, self.kinds[name]) for name, spec in self.source.tensors.items()]
 
     def pieces(self, name: str) -> list[tuple[int, int, int]]:

@@ -4,8 +4,6 @@
 stream of pieces in the element order of that format. Models that the settings cannot describe are refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -20,41 +18,11 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from zero_mpi.checkpoint.gguf.index import Metadata
+from zero_mpi.checkpoint.huggingface import folder as hf_folder
+from zero_mpi.checkpoint.huggingface import names as hf_names
+from zero_mpi.checkpoint.huggingface import rope
 from zero_mpi.checkpoint.huggingface.classes import ROTARY_CLASSES, RotaryClass
 from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_width
-from zero_mpi.checkpoint.huggingface.folder import (
-    CONFIG,
-    EMBEDDING,
-    ENDS,
-    HEAD,
-    PEFT_CONFIG,
-    PEFT_MODEL,
-    PREFIX,
-    HuggingFaceFolder,
-    order_and_head,
-)
-from zero_mpi.checkpoint.huggingface.names import (
-    FAMILIES,
-    MIXTURES,
-    Order,
-    from_gguf,
-    halves_of,
-    order_of,
-    parts_from,
-    transposes_of,
-)
-from zero_mpi.checkpoint.huggingface.rope import (
-    FORMER,
-    FULL,
-    LLAMA3,
-    LONG_FACTORS,
-    LONGROPE,
-    PARTIAL,
-    ROPE_FREQS,
-    SLIDING,
-    kept_scaling,
-    llama3_factors,
-)
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
 from zero_mpi.checkpoint.weights import WeightSource, lora_of
@@ -120,7 +88,7 @@ class Outgoing:
     shape: tuple[int, ...]
     source: WeightSource
     spec: TensorSpec
-    order: Order
+    order: hf_names.Order
     head: int
     runs: tuple[tuple[str, int, int], ...] = ()
 
@@ -128,16 +96,16 @@ class Outgoing:
         """Yield its elements in the folder's order, flat, in pieces."""
         read = partial(self.source.read, self.spec.name)
         rows = self.spec.shape[0]
-        if self.order == Order.HALVES:
-            return halves_of(read, self.head, self.spec.size // rows, rows // self.head)
-        if self.order == Order.TRANSPOSED:
-            return transposes_of(read, rows, self.spec.shape[1])
+        if self.order == hf_names.Order.HALVES:
+            return hf_names.halves_of(read, self.head, self.spec.size // rows, rows // self.head)
+        if self.order == hf_names.Order.TRANSPOSED:
+            return hf_names.transposes_of(read, rows, self.spec.shape[1])
         pieces = (
             self.source.read(name, at, min(stop, at + CHUNK))
             for name, start, stop in self.runs or ((self.spec.name, 0, self.spec.size),)
             for at in range(start, stop, CHUNK)
         )
-        return (piece - 1 for piece in pieces) if self.order == Order.LESS_ONE else pieces
+        return (piece - 1 for piece in pieces) if self.order == hf_names.Order.LESS_ONE else pieces
 
 
 class Keys:
@@ -148,7 +116,7 @@ class Keys:
         self.arch = self.keys.architecture or ""
         mixtral = self.arch == "llama" and (self.size("expert_count", 0) or 0) > 0
         self.family = "mixtral" if mixtral else self.arch
-        if self.arch not in FAMILIES:
+        if self.arch not in hf_names.FAMILIES:
             raise FileError(f"{source.path}: architecture {show(self.arch)} has no Hugging Face counterpart")
 
     def size(self, name: str, least: int = 1) -> int | None:
@@ -178,16 +146,15 @@ def outgoing(source: WeightSource) -> list[Outgoing]:
     lacks.
     """
     keys = Keys(source)
-    width = 0 if keys.arch == "gpt2" else keys.head_width()
+    width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in hf_names.MIXTURES
     found: list[Outgoing] = []
     for name, spec in source.tensors.items():
-        parts = parts_from(keys.family, name, spec.shape) if keys.family in MIXTURES else None
-        if parts is not None:
+        if is_mixture and (parts := hf_names.parts_from(keys.family, name, spec.shape)) is not None:
             found += of_experts(source, spec, parts)
-        elif name not in (ROPE_FREQS, *LONG_FACTORS):  # the configuration contains these
-            order = order_of(keys.family, name)
-            shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
-            found.append(Outgoing(from_gguf(keys.family, name), shape, source, spec, order, width))
+        elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # the configuration contains these
+            order = hf_names.order_of(keys.family, name)
+            shape = spec.shape[::-1] if order == hf_names.Order.TRANSPOSED else spec.shape
+            found.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
     return found
 
 
@@ -199,7 +166,7 @@ def of_experts(
     for place, (there, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
         runs = tuple((name, e * size, (e + 1) * size) for e in experts for name in names)
-        yield Outgoing(there, shape, source, spec, Order.SAME, 0, runs)
+        yield Outgoing(there, shape, source, spec, hf_names.Order.SAME, 0, runs)
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
@@ -212,9 +179,9 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
         "architectures": ["GPT2LMHeadModel" if kind is None else kind.name],
         "model_type": (kind and kind.model_type) or keys.family,
         **sizes,
-        "vocab_size": source.tensors[EMBEDDING].shape[0],
+        "vocab_size": source.tensors[hf_folder.EMBEDDING].shape[0],
         **own,
-        "tie_word_embeddings": HEAD not in source.tensors,
+        "tie_word_embeddings": hf_folder.HEAD not in source.tensors,
         **special_tokens(source),
         "torch_dtype": dtype,
     }
@@ -223,7 +190,8 @@ def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
 def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     """Return the numbers of special tokens, with all that end an answer; None if the source has none."""
     keys = GGUFKeys(source.metadata, str(source.path))
-    beside = source.config if isinstance(source, HuggingFaceFolder) else {}  # its keys have no tokenizer
+    # The keys of a folder have no tokenizer.
+    beside = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
     found = {
         there: beside.get(there, keys.whole(f"tokenizer.ggml.{here}_token_id"))
         for there, here in TOKENS.items()
@@ -256,7 +224,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
     # Phi 3's class reads the first context outside the scaling.
-    former = {FORMER: scaling[FORMER]} if kind.longrope and scaling else {}
+    former = {rope.FORMER: scaling[rope.FORMER]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
@@ -265,7 +233,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": scaling,
         **former,
-        **({PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
+        **({rope.PARTIAL: math.nextafter(turned / width, 1)} if turned != width else {}),
         **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
         **{name: keys.size(key, 0) or 0 for key, name in kind.sizes.items()},
         **window_settings(keys, kind),
@@ -282,7 +250,7 @@ def window_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     blocks = range(1, 1 + (keys.size("block_count") or 0))
     return {
         "sliding_window": window,
-        "layer_types": [SLIDING if window and number % kind.period else FULL for number in blocks],
+        "layer_types": [rope.SLIDING if window and number % kind.period else rope.FULL for number in blocks],
         "query_pre_attn_scalar": score_width(
             keys.size("embedding_length") or 0,
             keys.size("attention.head_count") or 1,
@@ -309,7 +277,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-        return {"rope_type": kind, "factor": factor, FORMER: former}
+        return {"rope_type": kind, "factor": factor, rope.FORMER: former}
     if factor == 1:
         factor = keys.number("rope.scale_linear", 1.0)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -317,16 +285,16 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
     """Return Phi 3's scaling, from two tensors and two keys, or None; FileError for one tensor alone."""
-    names = [name for name in LONG_FACTORS if name in keys.source.tensors]
+    names = [name for name in rope.LONG_FACTORS if name in keys.source.tensors]
     magnitude = keys.number("rope.scaling.attn_factor", 1.0)
     if not names and magnitude == 1:
         return None
-    if len(names) < len(LONG_FACTORS):
+    if len(names) < len(rope.LONG_FACTORS):
         found = names[0] if names else "rope.scaling.attn_factor"
         raise FileError(f"{keys.source.path}: {found} without the other values of LongRoPE")
-    factors = {LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
+    factors = {rope.LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     former = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-    return {"rope_type": LONGROPE, **factors, FORMER: former, "attention_factor": magnitude}
+    return {"rope_type": rope.LONGROPE, **factors, rope.FORMER: former, "attention_factor": magnitude}
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
@@ -335,16 +303,16 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     The model's own setting is tried first. Otherwise factor and former context are searched: all other
     numbers are the same in every Llama 3. FileError for other divisors.
     """
-    if ROPE_FREQS not in source.tensors:
+    if rope.ROPE_FREQS not in source.tensors:
         return None
-    found, kept = source.read(ROPE_FREQS), kept_scaling(source.metadata)
+    found, kept = source.read(rope.ROPE_FREQS), rope.kept_scaling(source.metadata)
     usual = LLAMA3_USUAL | {"factor": float(found.max())}
-    guesses = (usual | {FORMER: context} for context in FORMER_CONTEXTS)
+    guesses = (usual | {rope.FORMER: context} for context in FORMER_CONTEXTS)
     for guess in chain([] if kept is None else [kept], guesses):
-        made = llama3_factors(base, width, **guess)
+        made = rope.llama3_factors(base, width, **guess)
         if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
-            return {"rope_type": "llama3", **{name: guess[name] for name in LLAMA3}}
-    raise FileError(f"{source.path}: {ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
+            return {"rope_type": "llama3", **{name: guess[name] for name in rope.LLAMA3}}
+    raise FileError(f"{source.path}: {rope.ROPE_FREQS} is not a Llama 3 scaling, as config.json needs")
 
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # our types that safetensors can hold
@@ -362,7 +330,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
     """Write configuration, tensors and tokenizer into a new folder. Return the type of each tensor."""
     config, tensors = config_json(source, DTYPES[wanted]), outgoing(source)
     folder.mkdir()
-    write_json(folder / CONFIG, config)
+    write_json(folder / hf_folder.CONFIG, config)
     kind = GGMLQuantizationType[wanted.upper()]
     width = 4 if wanted == "f32" else 2
     parts = in_parts(tensors, most // width)
@@ -376,7 +344,7 @@ def write_folder(source: WeightSource, wanted: str, most: int, folder: Path) -> 
         write_part(folder / name, part, kind)
     write_tokenizer(source, folder)
     special = {name: config[name] for name in TOKENS if config[name] is not None}
-    if special and not isinstance(source, HuggingFaceFolder):
+    if special and not isinstance(source, hf_folder.HuggingFaceFolder):
         write_json(folder / GENERATION, special)
     return {tensor.name: wanted for tensor in tensors}
 
@@ -430,22 +398,22 @@ def write_peft(adapter: WeightSource, base: WeightSource, wanted: str, folder: P
     tensors = [outgoing_factor(adapter, spec, keys) for spec in adapter.tensors.values()]
     config = config_of(adapter, base, keys.architecture or "")
     folder.mkdir()
-    write_json(folder / PEFT_CONFIG, config)
-    write_part(folder / PEFT_MODEL, tensors, GGMLQuantizationType[wanted.upper()])
+    write_json(folder / hf_folder.PEFT_CONFIG, config)
+    write_part(folder / hf_folder.PEFT_MODEL, tensors, GGMLQuantizationType[wanted.upper()])
     return {tensor.name: wanted for tensor in tensors}
 
 
 def outgoing_factor(adapter: WeightSource, spec: TensorSpec, keys: GGUFKeys) -> Outgoing:
     """Return one factor by PEFT's name and in its order of rows; FileError if PEFT has no place for it."""
     target, dot, end = spec.name.rpartition(".")
-    order, head = order_and_head(spec, target, dot + end, keys)
-    name = f"{PREFIX}{layer_of(keys.architecture or '', target)}{ENDS[dot + end]}"
+    order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
+    name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
     return Outgoing(name, spec.shape, adapter, spec, order, head)
 
 
 def layer_of(arch: str, weight: str) -> str:
     """Return the path of a layer in the model of transformers, by the name of its weight in GGUF."""
-    return from_gguf(arch, weight).removesuffix(".weight")
+    return hf_names.from_gguf(arch, weight).removesuffix(".weight")
 
 
 def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str, Any]:
@@ -454,7 +422,7 @@ def config_of(adapter: WeightSource, base: WeightSource, arch: str) -> dict[str,
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base.path) if isinstance(base, HuggingFaceFolder) else None,
+        "base_model_name_or_path": str(base.path) if isinstance(base, hf_folder.HuggingFaceFolder) else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,

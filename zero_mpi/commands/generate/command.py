@@ -4,8 +4,6 @@ Generated text goes to a file or pipe as its exact bytes. On a terminal control 
 model, or the author of its text, could otherwise move the cursor, rename the window or worse.
 """
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import json
@@ -13,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ class Speaker:
 
     @property
     def draw(self) -> dict[str, Any]:
-        """The flags that say how tokens are drawn."""
         return {name: getattr(self.options, name) for name in DRAW}
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
@@ -84,7 +82,6 @@ class LlamaCppSpeaker(Speaker):
     """Speaker whose model is a `LlamaCpp`."""
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
         return Reply(*self.model.answer(prompt, self.options.tokens, self.draw, say))
 
 
@@ -114,7 +111,6 @@ class Chat:
         return with_bos(self.tokenizer.encode(rendered.text, special=True), bos_of(self.tokenizer, AUTO))
 
     def answered(self, answer: Reply) -> None:
-        """Add the model's answer to the conversation."""
         self.messages.append({"role": "assistant", "content": answer.text.decode("utf-8", "replace")})
 
 
@@ -127,52 +123,36 @@ Examples:
 
 def make_parser() -> Parser:
     """Make the parser of the command line."""
-    parser = Parser(
-        prog="zero-mpi generate",
-        description="Generate text from a GGUF model, in one process.",
-        epilog=EXAMPLES,
-    )
-    parser.add_argument("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    parser.add_argument("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue or answer (default: 'def ')")
-    parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; -: standard input")
-    parser.add_argument("--chat", action="store_true", help="answer prompts, using the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    about = "Generate text from a GGUF model, in one process."
+    parser = Parser(prog="zero-mpi generate", description=about, epilog=EXAMPLES)
+    add = parser.add_argument
+    add("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
+    add("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    add("--prompt", metavar="TEXT", help="text to continue or answer (default: 'def ')")
+    add("--prompts", metavar="FILE", help="file with one prompt per line; -: standard input")
+    add("--chat", action="store_true", help="answer prompts, using the model's chat template")
+    add("--system", metavar="TEXT", help="system message of the conversation")
     add_settings(parser, dict.fromkeys(OF_TEMPLATES, ""))
-    parser.add_argument("--json", action="store_true", help="print prompt and answer as JSON lines")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=1,
-        metavar="N",
-        help="prompts of --prompts to answer at once (default: 1)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="own",
-        help="program that computes: zero_mpi (own), or llama.cpp from the package xllamacpp",
-    )
-    parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens to generate")
+    add("--json", action="store_true", help="print prompt and answer as JSON lines")
+    at_once = "prompts of --prompts to answer at once (default: 1)"
+    add("--batch", type=int, default=1, metavar="N", help=at_once)
+    engines = "program that computes: zero_mpi (own), or llama.cpp from the package xllamacpp"
+    add("--engine", choices=ENGINES, default="own", help=engines)
+    add("--tokens", type=int, default=200, help="maximum number of tokens to generate")
     add_draw(parser)
     return parser
 
 
 def add_draw(parser: Parser) -> None:
     """Add the flags that say how a token is drawn."""
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="sampling temperature; 0: always the most likely token"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="then from tokens with at least X times the best probability"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed for sampling")
+    add = parser.add_argument
+    temperature = "sampling temperature; 0: always the most likely token"
+    add("--temperature", type=float, default=0.8, help=temperature)
+    add("--top-k", type=int, default=40, help="sample from the N likeliest tokens; 0: no limit")
+    add("--top-p", type=float, default=1.0, help="then from the most likely tokens with total probability X")
+    least = "then from tokens with at least X times the best probability"
+    add("--min-p", type=float, default=0.0, help=least)
+    add("--seed", type=int, default=0, help="random seed for sampling")
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -293,10 +273,7 @@ def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
     return show
 
 
-def main() -> None:
-    """Run the command."""
-    run("generate", command, sys.argv[1:], alone=True)
-
+main = partial(run, "generate", command, alone=True)
 
 STANDARD_INPUT = "-"
 DEFAULT = "def "

@@ -1,7 +1,5 @@
 """Generation by llama.cpp, for `--engine llamacpp`: the package xllamacpp runs it in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any

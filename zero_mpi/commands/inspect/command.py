@@ -4,8 +4,6 @@ The result is one dictionary (`examine`, `compare`): `--json` prints it, and the
 made of nothing else. Exit status 0: sound, or the same; 1: damaged or different; 2: not readable.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap
@@ -37,15 +35,16 @@ def make_parser() -> Parser:
         "  zero-mpi inspect runs/a/latest runs/b/latest\n"
         "  zero-mpi inspect runs/a runs/b",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "path",
         help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
         "run folder",
     )
-    parser.add_argument("other", nargs="?", help="path of the same kind, to compare with")
-    parser.add_argument("--keys", action="store_true", help="show all keys, with full arrays and texts")
-    parser.add_argument("--tensors", action="store_true", help="show all tensors, or all that differ")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add("other", nargs="?", help="path of the same kind, to compare with")
+    add("--keys", action="store_true", help="show all keys, with full arrays and texts")
+    add("--tensors", action="store_true", help="show all tensors, or all that differ")
+    add("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 

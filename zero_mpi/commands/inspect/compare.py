@@ -4,8 +4,6 @@ The stored bytes of both are read side by side, piece by piece, so memory does n
 digest has to be trusted. Only the first tensor that differs is compared by value.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from math import isnan

@@ -5,8 +5,6 @@ memory does not grow with the model. A checkpoint of zero_mpi is compared with i
 its whole state does not depend on the number of ranks that wrote it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter
@@ -20,23 +18,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint import folders, sound
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import (
-    AVERAGE,
-    ID,
-    MODEL,
-    PIECE_BYTES,
-    STATE_DIGEST,
-    TENSOR_DIGESTS,
-    CheckpointFiles,
-    average_beside,
-    check_files,
-    digest_of_files,
-    digest_of_pieces,
-    from_lines,
-    piece_digests,
-)
 from zero_mpi.checkpoint.state import ARCHITECTURE, COUNTS, STATE, read_json
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of, open_weights
@@ -75,7 +58,7 @@ class Subject:
 
     @property
     def parts(self) -> dict[str, WeightSource]:
-        parts = {MODEL: self.model, AVERAGE: self.average, STATE: self.state}
+        parts = {sound.MODEL: self.model, sound.AVERAGE: self.average, STATE: self.state}
         return {role: part for role, part in parts.items() if part is not None}
 
 
@@ -100,7 +83,7 @@ def open_subject(path: Path) -> Subject:
     if not os.path.exists(path / folders.OPTIMIZER):
         return Subject(source, None)
     state = GGUFFile.open(path / folders.OPTIMIZER)
-    return Subject(source, state, average_beside(state))
+    return Subject(source, state, sound.average_beside(state))
 
 
 # --------------------------------------------------------------------------------------- tensors, in pieces
@@ -109,7 +92,7 @@ def open_subject(path: Path) -> Subject:
 def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
     """Yield the bytes of a tensor, in pieces of complete blocks and of complete pieces of its digest."""
     block, width = GGML_QUANT_SIZES[spec.type]
-    step = math.lcm(PIECE_BYTES, width)
+    step = math.lcm(sound.PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_pieces(spec.name, size)
@@ -151,9 +134,9 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
     def digested() -> Iterator[bytes]:
         for raw in pieces(source, spec):
             counts.append(not_finite(raw, spec.type))
-            yield piece_digests(raw)
+            yield sound.piece_digests(raw)
 
-    digest = digest_of_pieces(digested())
+    digest = sound.digest_of_pieces(digested())
     known = [count for count in counts if count is not None]
     return Tensor(spec, digest, sum(known) if len(known) == len(counts) else None)
 
@@ -241,11 +224,11 @@ def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
 def about_training(subject: Subject) -> Report | None:
     """Return the progress of a zero_mpi run; None for a file of another program."""
     metadata = [part.metadata for part in subject.parts.values()][-1]
-    if ID not in metadata:
+    if sound.ID not in metadata:
         return None
     found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
-    found["id"] = as_json(metadata[ID], True)
-    found["recorded_state_digest"] = as_json(metadata.get(STATE_DIGEST), True)
+    found["id"] = as_json(metadata[sound.ID], True)
+    found["recorded_state_digest"] = as_json(metadata.get(sound.STATE_DIGEST), True)
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
             with suppress(UsageError):  # the verdict reports a missing part of the pair
@@ -258,14 +241,14 @@ def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
     """Return the check of digests and of the pair of files, and the values that are not finite."""
     digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
     every = [*chain.from_iterable(read.values())]
-    with_sums = [role for role, part in subject.parts.items() if TENSOR_DIGESTS in part.metadata]
-    whole = digest_of_files(digests)
+    with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]
+    whole = sound.digest_of_files(digests)
     problems = [text for role in with_sums for text in wrong_digests(subject.parts[role], digests[role])]
     if subject.model is not None and subject.state is not None:
         try:
-            check_files(CheckpointFiles(subject.model, subject.state, subject.average))
-            if not problems and keys_of(subject.state).text(STATE_DIGEST) != whole:
-                problems.append(f"{subject.state.path}: key {STATE_DIGEST} does not match the tensors")
+            sound.check_files(sound.CheckpointFiles(subject.model, subject.state, subject.average))
+            if not problems and keys_of(subject.state).text(sound.STATE_DIGEST) != whole:
+                problems.append(f"{subject.state.path}: key {sound.STATE_DIGEST} does not match the tensors")
         except UsageError as error:
             problems.append(str(error))
     not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
@@ -283,7 +266,7 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
     """Yield differences between the tensors of a file and the digests that it holds."""
     path = source.path
     try:
-        recorded = from_lines(keys_of(source).texts(TENSOR_DIGESTS))
+        recorded = sound.from_lines(keys_of(source).texts(sound.TENSOR_DIGESTS))
     except UsageError as error:
         yield str(error)
         return

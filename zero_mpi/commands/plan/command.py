@@ -1,7 +1,5 @@
 """`zero-mpi plan`: read the flags, plan, print; `--json` writes the same numbers to a file."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

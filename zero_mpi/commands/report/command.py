@@ -6,8 +6,6 @@ hashes, and loads nothing. The page is written next to its target and renamed, s
 of it.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -4,8 +4,6 @@ Only `metrics.jsonl` or `status.json` must be there. Everything else may be miss
 off by a crash or written by somebody else; what cannot be read is left out.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from array import array

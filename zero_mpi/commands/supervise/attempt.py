@@ -10,8 +10,6 @@ Open MPI's returns 1 when it was asked to stop and the run has saved. A failure 
 on the same hosts and without a new checkpoint in between will come a third time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -203,7 +201,6 @@ class Attempt:
         return Ending(end, self._said(), ended_for, self._folder.step(), progressed)
 
     def _said(self) -> Mapping[str, Any]:
-        """Return the status that the run has written since this start."""
         word = self._folder.word()
         return {} if word == self._before else word
 

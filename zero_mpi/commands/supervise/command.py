@@ -58,15 +58,14 @@ def make_parser() -> Parser:
         "  zero-mpi supervise -- \\\n"
         "      srun -w {hosts} -N {nodes} -n {ranks} python -m zero_mpi.train",
     )
+    add = parser.add_argument
     for name, (default, _, text) in NUMBERS.items():
-        parser.add_argument(name, type=type(default), default=default, help=text)
-    parser.add_argument("--hostfile", metavar="FILE", help="hosts and ranks (default: from the batch job)")
-    parser.add_argument(
-        "--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}"
-    )
+        add(name, type=type(default), default=default, help=text)
+    add("--hostfile", metavar="FILE", help="hosts and ranks (default: from the batch job)")
+    add("--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}")
     is_well = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
-    parser.add_argument("--probe", metavar="COMMAND", help=is_well)
-    parser.add_argument("--run", metavar="DIR", help="run folder (default: --out of the command)")
+    add("--probe", metavar="COMMAND", help=is_well)
+    add("--run", metavar="DIR", help="run folder (default: --out of the command)")
     return parser
 
 

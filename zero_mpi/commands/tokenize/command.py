@@ -1,7 +1,5 @@
 """`zero-mpi tokenize`: from the flags to a complete folder of token files, on all ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys
@@ -14,20 +12,7 @@ from pathlib import Path
 from zero_mpi import __version__, environment
 from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import elapsed, plural, short_size
-from zero_mpi.commands.tokenize.encode_parts import (
-    FLAG,
-    TEXT_FORMATS,
-    Amount,
-    Encoding,
-    InputFile,
-    ProgressSum,
-    WorkPart,
-    check_unchanged,
-    cut_parts,
-    dealt,
-    encode_parts,
-    format_named,
-)
+from zero_mpi.commands.tokenize import encode_parts as work
 from zero_mpi.commands.tokenize.work_folder import Table, WorkFolder, read_record
 from zero_mpi.config.bounds import within
 from zero_mpi.config.command_line import add_settings
@@ -77,7 +62,7 @@ def make_parser() -> Parser:
     size = "MiB of text per token file (default: 1/256 of all, from 1 to 256)"
     field = "JSON field or Parquet column with the text (default: text)"
     add = parser.add_argument
-    add("path", nargs="*", metavar=FLAG, help=inputs)
+    add("path", nargs="*", metavar=work.FLAG, help=inputs)
     add("--tokenizer", required=True, metavar="FILE", help="GGUF file, tokenizer.json, or byte")
     add("--out", default="tokens", metavar="DIR", help="folder for the token files")
     add("--field", metavar="NAME", default="text", help=field)
@@ -123,24 +108,25 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
     hold = take_folder(world, out)
     watchdog.gather(out, world.comm)
     signals.enter(PREPARING)
-    encoding = Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
+    encoding = work.Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
     folder: WorkFolder = world.on_root(lambda: WorkFolder(out, about(options, tokenizer)))
     inputs, weights = look_at_files(world, encoding, watchdog)
     watchdog.beat("reading existing parts")
-    parts = cut_parts(files, weights, None if options.part_mb is None else int(options.part_mb * MEBIBYTE))
+    size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
+    parts = work.cut_parts(files, weights, size)
     missing = world.from_root(lambda: begin(folder, encoding, parts, inputs))
     if missing is None:
         return 0
     world.together(lambda: check_shared(out))
     begun, new = time.monotonic(), [part for part in parts if part.name in missing]
-    share = dealt([part.weight for part in new], world.size)[world.rank]
+    share = work.dealt([part.weight for part in new], world.size)[world.rank]
     total, left = (sum(part.weight for part in some) for some in (parts, new))
     signals.enter(STEPS)
-    progress = ProgressSum(
+    progress = work.ProgressSum(
         world, watchdog, "writing token files", total, total - left,
         lambda: bool(signals.caught or hold.lost),
     )  # fmt: skip
-    is_done = progress.run(partial(encode_parts, encoding, [new[place] for place in share]))
+    is_done = progress.run(partial(work.encode_parts, encoding, [new[place] for place in share]))
     hold.check()
     watchdog.beat("writing the manifest")
     if is_done:
@@ -175,24 +161,25 @@ def about(options: Namespace, tokenizer: Tokenizer) -> Table:
     }
 
 
-def found_files(paths: Sequence[str], out: str) -> list[InputFile]:
+def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
     """Return the files that the flags name; raises UsageError, also where `out` is in a folder of these."""
     for given in paths:
         inner, outer = os.path.realpath(out), os.path.realpath(given)
         if os.path.commonpath([inner, outer]) == outer:
-            raise UsageError(f"--out {shown(out)}: is inside {FLAG} {shown(given)}: use a folder outside it")
-    files = list[InputFile]()
-    for name, path in collect_files(paths, FLAG) if paths else library_files():
+            raise UsageError(f"--out {shown(out)}: is inside TEXT {shown(given)}: use a folder outside it")
+    files = list[work.InputFile]()
+    for name, path in collect_files(paths, work.FLAG) if paths else library_files():
         try:
             about = path.stat()
         except OSError as error:
             unreadable(error)
-        files.append(InputFile(name, path, format_named(name).name, about.st_size, about.st_mtime_ns))
+        form = work.format_named(name).name
+        files.append(work.InputFile(name, path, form, about.st_size, about.st_mtime_ns))
     return files
 
 
 def look_at_files(
-    world: World, encoding: Encoding, watchdog: Watchdog
+    world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
     """Look at all files, each by one rank, and report which are not text. Collective; raises UsageError.
 
@@ -201,15 +188,15 @@ def look_at_files(
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
 
-    def look(progress: ProgressSum) -> None:
-        for number in dealt(sizes, world.size)[world.rank]:
+    def look(progress: work.ProgressSum) -> None:
+        for number in work.dealt(sizes, world.size)[world.rank]:
             if not progress.beat():
                 return  # another rank raises
-            weights = TEXT_FORMATS[files[number].format].weights(files[number], reading)
+            weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
             if weights is not None:
                 found[number] = digest_of(files[number], progress), weights
 
-    ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(look)
+    work.ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(look)
     results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
     for theirs, noted in results:
         found |= theirs
@@ -224,23 +211,23 @@ def look_at_files(
     return inputs, [found[number][1] if number in found else [] for number in range(len(sizes))]
 
 
-def digest_of(file: InputFile, progress: ProgressSum) -> str:
+def digest_of(file: work.InputFile, progress: work.ProgressSum) -> str:
     """Return the sha256 of a file; raises UsageError if it cannot be read, JobError if it changes."""
     digest = hashlib.sha256()
     with open_file(file.path) as raw:
         try:
             while block := raw.read(BLOCK):
                 digest.update(block)
-                progress.beat(Amount(len(block), len(block)))
+                progress.beat(work.Amount(len(block), len(block)))
         except OSError as error:
             error.filename = file.path
             unreadable(error)
-    check_unchanged(file)
+    work.check_unchanged(file)
     return digest.hexdigest()
 
 
 def begin(
-    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], inputs: list[Table]
+    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], inputs: list[Table]
 ) -> set[str] | None:
     """Write the plan; returns the names of missing parts, None if the folder is complete. On rank 0."""
     with writing():
@@ -255,7 +242,7 @@ def begin(
 
 
 def finish(
-    folder: WorkFolder, encoding: Encoding, parts: list[WorkPart], new: set[str], seconds: float
+    folder: WorkFolder, encoding: work.Encoding, parts: list[work.WorkPart], new: set[str], seconds: float
 ) -> None:
     """Write the manifest, and log the result. Raises UsageError if there is no text."""
     found = {part.name: record for part in parts if (record := read_record(folder.out, part.name))}
@@ -273,7 +260,7 @@ def finish(
     if not counts["documents"]:
         folder.clear()
         (folder.out / TOKENIZER).unlink()
-        raise UsageError(f"{FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
+        raise UsageError(f"{work.FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
     files = [file for each in records for file in each["files"]]
     ids = megatron_dtype(reader.tokenizer.vocab_size).name
     with writing():
@@ -290,7 +277,7 @@ def warn(notes: Iterable[str]) -> None:
         log.tell(log.Caution(note))
 
 
-def train_on(encoding: Encoding) -> str:
+def train_on(encoding: work.Encoding) -> str:
     """Return the advice at the end."""
     return f"train on it with mpirun -n 8 python -m zero_mpi.train --data {shown(encoding.out)}"
 

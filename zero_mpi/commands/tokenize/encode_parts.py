@@ -1,14 +1,10 @@
 """Formats of text, inputs cut into parts by their bytes alone, assignment of parts to ranks, encoding.
 
-A file's suffix decides its format, a row of `TEXT_FORMATS`. A format gives the weights of a file's
-pieces, by which work is dealt out, and the texts between two places.
-
-Each part becomes a token file. Parts are dealt out before the work begins, the heaviest first, each to the
-rank that has least so far. Texts are encoded as training does it, and written document by document.
+A format (`TEXT_FORMATS`) gives the weights of a file's pieces, by which work is dealt out before it begins,
+and the texts between two places. Each part becomes a token file.
 
 Nonblocking sums over ranks report progress, a problem of any rank, and the end of the work (`ProgressSum`).
-One begins as soon as the last one has reached all ranks, so a rank in a large document delays no
-other, and all ranks learn from the same sum that the work ends.
+One begins as soon as the last one has reached all ranks, so a rank in a large document delays no other.
 """
 
 from __future__ import annotations
@@ -38,17 +34,9 @@ from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_dtype
 from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import FileError, JobError, UsageError, writing
+from zero_mpi.files import text_streams
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.parse import parse_json
-from zero_mpi.files.text_streams import (
-    MOST,
-    MOST_UNPACKED,
-    TextStream,
-    is_text,
-    length_of,
-    line_number,
-    packing_of,
-)
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
@@ -98,14 +86,14 @@ class Reading:
         self.field, self.skips, self.filter = field, skips, text_filter
         self.skipped = 0
         self.beat: Callable[[], object] = lambda: None
-        self._stream: TextStream | None = None
+        self._stream: text_streams.TextStream | None = None
 
-    def stream(self, path: Path, first: int) -> TextStream:
+    def stream(self, path: Path, first: int) -> text_streams.TextStream:
         """Return the stream of a file; the open one is continued if it has not passed `first`."""
         kept = self._stream
         if kept is None or kept.path != path or not kept.reaches(first):
             self.close()
-            kept = self._stream = TextStream(path, self.beat)
+            kept = self._stream = text_streams.TextStream(path, self.beat)
         return kept
 
     def close(self) -> None:
@@ -127,7 +115,7 @@ class Reading:
         if self.field not in value:
             found = ", ".join(quoted(name, 40) for name in list(value)[:5]) or "nothing"
             raise ValueError(f"expected the field {quoted(self.field)}, found {found}; name it with --field")
-        if not is_text(value[self.field]):
+        if not text_streams.is_text(value[self.field]):
             raise ValueError(f"{self.field}: expected a text, found {quoted(value[self.field])}")
         text: str = value[self.field]
         return text.encode()
@@ -146,16 +134,17 @@ class TextFormat(NamedTuple):
 
 def _length(file: InputFile, reading: Reading) -> list[int] | None:
     if file.format == TEXT.name:
-        with TextStream(file.path) as stream:
+        with text_streams.TextStream(file.path) as stream:
             if not reading.filter.takes(unpacked_name(file.name), file.path, stream.read(HEAD)):
                 return None
-    return [file.size if not packing_of(file.path.name) else length_of(file.path, reading.beat)]
+    packed = text_streams.packing_of(file.path.name)
+    return [text_streams.length_of(file.path, reading.beat) if packed else file.size]
 
 
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
-    packed = packing_of(file.path.name)
-    most = min(MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
-    with TextStream(file.path, reading.beat) as stream:
+    packed = text_streams.packing_of(file.path.name)
+    most = min(text_streams.MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
+    with text_streams.TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
         raise FileError(
@@ -171,11 +160,11 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
         if not raw.strip():
             continue
         try:
-            if len(raw) > MOST:
-                raise ValueError(f"expected at most {MOST:,} bytes, found more")
+            if len(raw) > text_streams.MOST:
+                raise ValueError(f"expected at most {text_streams.MOST:,} bytes, found more")
             text = reading.text_of(parse_json(raw))
         except ValueError as error:
-            reading.bad(file.path, "line", partial(line_number, file.path, place), error)
+            reading.bad(file.path, "line", partial(text_streams.line_number, file.path, place), error)
         else:
             yield f"{file.name}@{place}", text
 
@@ -206,7 +195,7 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
         for batch in found.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
             for value in batch.column(0).to_pylist():
                 row += 1
-                if is_text(value):
+                if text_streams.is_text(value):
                     yield f"{file.name}@{row}", value.encode()
                 else:
                     problem = f"{reading.field}: expected a text, found {quoted(value)}"
@@ -221,7 +210,7 @@ TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the 
 
 def unpacked_name(name: str) -> str:
     """Return a file's name without its compression suffix."""
-    return name[: len(name) - len(packing_of(name))]
+    return name[: len(name) - len(text_streams.packing_of(name))]
 
 
 def format_named(name: str) -> TextFormat:

@@ -6,8 +6,6 @@ after that. So a part with a record is complete even if the writer is killed, an
 written again, with the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

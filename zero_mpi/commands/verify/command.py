@@ -4,8 +4,6 @@ Segments of the run are recomputed by the steps that training makes. Settings, d
 the run's.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -125,14 +123,13 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("run", metavar="DIR", help="run folder, --out of training")
-    parser.add_argument("--from", type=int, metavar="STEP", help="start from the state after this step")
-    parser.add_argument("--to", type=int, metavar="STEP", help="stop at the state after this step")
-    parser.add_argument(
-        "--sample", type=int, metavar="K", help="recompute K random segments between checkpoints; 0: none"
-    )
-    parser.add_argument("--seed", type=int, help="random seed for --sample (default: random, and printed)")
-    parser.add_argument("--expect", metavar="HEX", help="digest that the run printed at its end")
+    add = parser.add_argument
+    add("run", metavar="DIR", help="run folder, --out of training")
+    add("--from", type=int, metavar="STEP", help="start from the state after this step")
+    add("--to", type=int, metavar="STEP", help="stop at the state after this step")
+    add("--sample", type=int, metavar="K", help="recompute K random segments between checkpoints; 0: none")
+    add("--seed", type=int, help="random seed for --sample (default: random, and printed)")
+    add("--expect", metavar="HEX", help="digest that the run printed at its end")
     add_settings(parser, OWN)
     return parser
 
@@ -316,7 +313,6 @@ class Recomputation(Steps, Observer):
         self.found = ""  # the first difference
 
     def make(self, segment: Segment, records: Iterator[Facts] | None) -> None:
-        """Make the steps of a segment. Collective."""
         session, config = self.session, self.session.config
         self.progress, self._records = session.progress, records
         goes_on = config.init is not None

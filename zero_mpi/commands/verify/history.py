@@ -6,8 +6,6 @@ checkpoint, or the first weights. It ends at the next checkpoint that exists, so
 `--keep` lie within a segment; the last segment may end where the records do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,20 +19,8 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import quoted, shown
 from zero_mpi.files.open import exists, read_lines
 from zero_mpi.launch.world import World
-from zero_mpi.telemetry import status
+from zero_mpi.telemetry import proof, status
 from zero_mpi.telemetry.metrics import MARK, METRICS, record_of
-from zero_mpi.telemetry.proof import (
-    CHAIN,
-    CHECKPOINT,
-    ORIGIN,
-    PROOF,
-    RECORD,
-    RUN,
-    Broken,
-    Line,
-    bits_of,
-    read_proof,
-)
 from zero_mpi.telemetry.proof import ID as NAME
 from zero_mpi.train.description import FACTS, MACHINE, SETTINGS
 
@@ -114,7 +100,6 @@ class History:
 
     @property
     def kept(self) -> list[int]:
-        """Steps of the run's checkpoints that exist."""
         return [step for step in self.saved if step in self.folders]
 
     def id_of(self, step: int) -> str | None:
@@ -126,8 +111,8 @@ class History:
 
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
         """Note that a job begins at a step; raises Differs for an impossible one."""
-        origin = run.get(ORIGIN)
-        continues = origin == CHAIN and step == self.at
+        origin = run.get(proof.ORIGIN)
+        continues = origin == proof.CHAIN and step == self.at
         if continues and step == self._tip[0]:
             origin = self._tip[1]
         goes_on = continues or (step, origin) == self._tip
@@ -168,7 +153,6 @@ class History:
             self._since, self._is_there = step, True
 
     def close(self, step: int, *, ends: bool) -> None:
-        """End the segment that is open at a step."""
         if self._is_there and step > self._since:
             self.segments.append(Segment(self._since, step, ends, len(self.runs) - 1))
 
@@ -201,7 +185,6 @@ class Records:
 
     @property
     def step(self) -> int:
-        """Step of the next record; 0 if there is none."""
         return int(self.ahead.get("step", 0))
 
     def take(self) -> Record:
@@ -220,15 +203,15 @@ def read_history(run: Path, expect: str | None) -> History:
     """Read a run folder; Differs where it contradicts itself, UsageError where it has no content."""
     records, history = Records(run), History(dict(folders.steps(run)))
     ended = status.read_status(run / status.NAME).get("state") in (status.DONE, status.STOPPED)
-    if exists(run / PROOF):
+    if exists(run / proof.PROOF):
         follow(run, records, history, ended)
     elif not records.step:
-        raise UsageError(f"{shown(run)}: nothing to verify: neither {PROOF} nor records in {METRICS}")
+        raise UsageError(f"{shown(run)}: nothing to verify: neither {proof.PROOF} nor records in {METRICS}")
     else:
-        history.notes.append(f"no {PROOF}: without a chain, records are checked only by recomputation")
+        history.notes.append(f"no {proof.PROOF}: without a chain, records are checked only by recomputation")
         replay(records, history)
     if expect is not None and history.head != expect:
-        raise Differs(f"{PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")
+        raise Differs(f"{proof.PROOF} ends in {history.head or 'nothing'}, expected {shown(expect)}")
     history.close(history.at, ends=False)
     name = folders.named(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
@@ -248,46 +231,48 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     `ended`: the last job came to its end, so the last line of each file is whole.
     """
     try:
-        with closing(read_proof(run / PROOF)) as lines:
+        with closing(proof.read_proof(run / proof.PROOF)) as lines:
             for line in lines:
                 try:
                     tell(line, records, history)
                 except Differs as difference:
-                    raise Differs(f"{PROOF}, line {line.number}: {difference}") from None
+                    raise Differs(f"{proof.PROOF}, line {line.number}: {difference}") from None
                 history.head = line.head
-    except Broken as broken:
+    except proof.Broken as broken:
         if ended or not broken.torn:
-            raise Differs(f"{PROOF}, {broken}") from None
-        history.notes.append(f"the last line of {PROOF} is cut off, as after a kill")
+            raise Differs(f"{proof.PROOF}, {broken}") from None
+        history.notes.append(f"the last line of {proof.PROOF} is cut off, as after a kill")
     if not history.head:
-        raise Differs(f"{PROOF} has no line")
+        raise Differs(f"{proof.PROOF} has no line")
     if records.step:
-        after = f"{METRICS} has a record of step {records.step} after the last of {PROOF}, step {history.at}"
+        after = f"{METRICS} has a record of step {records.step} after the last of {proof.PROOF}"
+        after += f", step {history.at}"
         if ended or records.step != history.at + 1:
             raise Differs(after)
         history.notes.append(f"{after}, as after a kill: it is checked only by recomputation")
         history.record(records.step)
 
 
-def tell(line: Line, records: Records, history: History) -> None:
+def tell(line: proof.Line, records: Records, history: History) -> None:
     """Note a line of the chain; raises Differs for an impossible one."""
-    if line.kind == RUN:
+    if line.kind == proof.RUN:
         if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
             raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
         first = max(history.at, 0) + 1
         if line.step >= first:
-            history.notes.append(f"steps {first} to {line.step} are not in {PROOF}: they are not checked")
+            missing = f"steps {first} to {line.step} are not in {proof.PROOF}"
+            history.notes.append(f"{missing}: they are not checked")
             while 0 < records.step <= line.step:
                 records.take()
         history.begin(line.step, line.value)
-    elif line.kind == CHECKPOINT:
+    elif line.kind == proof.CHECKPOINT:
         history.save(line.step, line.value.get(NAME))
-    elif line.kind == RECORD:
+    elif line.kind == proof.RECORD:
         history.record(line.step)
         if records.step != line.step:
             found = f"one of step {records.step}" if records.step else "the end"
             raise Differs(f"expected a record of step {line.step} in {METRICS}, found {found}")
-        if difference := other(bits_of(records.take()), line.value):
+        if difference := other(proof.bits_of(records.take()), line.value):
             name, found, said = difference
             raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
 

@@ -11,8 +11,6 @@ template's loop over messages, and the generation prompt is rendered once for ea
 answer. Only a template without such a loop is rendered for each turn, with at most `MOST_TURNS` turns.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cached_property

@@ -6,8 +6,6 @@ write `arguments | tojson`, which escapes the quotes of a text; others append th
 an object.
 """
 
-from __future__ import annotations
-
 import json
 import marshal
 import re

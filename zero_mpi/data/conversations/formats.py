@@ -7,8 +7,9 @@
 
 Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label:
 
-    {"prompt": "...", "chosen": "...", "rejected": "..."} or lists of messages {"chosen": "...", "rejected":
-    "..."} the prompt is their common beginning {"prompt": "...", "completion": "...", "label": true} for KTO
+    {"prompt": "...", "chosen": "...", "rejected": "..."}                or lists of messages
+    {"chosen": "...", "rejected": "..."}                                 the prompt is their common beginning
+    {"prompt": "...", "completion": "...", "label": true}                for KTO
 
 Each form may also have `tools`. Other keys of a line are ignored; those of a message are passed to the
 template unchanged. A key with a null value counts as absent, because tables write all keys in each row.
@@ -23,16 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zero_mpi.data.conversations import row_sources
 from zero_mpi.data.conversations.chat_template import Message
-from zero_mpi.data.conversations.row_sources import (
-    DOCUMENT,
-    LINES,
-    TABLES,
-    beginning,
-    columns_of,
-    rows_of,
-    suffix_of,
-)
 from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.parse import parse_json
@@ -73,7 +66,6 @@ class BadRows:
         self.counts, self._first = Counter[str](), dict[str, str]()
 
     def add(self, name: str, number: int, error: ValueError) -> None:
-        """Count a row of a file."""
         key = VALUES.sub("", str(error))
         key = key if key in self.counts or len(self.counts) < MOST_REASONS else "other reasons"
         self.counts[key] += 1
@@ -142,20 +134,20 @@ def holds_conversations(
 
     first, forms: keys of rows of another kind, in lines and in tables
     """
-    suffix = suffix_of(path)
-    if suffix not in (*LINES, DOCUMENT, *TABLES):
+    suffix = row_sources.suffix_of(path)
+    if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
         return False
     try:
-        if suffix in TABLES:
-            columns = columns_of(path)
+        if suffix in row_sources.TABLES:
+            columns = row_sources.columns_of(path)
             return any(all(key in columns for key in keys) for keys in forms or [keys for keys, _ in FORMS])
         with prefixed("--data"):
-            head = beginning(path, first.search)
+            head = row_sources.beginning(path, first.search)
     except UsageError as error:  # no library, or a damaged table
-        if suffix not in TABLES and isinstance(error, FileError):
+        if suffix not in row_sources.TABLES and isinstance(error, FileError):
             raise
         return False
-    return first.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
+    return first.search(head) is not None and (suffix in row_sources.LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(
@@ -181,7 +173,7 @@ def read_conversations(
         bad.add(name, number, error)
 
     with prefixed("--data"):
-        kind, rows = rows_of(path)
+        kind, rows = row_sources.rows_of(path)
     return each_line(path, "--data", one, rows, fail)
 
 

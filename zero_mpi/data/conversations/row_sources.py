@@ -3,8 +3,6 @@
 Lines and documents may be packed (.gz, .zst). Memory holds one chunk of a file; a document has a size limit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

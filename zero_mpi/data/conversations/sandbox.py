@@ -12,8 +12,6 @@ rendering, with the numbers of messages (`prompts`) before which the text that a
 too. Each has `seconds` of CPU time; the reply has one value and the seconds that are `left`.
 """
 
-from __future__ import annotations
-
 import json
 import marshal
 import resource

@@ -5,8 +5,6 @@ lengths show which tokens overlap an answer. A token across the border of an ans
 has to produce all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +58,6 @@ class Totals:
         self.sums, self.longest, self.first = Facts(), 0, ""
 
     def add(self, name: str, facts: Facts) -> None:
-        """Add a row."""
         self.first = self.first or f"{shown(name)}: {described(facts)}"
         self.longest = max(self.longest, facts["tokens"])
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))

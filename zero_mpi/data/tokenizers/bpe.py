@@ -14,19 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.data.tokenizers import gguf_tokenizer as gguf
 from zero_mpi.data.tokenizers.byte import Ids, Lengths, byte_characters
-from zero_mpi.data.tokenizers.gguf_tokenizer import (
-    KEY,
-    LONGEST,
-    NORMAL,
-    PIECE,
-    STANDING,
-    UNUSED,
-    USER_DEFINED,
-    GGUFTokenizer,
-    Parts,
-    as_text,
-)
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, Rules, normalizer_of, tokenizers
 from zero_mpi.data.tokenizers.pretokenizers import GPT2, PreTokenizer, pre_tokenizer
 from zero_mpi.data.tokenizers.spellings import Spellings
@@ -35,13 +24,14 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import MERGES, THE_FILE, GGUFKeys
 
 _BATCH = 1 << 20  # characters in progress at once: the results take 150 bytes per character
-_WINDOW, _OVERLAP = PIECE, 2 * LONGEST  # characters of a text without seams that are encoded together
+# Characters of a text without seams that are encoded together.
+_WINDOW, _OVERLAP = gguf.PIECE, 2 * gguf.LONGEST
 # Between a letter or digit and white space: no regex of the table reaches over this place or looks across it.
 _SEAM = re.compile(r"[^\W_](?=[ \t\r\n])")
 _SEAM_OF_ASCII = re.compile(_SEAM.pattern, re.ASCII)
 
 
-class BPETokenizer(GGUFTokenizer):
+class BPETokenizer(gguf.GGUFTokenizer):
     """Tokenizer of GGUF keys whose `tokenizer.ggml.model` is "gpt2".
 
     Raises UsageError for keys that do not fit together, an unknown splitting, or a missing library. Like
@@ -51,7 +41,7 @@ class BPETokenizer(GGUFTokenizer):
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         keys = GGUFKeys(metadata, place)
         self.rules = Rules(keys)
-        self.pre = self.rules.splitting(pre_tokenizer(keys.text(KEY + "pre"), place))
+        self.pre = self.rules.splitting(pre_tokenizer(keys.text(gguf.KEY + "pre"), place))
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
         both = self.ids_in_text().items() if self.rules.cut else ()
@@ -64,7 +54,7 @@ class BPETokenizer(GGUFTokenizer):
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
         return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
 
-    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> Parts:
+    def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> gguf.Parts:
         parts = super().cut(text, special, sizes)
         if not self.rules.cut:
             return parts
@@ -77,7 +67,7 @@ class BPETokenizer(GGUFTokenizer):
         if not self.rules.cut:  # each token stands for as many bytes as its spelling has
             found = self.encode_batch(documents, special=True)
             return [(ids, self.widths[ids]) for ids in found]
-        texts = [as_text(data) for data in documents]  # the library knows which bytes became which ids
+        texts = [gguf.as_text(data) for data in documents]  # the library knows which bytes became which ids
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
         return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
@@ -96,18 +86,18 @@ class BPETokenizer(GGUFTokenizer):
     @cached_property
     def library(self) -> Any:
         """The library's tokenizer for a full text, without unused `[PADn]`: readers fill those gaps."""
-        filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == UNUSED}
+        filler = {f"[PAD{place}]" for place, kind in enumerate(self.types) if kind == gguf.UNUSED}
         vocabulary = {token: place for token, place in self.ids.items() if token not in filler}
         tokenizer, lib = build(vocabulary, self.merges, self.pre, self.rules.normalizer), tokenizers()
         added = []
         for token, kind in zip(self.tokens, self.types, strict=True):
-            if kind in STANDING:
+            if kind in gguf.STANDING:
                 flags = {flag: flag in self.rules.flags.get(token, ()) for flag in FLAGS}
-                added.append(lib.AddedToken(token, special=kind != USER_DEFINED, **flags))
+                added.append(lib.AddedToken(token, special=kind != gguf.USER_DEFINED, **flags))
         tokenizer.add_tokens(added)  # all at once: each call checks all tokens that were added before
         return tokenizer
 
-    def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
+    def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
         seam = _SEAM_OF_ASCII if self.pre.passes_letters else _SEAM
         cut = [[piece for part in parts for piece in pieces(part, seam)] for parts in documents]
         found = self._words([piece for each in cut for piece in each if isinstance(piece, str)])
@@ -171,9 +161,9 @@ class BPETokenizer(GGUFTokenizer):
                 size, window = 2 * size, []
 
     def spelling(self, token: str, kind: int) -> bytes:
-        if kind == NORMAL:  # a character outside the byte alphabet stands for itself
+        if kind == gguf.NORMAL:  # a character outside the byte alphabet stands for itself
             return b"".join([bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in token])
-        return token.encode() if kind == USER_DEFINED else b""
+        return token.encode() if kind == gguf.USER_DEFINED else b""
 
     @cached_property
     def _encoder(self) -> Any:
@@ -228,11 +218,11 @@ def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str]:
     """Yield a text in pieces of about `PIECE` characters whose ids make up the text's; an id unchanged."""
-    if isinstance(part, int) or len(part) <= PIECE:
+    if isinstance(part, int) or len(part) <= gguf.PIECE:
         yield part
         return
     start = 0
-    while len(part) - start > PIECE and (found := seam.search(part, start + PIECE)):
+    while len(part) - start > gguf.PIECE and (found := seam.search(part, start + gguf.PIECE)):
         yield part[start : found.end()]
         start = found.end()
     if start < len(part):

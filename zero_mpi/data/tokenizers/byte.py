@@ -1,14 +1,12 @@
 """Interface of tokenizers, a reader of texts, and the byte tokenizer: the id of a byte is the byte.
 
-The byte tokenizer can represent any data without training. In a GGUF its vocabulary is a GPT-2 one
-(llama.cpp's "gpt2" model): byte b is written as the printable character that GPT-2's byte-to-unicode map
-gives it, three special tokens follow, and one merge that never applies, because readers require at least one,
-with its halves and the joined token in the vocabulary.
+In a GGUF the byte tokenizer's vocabulary is a GPT-2 one: byte b is written as the printable character of
+GPT-2's byte-to-unicode map, three special tokens follow, and one merge that never applies, because readers
+require at least one, with its halves and the joined token in the vocabulary.
 
-Control tokens that are spelt in text, such as <|im_start|>, are read as characters or as the token. A text
-about models means the characters. Untrusted text must be read so too: a token in it could end a turn. A
-conversation written by a template means the token. The text itself does not show which is meant, so a flag
-decides. Without it the characters are taken, and the user gets a note.
+Control tokens that are spelt in text, such as <|im_start|>, are read as characters or as the token: a text
+about models, or an untrusted one, means the characters, and a conversation written by a template the token. A
+flag decides. Without it the characters are taken, and the user gets a note.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ and sums are in float64. The loops are in `segmentation`, which is compiled when
 crosses the beginning of a word, long texts are cut there and processed by all threads.
 """
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,24 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero_mpi import environment
+from zero_mpi.data.tokenizers import gguf_tokenizer as gguf
 from zero_mpi.data.tokenizers.byte import Lengths
-from zero_mpi.data.tokenizers.gguf_tokenizer import (
-    BYTE,
-    KEY,
-    NORMAL,
-    PIECE,
-    STANDING,
-    UNUSED,
-    USER_DEFINED,
-    GGUFTokenizer,
-    Parts,
-)
 from zero_mpi.data.tokenizers.pair_table import BITS, FREE, MOST, MOST_SPELT, PairTable, pair_table, trie
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import THE_FILE, GGUFKeys
 
 SPACE = "▁"  # U+2581, stands for a space
-SCORES, CHARSMAP, NAME = KEY + "scores", KEY + "precompiled_charsmap", "general.name"
+SCORES, CHARSMAP, NAME = gguf.KEY + "scores", gguf.KEY + "precompiled_charsmap", "general.name"
 _BATCH = 64  # pieces that all threads take together
 _SEAM = re.compile(f"[^{SPACE}](?={SPACE})")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -46,7 +34,7 @@ _UNKNOWN_BELOW = np.float32(10.0)  # distance of the unknown score below the lea
 Letters = NDArray[np.int32]
 
 
-class SentencePieceTokenizer(GGUFTokenizer):
+class SentencePieceTokenizer(gguf.GGUFTokenizer):
     """Base of both kinds. Raises UsageError for keys that do not fit together."""
 
     longest = 512  # SentencePiece trains no longer tokens
@@ -54,7 +42,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
-        asked = self._keys.flag(KEY + "add_space_prefix")
+        asked = self._keys.flag(gguf.KEY + "add_space_prefix")
         self.adds_space = self.usually_adds_space if asked is None else asked
         given = self._keys.numbers(SCORES, self.vocab_size)
         self.scores = np.zeros(self.vocab_size, np.float32) if given is None else given
@@ -69,14 +57,14 @@ class SentencePieceTokenizer(GGUFTokenizer):
         """Return the ids (m,) of letters (n,)."""
 
     def spelling(self, token: str, kind: int) -> bytes:
-        if kind == NORMAL:
+        if kind == gguf.NORMAL:
             return token.replace(SPACE, " ").encode()
-        if kind == BYTE:
+        if kind == gguf.BYTE:
             found = _BYTE.fullmatch(token)
             return bytes([int(found[1], 16)]) if found else b""
-        return token.encode() if kind == USER_DEFINED else b""
+        return token.encode() if kind == gguf.USER_DEFINED else b""
 
-    def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
+    def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
         """Return the ids of each document; all are processed as one text, pieces of which go to threads."""
         end = self.vocab_size  # put after each document
         parts = [part for each in documents for part in (*each, end)]
@@ -97,7 +85,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
         firsts = np.flatnonzero(begins)
-        wanted = np.searchsorted(firsts, np.arange(PIECE, len(letters), PIECE))
+        wanted = np.searchsorted(firsts, np.arange(gguf.PIECE, len(letters), gguf.PIECE))
         return np.split(letters, np.unique(firsts[wanted[wanted < len(firsts)]]))
 
     @cached_property
@@ -149,7 +137,7 @@ class MergeTokenizer(SentencePieceTokenizer):
     def stripping(self) -> frozenset[str]:
         if NAME not in self._metadata:
             return frozenset()
-        standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in STANDING}
+        standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in gguf.STANDING}
         return frozenset(standing - {"<unk>", "<s>", "<|endoftext|>"})
 
     def prepared(self, text: str) -> str:
@@ -215,9 +203,9 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
-        self.removes_spaces = bool(self._keys.flag(KEY + "remove_extra_whitespaces"))
+        self.removes_spaces = bool(self._keys.flag(gguf.KEY + "remove_extra_whitespaces"))
         if self.unknown is None:
-            raise UsageError(f"{place} names no unknown token: expected {KEY}unknown_token_id")
+            raise UsageError(f"{place} names no unknown token: expected {gguf.KEY}unknown_token_id")
         self._unknown = self.unknown
         given = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
@@ -258,8 +246,9 @@ class UnigramTokenizer(SentencePieceTokenizer):
     @cached_property
     def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
         """The next node by node and letter, and the token by its last node."""
+        known = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
         kinds = zip(self.ids.items(), self.given_types, strict=True)
-        nodes, ends = trie(dict(pair for pair, kind in kinds if kind in (NORMAL, USER_DEFINED, UNUSED)))
+        nodes, ends = trie(dict(pair for pair, kind in kinds if kind in known))
         found = np.full(len(nodes) + 1, FREE, np.int32)
         found[list(ends)] = list(ends.values())
         pairs, node = np.fromiter(nodes, np.int64), np.fromiter(nodes.values(), np.int64)
@@ -268,11 +257,11 @@ class UnigramTokenizer(SentencePieceTokenizer):
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
         """Scores (V,), 0 for tokens that the user defined: likelier than all others."""
-        return np.where(np.array(self.given_types) == USER_DEFINED, 0.0, self.scores.astype(np.float64))
+        return np.where(np.array(self.given_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property
     def _unknown_score(self) -> float:
-        normal = self.scores[np.array(self.given_types) == NORMAL]
+        normal = self.scores[np.array(self.given_types) == gguf.NORMAL]
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
     def _respelt(self, text: str) -> str:
