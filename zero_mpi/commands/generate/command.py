@@ -30,6 +30,7 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable
 from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
+from zero_mpi.telemetry import log
 from zero_mpi.train.text_model import TextModel
 
 DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -84,7 +85,6 @@ class LlamaCppSpeaker(Speaker):
     """Speaker whose model is a `LlamaCpp`."""
 
     def answer(self, prompt: Sequence[int] | Array, say: Callable[[bytes], object]) -> Reply:
-        """Return the continuation of a prompt's ids; `say` gets it piece by piece as it comes."""
         return Reply(*self.model.answer(prompt, self.options.tokens, self.draw, say))
 
 
@@ -179,6 +179,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Print prompts and continuations, byte by byte as they come, each up to an end-of-text token."""
     options = make_parser().parse_args(arguments)
     check(options)
+    log.install(world.rank, world.size).to_stderr = True  # stdout has the answers and nothing else
     ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
     speaker = open_speaker(options)
     tokenizer = speaker.tokenizer
