@@ -202,10 +202,10 @@ def close(total: Counter[str], failed: list[str]) -> int:
 
 
 def compile_once() -> None:
-    generating = "from zero_mpi import ops\nfrom zero_mpi.ops.cpu import decode\n"
+    begin = "from zero_mpi import ops\nops.fill_cache(ops.GENERATION)\n"
     programs = (
-        ({}, "import ml_dtypes\n" + generating + "ops.prepare(kind=ml_dtypes.bfloat16)"),
-        ({"ZERO_MPI_BITS": "portable"}, generating + "ops.prepare()"),
+        ({}, "import ml_dtypes\n" + begin + "ops.prepare(kind=ml_dtypes.bfloat16)"),
+        ({"ZERO_MPI_BITS": "portable"}, begin + "ops.prepare()"),
     )
 
     def compiled(variables: dict[str, str], program: str) -> tuple[int, str, str]:

@@ -156,6 +156,8 @@ def load() -> None:
 
     find_spec("mpi4py.MPI")  # which loads the library, and does not start it
     ops.prepare()
+    if ops.compiles():
+        ops.fill_cache(ops.GENERATION)
     compute_once()
     gc.freeze()
 

@@ -198,7 +198,7 @@ ROWS: dict[str, How] = {
     "zero-mpi plan --layers 32 --dim 2048 --heads 16 --ranks 64": Run(
         "--layers 1 --dim 256 --memory 200M --strategy full-shard", "largest"
     ),
-    "zero-mpi plan --layers 32 --dim 2048 --heads 16 --ranks-per-node 8": Run(
+    "zero-mpi plan --layers 32 --dim 2048 --heads 16 --batch-size 1024 --ranks-per-node 8": Run(
         "--layers 1 --dim 256 --most-ranks 32", "32"
     ),
     "zero-mpi plan --layers 32 --dim 2048 --heads 16 --vocab-size": Run(says=r"16384 \(2048\).* 99%"),

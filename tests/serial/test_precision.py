@@ -180,7 +180,6 @@ CALLS |= {
 def test_kernels_of_bfloat16_do_what_is_defined(name):
     """Only where a float32 lies at the middle of two may a kernel's last bit decide otherwise."""
     pytest.importorskip("numba")
-    ops.prepare()
     found, expected = CALLS[name](ops), CALLS[name](defined)
     pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
     for ours, theirs in pairs:
@@ -220,7 +219,6 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
 ):
     """Weights kept, computed again, of a single position, in several tiles; heads share keys."""
     pytest.importorskip("numba")
-    ops.prepare()
     joint = drawn(BF, batch, length, (heads + 2 * shared) * width)
     q, k, v = (
         part.reshape(batch, length, -1, width)
@@ -247,7 +245,6 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
 
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
     pytest.importorskip("numba")
-    ops.prepare()
     monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
     for name in set(CALLS) - {"norm_backward, float32"}:
         CALLS[name](ops)

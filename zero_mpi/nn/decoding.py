@@ -35,6 +35,7 @@ from zero_mpi.nn.linear import ALL, Linear, Rows, rows_of
 from zero_mpi.nn.low_rank import LowRank
 from zero_mpi.nn.norm import LayerNorm, RMSNorm
 from zero_mpi.ops.packed_matrix import PackedMatrix
+from zero_mpi.telemetry import log
 
 
 class Decoder:
@@ -122,6 +123,7 @@ class Program:
             self._turn, self._taken = number % 2, 0
             x = self.record(stage.layer, x)
         self._outputs, self._code = x, decode.instructions(*self._steps)
+        ops.fill_cache(ops.GENERATION, log.info)
 
     def run(self, ids: Array, positions: Array) -> Array:
         """Return the outputs (B, V) of tokens (B,) at positions (B,); the next call overwrites them."""

@@ -28,6 +28,7 @@ _INSTEAD = {  # reason why operations are not compiled -> whether it applies
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
 _compiles = not any(_INSTEAD.values())
+GENERATION = "generation"  # kernels that training does not need
 _gpu_prepared = False
 
 
@@ -106,11 +107,17 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
     elif _compiles:
         prepare_cpu()
         for name in ("float32", "bfloat16")[: 1 + (kind == low_precision.BFLOAT16)]:
-            if not code_cache.is_complete(name):
-                if say is not None:
-                    say(f"compiling kernels for this CPU (once, cached in {code_cache.folder()})")
-                compile_all(name)
-                code_cache.mark_complete(name)
+            fill_cache(name, say)
+
+
+def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
+    """Compile the kernels of a type, or those that only generation needs, if the cache lacks them."""
+    if not code_cache.is_complete(kind):
+        if say is not None:
+            of = f" of {kind}" if kind == GENERATION else ""
+            say(f"compiling kernels{of} for this CPU (once, cached in {code_cache.folder()})")
+        compile_all(kind)
+        code_cache.mark_complete(kind)
 
 
 def use_threads(count: int | None = None) -> int:
@@ -137,12 +144,14 @@ def prepare_cpu() -> None:
 
 
 def compile_all(kind: str) -> None:
-    """Compile the kernels of a type that the cache lacks."""
+    """Compile the kernels of a type, or those of generation too, that the cache lacks."""
     from zero_mpi.ops.cpu import jit, products
 
     if kind == "bfloat16":
         products.load()
-    jit.compile_all(kind)
+    if kind == GENERATION:
+        from zero_mpi.ops.cpu import decode  # noqa: F401
+    jit.compile_all("bfloat16" if kind == "bfloat16" else "float32")
 
 
 def _on_first_use(name: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from zero_mpi.cli.text import duration, few, short_size
 from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
 from zero_mpi.errors import UsageError
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
+from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
@@ -166,7 +167,7 @@ def rate(seconds: float, product: Callable[[], object]) -> float:
 
 def products(where: Ranks) -> Iterator[Row]:
     """Measure on all ranks at once; notes the rates of the median and the slowest rank. Collective."""
-    where.world.node_by_node(ops.prepare)
+    where.world.node_by_node(lambda: ops.prepare(say if where.world.rank == 0 else None))
     where.comm.barrier()
     rates = where.gather(rate(PRODUCTS[where.options.quick], square_product(np.float32)))
     where.figures["flops_per_second_per_rank"] = statistics.median(rates)

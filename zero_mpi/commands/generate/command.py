@@ -29,6 +29,7 @@ from zero_mpi.errors import UsageError, prefixed
 from zero_mpi.files.foreign import readable
 from zero_mpi.files.open import read_file
 from zero_mpi.launch.world import World, run
+from zero_mpi.telemetry import log
 from zero_mpi.train.text_model import TextModel
 
 DRAW = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -159,6 +160,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Print prompts and continuations, byte by byte as they come, each up to an end-of-text token."""
     options = make_parser().parse_args(arguments)
     check(options)
+    log.install(world.rank, world.size).to_stderr = True  # stdout has the answers and nothing else
     ops.use_threads(None if environment.threads_were_set else environment.within_quota(environment.cores()))
     speaker = open_speaker(options)
     tokenizer = speaker.tokenizer

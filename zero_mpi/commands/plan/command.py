@@ -210,41 +210,39 @@ def command(world: World, arguments: Sequence[str]) -> int:
     """Print the plan. Return the exit status."""
     try:
         question = read(arguments)
-        lines, numbers = sweeps(question) if question.sweeps else plans(question)
+        if question.json is not None:
+            check_target("--json", question.json)
+        numbers = sweeps(question) if question.sweeps else plans(question)
     except MemoryError as error:  # buffers are reserved though never used
         raise UsageError("a single unit of this model is larger than the memory of this machine") from error
-    if question.json is not None:
-        check_target("--json", question.json)
-    write(lines)
     if question.json is not None:
         write_json("--json", question.json, numbers | {"machine": asdict(question.machine)})
     return 0
 
 
-def plans(question: Question) -> tuple[list[str], dict[str, Any]]:
-    """Return every case of a question as text and as numbers."""
+def plans(question: Question) -> dict[str, Any]:
+    """Print every case of a question, and return its numbers."""
     made = [make_plan(case, question.machine) for case in question.cases]
-    case = question.cases[0]
     asked = [resident(plan.case, plan.memory, question.text, question.sample) for plan in made]
     tables = [
         plan.as_json() | {"node": asdict(node) | {"total": node.total, "ask": node.ask}}
         for plan, node in zip(made, asked, strict=True)
     ]
-    numbers = {"ranks": case.ranks, "nodes": case.nodes, "plans": tables}
     title = head("host memory per node", made)
-    return [*report(made, question.machine, question.known), "", title, *ask_lines(asked)], numbers
+    write([*report(made, question.machine, question.known), "", title, *ask_lines(asked)])
+    return {"ranks": made[0].case.ranks, "nodes": made[0].case.nodes, "plans": tables}
 
 
-def sweeps(question: Question) -> tuple[list[str], dict[str, Any]]:
-    """Return the sweep of every case as text and as numbers."""
-    lines = list(introduction(question.cases[0], question.machine, question.known))
+def sweeps(question: Question) -> dict[str, Any]:
+    """Print the sweep of every case as soon as it is made, and return the numbers."""
+    write(introduction(question.cases[0], question.machine, question.known))
     numbers: dict[str, Any] = {}
     for case in question.cases:
         points = sweep(case, question.machine, question.per_node, question.most_ranks)
         reasons = limits(case, points)
-        lines += ["", *sweep_lines(case, points, reasons)]
+        write(["", *sweep_lines(case, points, reasons)])
         numbers[case.strategy_name] = {"points": [asdict(point) for point in points], "limits": reasons}
-    return lines, {"ranks_per_node": question.per_node, "sweep": numbers}
+    return {"ranks_per_node": question.per_node, "sweep": numbers}
 
 
 main = partial(launch, "plan", command, alone=True, instead="start it without mpirun, with --ranks N")
