@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,6 +121,13 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+@lru_cache(4096)
+def class_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """Return the size class of an array; 0 for one that is not worth recycling."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return 0 if nbytes < RECYCLED_FROM else size_class(nbytes)
+
+
 class _Block:
     """Memory of one size class, forever in the pool: lent, or in the list `home` of the free ones."""
 
@@ -168,10 +176,9 @@ class Recycler:
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """Return an uninitialised, aligned array, on memory that was used before if some has its size."""
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if nbytes < RECYCLED_FROM:
+        size = class_of(shape, dtype)
+        if not size:
             return self._device.small(shape, dtype)
-        size = size_class(nbytes)
         home = self._free.get(size)
         if home is None:
             home = self._free.setdefault(size, [])
@@ -211,14 +218,13 @@ class Recycler:
         return RecycledStats(sum(int(block.memory.nbytes) for block in blocks), lent, len(blocks))
 
 
-_host = Recycler(HOST)
-_pools: dict[int, Recycler] = {id(HOST): _host}
-recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever the device is
-
-
 def pool_of(where: Device) -> Recycler:
-    """Return the recycled memory of a device, one pool for the process."""
-    pool: Recycler | None = where.activations or _pools.get(id(where))
+    """Return the recycled memory of a device."""
+    pool: Recycler | None = where.activations
     if pool is None:
-        pool = _pools.setdefault(id(where), Recycler(where))
+        pool = where.activations = Recycler(where)
     return pool
+
+
+_host = pool_of(HOST)
+recycled, recycled_stats = _host.take, _host.stats  # the host's pool, whatever the device is

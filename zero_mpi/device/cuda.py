@@ -16,12 +16,6 @@ from zero_mpi.errors import UsageError, first_line, import_optional
 COMPLETE, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
-class _Owner:
-    """An object that lives as long as the memory of a lent array is referred to."""
-
-    __slots__ = ("__weakref__",)
-
-
 class CudaMark:
     """An event in the order of the GPU's work; `done` looks, `wait` blocks and leaves the core to others."""
 
@@ -87,10 +81,9 @@ class Cuda:
         return self.cupy.zeros(size, dtype)
 
     def lend(self, memory: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Array]:
-        """Return (owner, array) as `Host.lend`: views hold the memory object, which holds the owner."""
-        owner, cuda = _Owner(), self.cupy.cuda
-        lent = cuda.UnownedMemory(memory.data.ptr, memory.nbytes, owner, self.number)
-        return owner, self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(lent, 0))
+        """Return (owner, array) as `Host.lend`: CuPy's views, and views of them, hold the array itself."""
+        array = self.cupy.ndarray(shape, dtype, memory.data)
+        return array, array
 
     def from_host(self, x: Array) -> Array:
         """Return a copy of a host's array on the GPU, in the order of its work."""

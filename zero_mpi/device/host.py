@@ -30,7 +30,7 @@ class Host:
 
     name = about = "cpu"
     stream: Any = None  # on a GPU the stream that computes
-    activations: Any = None  # pool of activations; None: the `arrays.Recycler` of the process
+    activations: Any = None  # the `arrays.Recycler` in use; None: `arrays.pool_of` makes it
     chunk = 64 << 20  # bytes that a pool takes at once; pages without a write take no memory
 
     def empty(self, size: int, dtype: Any = np.float32) -> Array:

@@ -19,7 +19,7 @@ from zero_mpi.device.types import Array
 
 SOURCE = Path(__file__).with_suffix(".cu")
 OPTIONS = ("-std=c++17",)
-KINDS, PAIRWISE = ("add_float32", "add_bfloat16", "add_float16"), "pairwise_sums"
+KINDS, PAIRWISE = ("float32", "bfloat16", "float16"), "pairwise_sums"
 LEAF = 128  # numbers that NumPy's sum of a vector adds without cutting it in halves
 MAX_PARTS = 8  # parts that one launch adds, as the source says
 THREADS, BLOCKS = 256, 1024  # threads per block; most blocks: enough to fill any GPU, few enough to share it
@@ -27,11 +27,12 @@ PER_THREAD = 4  # elements that a thread takes at a time
 
 
 @cache
-def kernels() -> dict[str, Any]:
-    """Return the kernels by name."""
+def kernels() -> dict[Any, Any]:
+    """Return the kernels of sums by the type that they add, and PAIRWISE."""
     module = import_cupy().RawModule(code=SOURCE.read_text(), options=OPTIONS)
     with libraries():
-        return {kind: module.get_function(kind) for kind in (*KINDS, PAIRWISE)}
+        found = {np.dtype(kind): module.get_function(f"add_{kind}") for kind in KINDS}
+        return found | {PAIRWISE: module.get_function(PAIRWISE)}
 
 
 def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, stream: Any) -> None:
@@ -42,7 +43,7 @@ def ordered_sum_on_gpu(out: Array, parts: Sequence[Array], accumulate: bool, str
     assert out.dtype == np.float32, "sums are float32"
     if not out.size:
         return
-    kernel = kernels()[f"add_{parts[0].dtype.name if parts else 'float32'}"]
+    kernel = kernels()[parts[0].dtype if parts else out.dtype]
     blocks = min(BLOCKS, -(-int(out.size) // (THREADS * PER_THREAD)))
     for first in range(0, max(1, len(parts)), MAX_PARTS):
         some = parts[first : first + MAX_PARTS]

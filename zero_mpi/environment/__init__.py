@@ -109,6 +109,11 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), None)
 
 
+def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user asks for CUDA graphs of micro-batches."""
+    return environ.get("ZERO_MPI_GPU_GRAPH") == "1"
+
+
 def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank according to the launcher, or 0."""
     return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)

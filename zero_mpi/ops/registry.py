@@ -24,6 +24,17 @@ defined = SimpleNamespace()
 """Reference versions of the operations, used for arrays that no kernel supports."""
 
 
+class Found(dict[type, Callable[..., Any]]):
+    """The version for each type of array that a call had; a look-up by singledispatch is slower."""
+
+    def __init__(self, search: Callable[[type], Callable[..., Any]]) -> None:
+        self._search = search
+
+    def __missing__(self, kind: type) -> Callable[..., Any]:
+        version = self[kind] = self._search(kind)
+        return version
+
+
 def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
     """Return a decorator that makes a definition an operation, which checks its arrays in every version.
 
@@ -43,14 +54,14 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
 
         setattr(defined, name, accept_low(name, definition))
         versions = singledispatch(accept_low(name, quietly))
-        check, version_for = signatures.check_of(definition, signature), versions.dispatch
+        found = Found(versions.dispatch)
 
-        @wraps(versions)
-        def dispatched(first: Any, *others: Any, **named: Any) -> Any:
-            check(first, *others, **named)
-            return version_for(first.__class__)(first, *others, **named)
+        def register(kind: type, version: Any = None) -> Any:
+            found.clear()
+            return versions.register(kind, version)
 
-        dispatched.signature = signature  # type: ignore[attr-defined]
+        dispatched: Any = wraps(versions)(signatures.checked(definition, signature, found))
+        dispatched.register, dispatched.signature = register, signature
         OPERATIONS[name] = dispatched
         return definition
 

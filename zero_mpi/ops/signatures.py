@@ -70,10 +70,13 @@ def axes_and_kind(words: list[str]) -> tuple[tuple[str, ...], str]:
     return tuple(words), kind
 
 
-def check_of(definition: Callable[..., Any], expected: Signature) -> Callable[..., None]:
-    """Return a function with the parameters of `definition` that raises ValueError if its arrays do not fit.
+def checked(
+    definition: Callable[..., Any], expected: Signature, versions: Mapping[type, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a function with the parameters of `definition` that calls the version for the first one's type.
 
-    It is made from source text, so that a call looks at each array once and makes no list of its arguments.
+    It raises ValueError if its arrays do not fit. It is made from source text, so that a call looks at each
+    array once, makes no list of its arguments, and calls no other function in between.
     """
     looks = []
     for entry in expected.entries:
@@ -83,7 +86,11 @@ def check_of(definition: Callable[..., Any], expected: Signature) -> Callable[..
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in taken.parameters.values()]
     parameters = str(taken.replace(parameters=plain, return_annotation=taken.empty))[1:-1]
     seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
-    return eval(f"lambda {parameters}: seen({', '.join(looks)})", {"seen": seen})
+    first, *others = taken.parameters.values()
+    given = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in others]
+    call = f"versions[{first.name}.__class__]({', '.join((first.name, *given))})"
+    known = {"seen": seen, "versions": versions}
+    return eval(f"lambda {parameters}: seen({', '.join(looks)}) or {call}", known)
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:

@@ -280,9 +280,16 @@ def _(logits: Array, targets: Array, scale: float) -> tuple[float, Array]:
 
 @fake(ops.linear_cross_entropy)
 def _(
-    x: Array, w: Array, b: Array | None, targets: Array, scale: float, *gradients: Any, need_dx: bool = True
+    x: Array,
+    w: Array,
+    b: Any,
+    targets: Array,
+    scale: float,
+    dw: Any = None,
+    db: Any = None,
+    need_dx: bool = True,
 ) -> tuple[float, Array | None]:
-    memory, (dw, db) = x.memory, gradients or (None, None)
+    memory = x.memory
     logits, dx = memory.logits_and_dx(x, w, need_dx)
     if db is not None:
         memory.column_sums(len(logits), w.shape[0])

@@ -6,7 +6,6 @@ as always. Memory: arrays of a recorded micro-batch are in a pool of its own, wh
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi import device
+from zero_mpi import device, environment
 from zero_mpi.device import Cuda
-from zero_mpi.device.arrays import Recycler, Scalar
+from zero_mpi.device.arrays import Recycler, Scalar, pool_of
 from zero_mpi.nn.loss import CrossEntropy, rows_that_count
 from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
 WARM_UP = 2  # micro-batches before the first recording: plans, kernels and buffers are there then
-MOST = 8  # forms of micro-batches that are recorded
+MOST, SEEN = 8, 64  # forms of micro-batches: that are recorded, and that are counted before
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 
@@ -45,9 +44,14 @@ class Graphs:
                 unit.gradient.rounds += unit.unit.trainable
             work(None, None, ())
             return recorded.launch(x, loss)
-        self._seen[form] += 1
-        if form is None or self._seen[form] <= WARM_UP or len(self._recorded) == MOST:
+        if form is None or len(self._recorded) == MOST:
             return work(x, loss, actions)
+        if len(self._seen) >= SEEN:  # batches whose shapes do not come again
+            self._seen.clear()
+        self._seen[form] += 1
+        if self._seen[form] <= WARM_UP:
+            return work(x, loss, actions)
+        del self._seen[form]
         self._recorded[form] = recorded = Recorded(x, loss, partial(work, actions=actions))
         return recorded.launch(x, loss)
 
@@ -68,7 +72,7 @@ class Recorded:
         gpu = device.in_use()
         assert isinstance(gpu, Cuda), "a graph is of a GPU"
         self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
-        others, gpu.activations = gpu.activations, Recycler(gpu)
+        others, gpu.activations = pool_of(gpu), Recycler(gpu)
         self._pool, (ids, targets) = gpu.activations, self._inputs
         try:
             recorded = gpu.record(partial(work, ids, replace(loss, targets=targets)))
@@ -86,5 +90,5 @@ class Recorded:
 
 def graphs_for(module: Any) -> Graphs | None:
     """Return a recorder of micro-batches, if ZERO_MPI_GPU_GRAPH asks for one and one rank runs."""
-    wanted = os.environ.get("ZERO_MPI_GPU_GRAPH") == "1" and isinstance(device.in_use(), Cuda)
-    return Graphs(module) if wanted and module.comm.size == 1 else None
+    wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
+    return Graphs(module) if wanted else None

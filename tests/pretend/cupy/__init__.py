@@ -95,6 +95,10 @@ class ndarray:
         view.data = cuda.MemoryPointer(self.data.mem, offset)
         return view
 
+    @property
+    def _c_contiguous(self) -> bool:
+        return self._host.flags.c_contiguous
+
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
 

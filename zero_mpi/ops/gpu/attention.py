@@ -27,9 +27,9 @@ from zero_mpi.ops.gpu.launch import (
     PACK,
     THREADS,
     TYPES,
+    Family,
     Kernel,
     at,
-    each_type,
     f4,
     packed,
     take,
@@ -38,12 +38,12 @@ from zero_mpi.ops.gpu.sdpa import ANY_ORDER, Sdpa, sdpa, way
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import check_kept, gradients_like, score_rows, scores_across
 
-WEIGHTS = each_type("attention.cu", "attention_weights", "PPPPLLLLLLLL")
+WEIGHTS = Family("attention.cu", "attention_weights", "PPPPLLLLLLLL")
 MOVE = {
     pair: Kernel("attention.cu", f"attention_move_{TYPES[pair[0]]}_{TYPES[pair[1]]}", "PPLLLLLLLLL")
     for pair in ((F32, F32), (BF16, BF16), (F16, F16), (F32, BF16), (F32, F16))
 }
-SLOPES = each_type("attention.cu", "attention_slopes", "PPLLLLF")
+SLOPES = Family("attention.cu", "attention_slopes", "PPLLLLF")
 SHARE = 4  # scores that a thread processes at a time
 
 

@@ -17,8 +17,6 @@ from zero_mpi.ops.gpu.launch import (
     THREADS,
     Family,
     at,
-    chosen,
-    each_type,
     elements,
     f4,
     packed,
@@ -27,33 +25,35 @@ from zero_mpi.ops.gpu.launch import (
 from zero_mpi.ops.registry import OPERATIONS, implements
 
 POINTWISE = "add", "gelu", "gelu_backward", "swiglu", "swiglu_backward", "geglu", "geglu_backward"
-SCALE = each_type("elementwise.cu", "scale", "PPPFL")
-ADD_ROW = each_type("elementwise.cu", "add_row", "PPPPLLLL")
+SCALE = Family("elementwise.cu", "scale", "PPPFL")
+ADD_ROW = Family("elementwise.cu", "add_row", "PPPPLLLL")
 ROPE = {
-    True: each_type("elementwise.cu", "rope_interleaved", "PPPPLLLLLLLLL"),
-    False: each_type("elementwise.cu", "rope_halves", "PPPPLLLLLLLLL"),
+    True: Family("elementwise.cu", "rope_interleaved", "PPPPLLLLLLLLL"),
+    False: Family("elementwise.cu", "rope_halves", "PPPPLLLLLLLLL"),
 }
 
 
-def pointwise(family: Family, operation: str, results: int, *arrays: Array) -> Any:
+def pointwise(family: Family, results: int, *given: Array) -> Any:
     """Return the results of an operation on arrays of one shape."""
-    kernel, arrays = chosen(family, operation, *arrays), tuple(map(packed, arrays))
-    shape, kind, size = arrays[-1].shape, arrays[-1].dtype, arrays[-1].size
-    found = tuple(take(shape, kind) for _ in range(results))
-    kernel(elements(arrays[-1]), THREADS, (*map(at, (*arrays, *found)), size))
-    return found if results > 1 else found[0]
+    arrays = [packed(x) for x in given]
+    last = arrays[-1]
+    kind, shape, size = last.dtype, last.shape, last.size
+    arrays += [take(shape, kind) for _ in range(results)]
+    blocks = -(-size * kind.itemsize // (THREADS * PACK))
+    family[kind](blocks, THREADS, (*[x.data.ptr for x in arrays], size))
+    return arrays[-1] if results == 1 else tuple(arrays[-results:])
 
 
 for _name in POINTWISE:
     _signature = OPERATIONS[_name].signature
     _results = len(_signature.results)
-    _family = each_type("elementwise.cu", _name, "P" * (len(_signature.entries) + _results) + "L")
-    implements(getattr(reference, _name), ARRAY)(partial(pointwise, _family, _name, _results))
+    _family = Family("elementwise.cu", _name, "P" * (len(_signature.entries) + _results) + "L")
+    implements(getattr(reference, _name), ARRAY)(partial(pointwise, _family, _results))
 
 
 @implements(reference.scale, ARRAY)
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    kernel, x = chosen(SCALE, "scale", x, plus), packed(x)
+    kernel, x = SCALE[x.dtype], packed(x)
     more, y = None if plus is None else packed(plus), take(x.shape, x.dtype)
     kernel(elements(x), THREADS, (at(x), at(more), at(y), f4(factor), x.size))
     return y
@@ -62,7 +62,7 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
 @implements(reference.rope, ARRAY)
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """Compute `reference.rope`, for a table in float32. x and out may be columns of wider arrays."""
-    kernel = chosen(ROPE[bool(interleaved)], "rope", x, out)
+    kernel = ROPE[bool(interleaved)][x.dtype]
     cos, sin = packed(cos), packed(sin)
     x = x if x.strides[-1] == x.itemsize else packed(x)
     y = take(x.shape, x.dtype) if out is None else out

@@ -17,11 +17,10 @@ from zero_mpi.ops.gpu.launch import (
     I64,
     PACK,
     THREADS,
+    Family,
     Kernel,
     at,
-    chosen,
     each_pair,
-    each_type,
     id_bytes,
     packed,
     take,
@@ -32,10 +31,10 @@ from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import embedding_runs
 
-EMBEDDING = each_type("embedding.cu", "embedding", "PLPPLL")
+EMBEDDING = Family("embedding.cu", "embedding", "PLPPLL")
 TOKEN_KEYS = Kernel("embedding.cu", "token_keys", "PLPLL")
 EMBEDDING_SUMS = each_pair("embedding.cu", "embedding_sums", "PPPPLLL")
-EMBEDDING_JOINS = each_type("embedding.cu", "embedding_joins", "PPPLLL")
+EMBEDDING_JOINS = Family("embedding.cu", "embedding_joins", "PPPLLL")
 JOIN_PACK = 4  # elements of a thread that adds up partial sums
 PLACE_BITS = 32  # low bits of a key; those of the token lie above
 # CuPy's sort waits for the GPU and takes memory of its own; this one is for tens of thousands of keys.
@@ -49,7 +48,7 @@ THREADS_OF_A_SUM = 1024
 @implements(reference.embedding, ARRAY)
 def embedding(tokens: Array, w: Array) -> Array:
     """Compute `reference.embedding`; a token that is not below V gives a row of NaN."""
-    chosen_kernel, ids, w = chosen(EMBEDDING, "embedding", w), packed(tokens), packed(w)
+    chosen_kernel, ids, w = EMBEDDING[w.dtype], packed(tokens), packed(w)
     vocabulary, width = w.shape
     y = take((*tokens.shape, width), w.dtype)
     chosen_kernel(
@@ -92,7 +91,7 @@ def sorted_places(tokens: Array, vocabulary: int) -> Array:
 @implements(reference.embedding_backward, ARRAY)
 def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
     """Compute `reference.embedding_backward`; dw may have any of the types. Tokens from V on are ignored."""
-    chosen(EMBEDDING, "embedding_backward", dy), chosen(EMBEDDING, "embedding_backward", dw)
+    EMBEDDING[dy.dtype], EMBEDDING[dw.dtype]
     writable("embedding_backward", dw)
     dy, size, (vocabulary, width) = packed(dy), tokens.size, dw.shape
     if not size:
@@ -110,7 +109,7 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
 
 @implements(reference.positions, ARRAY)
 def positions(x: Array, w: Array) -> Array:
-    kernel, x, w = chosen(ADD_ROW, "positions", x, w), packed(x), packed(w)
+    kernel, x, w = ADD_ROW[x.dtype], packed(x), packed(w)
     y, width = take(x.shape, x.dtype), int(w.size)
     kernel(*tiled(x.shape[0], width, PACK // x.itemsize), (at(x), at(w), 0, at(y), width, width, 0, width))
     return y

@@ -16,10 +16,9 @@ from zero_mpi.ops.gpu.launch import (
     F32,
     F64,
     THREADS,
+    Family,
     Kernel,
     at,
-    chosen,
-    each_type,
     elements,
     f4,
     packed,
@@ -29,7 +28,7 @@ from zero_mpi.ops.gpu.launch import (
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import run_length
 
-ADAMW = each_type("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
+ADAMW = Family("flat.cu", "adamw", "PPPPPPLLLDFFFFFFFF")
 CHUNK_SQUARES = Kernel("flat.cu", "chunk_squares", "PPLL")
 WARP = 32
 
@@ -65,8 +64,7 @@ def adamw(
     shift = run.bit_length() - 1 if run & (run - 1) == 0 else -1
     root_c2, rate = math.sqrt(1.0 - power(beta2, step)), lr / (1.0 - power(beta1, step))
     numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
-    update = chosen(ADAMW, "adamw", p if low is None else low)
-    update(
+    ADAMW[(p if low is None else low).dtype](
         elements(p),
         THREADS,
         (at(p), at(g), at(m), at(v), at(runs), at(low), size, run, shift, float(lr), *map(f4, numbers)),

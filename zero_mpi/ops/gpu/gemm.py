@@ -17,7 +17,6 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -87,18 +86,12 @@ def kind_of(dtype: Any) -> int:
     return kind
 
 
-@lru_cache(PLANS)
-def form_of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> tuple[int, int, int, int]:
-    """Return (rows, columns, step, kind) of a `Matrix`; cached, since a model uses the same few often."""
-    step = row_step(shape, strides, dtype.itemsize)
-    if not step:
-        raise ValueError(f"contiguous rows at one distance were expected, not {shape} by {strides} bytes")
-    return math.prod(shape[:-1]), shape[-1], step, kind_of(dtype)
-
-
 def matrix(x: Array) -> Matrix:
     """Return x (..., C) as (N, C); raise ValueError if its rows have uneven steps."""
-    return Matrix(x.data.ptr, *form_of(x.shape, x.strides, x.dtype))
+    step = row_step(x.shape, x.strides, x.itemsize)
+    if not step:
+        raise ValueError(f"expected contiguous rows at one distance, not {x.shape} by {x.strides} bytes")
+    return Matrix(x.data.ptr, math.prod(x.shape[:-1]), x.shape[-1], step, kind_of(x.dtype))
 
 
 def batched(x: Array) -> Matrix:
@@ -139,6 +132,8 @@ class LtGemm:
         spec.check()
         lt = self._lt = products.lt
         self._products = products
+        self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # read at each start
+        self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
         self._at_bias = ctypes.addressof(self._bias)
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
@@ -213,21 +208,21 @@ class LtGemm:
             for turn in range(6):
                 if turn == 1:  # the first call loads the code, untimed
                     events[0].record(where.stream)
-                self(spec.a.address, spec.b.address, c, room.data.ptr, spec.scale, spec.beta, spec.bias)
+                self(spec.a.address, spec.b.address, c, room.data.ptr, spec.bias)
             events[1].record(where.stream)
             events[1].synchronize()
             times.append(where.cupy.cuda.get_elapsed_time(*events))
         return named[int(np.argmin(times))]
 
-    def __call__(self, a: int, b: int, c: int, d: int, scale: float, beta: float, bias: int) -> None:
+    def __call__(self, a: int, b: int, c: int, d: int, bias: int) -> None:
         """Start the product of the arrays at these addresses; the result is at `d` in the stream's order."""
-        products, layouts = self._products, self.layouts
+        products, (of_b, of_a, of_c, of_d) = self._products, self.layouts
         if bias and bias != self._bias.value:
             self._bias.value = bias
             self._lt.matmul_desc_set_attribute(self.described, self._bias_pointer, self._at_bias, 8)
         self._lt.matmul(
-            products.handle, self.described, products.scalar(scale), b, layouts[0], a, layouts[1],
-            products.scalar(beta), c, layouts[2], d, layouts[3], self.algorithm,
+            products.handle, self.described, self._scale, b, of_b, a, of_a,
+            self._beta, c, of_c, d, of_d, self.algorithm,
             products.workspace, products.workspace_bytes, products.stream,
         )  # fmt: skip
         if self._adds is not None:
@@ -259,11 +254,6 @@ class GemmSpec(NamedTuple):
     c: Matrix | None
     bias: int
 
-    @property
-    def beta(self) -> float:
-        """Factor of c: 1, or 0 without c."""
-        return 0.0 if self.c is None else 1.0
-
     def check(self) -> None:
         """Raise ValueError if the shapes do not fit."""
         a, b, c, d = self.a, self.b, self.c or self.d, self.d
@@ -293,7 +283,7 @@ class Products:
         self.room = where.empty(workspace_bytes(where), np.uint8)
         self.workspace, self.workspace_bytes = self.room.data.ptr, self.room.nbytes
         self.plans: dict[Any, LtGemm] = {}
-        self._scalars: dict[float, Any] = {}
+        self.known: dict[Any, LtGemm] = {}  # plans of aligned arrays, by their forms
         self.describe = AttributeSetter(
             lt.MatmulDescAttribute, lt.get_matmul_desc_attribute_dtype, lt.matmul_desc_set_attribute
         )
@@ -313,18 +303,11 @@ class Products:
             self.lay_out(made, BATCH_COUNT=m.batch, STRIDED_BATCH_OFFSET=m.apart)
         return int(made)
 
-    def scalar(self, value: float) -> int:
-        """Return the address of a float32, which is kept; a product reads it when it is started."""
-        kept = self._scalars.get(value)
-        if kept is None:
-            room = ctypes.c_float(value)
-            kept = self._scalars[value] = (room, ctypes.addressof(room))
-        return int(kept[1])
-
     def plan(self, key: Any, spec: GemmSpec) -> LtGemm:
         """Make a new plan; drop the oldest one if there are too many."""
         if len(self.plans) >= PLANS:
             self.plans.pop(next(iter(self.plans))).close()
+            self.known.clear()
         plan = self.plans[key] = LtGemm(self, spec)
         return plan
 
@@ -352,6 +335,32 @@ def about() -> str:
     return f"products by cuBLASLt {made.lt.get_version()}, {way}"
 
 
+def form(x: Array) -> Any:
+    """Return all that a plan has to know of an array, but for its address."""
+    return x.shape, x.dtype, x._c_contiguous or x.strides
+
+
+def product(
+    a: Array, b: Array, d: Array, ta: bool = False, tb: bool = False, c: Array | None = None, bias: int = 0
+) -> None:
+    """Compute `multiply` of arrays (..., C), each a matrix of its rows.
+
+    A plan is found by the arrays themselves; only the first product of its kind works out their matrices.
+    """
+    made, pa, pb, pd = products(), a.data.ptr, b.data.ptr, d.data.ptr
+    pc, onto = (pd, None) if c is None else (c.data.ptr, c is d or form(c))
+    key = (form(a), form(b), form(d), onto, ta, tb, bias != 0)
+    plan = made.known.get(key)
+    if plan is not None and not (pa | pb | pc | pd) % FITTING:
+        plan(pa, pb, pc, pd, bias)
+        return
+    plan = multiply(
+        matrix(a), matrix(b), matrix(d), ta=ta, tb=tb, c=None if c is None else matrix(c), bias=bias
+    )
+    if plan is not None and not (pa | pb | pc | pd) % FITTING:
+        made.known[key] = plan
+
+
 def multiply(
     a: Matrix,
     b: Matrix,
@@ -362,17 +371,20 @@ def multiply(
     scale: float = 1.0,
     c: Matrix | None = None,
     bias: int = 0,
-) -> None:
+) -> LtGemm | None:
     """Compute d = scale a b + c + bias, with the bias added to each row; c may be d itself, or None.
+
+    Return the plan; None where d is empty.
 
     `ta` and `tb` take a and b transposed. a and b have one type, c and d another or the same; sums are
     float32 and rounded once. Raise ValueError if the shapes do not fit.
     """
     if not d[1] * d[2] * d[5]:
-        return
-    made, beta = products(), 0.0 if c is None else 1.0
+        return None
+    made = products()
     whole = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
     fits = whole or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
-    key = (ta, tb, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
+    key = (ta, tb, scale, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
     plan = made.plans.get(key) or made.plan(key, GemmSpec(a, b, d, ta, tb, scale, c, bias))
-    plan(a[0], b[0], c[0] if c else d[0], d[0], scale, beta, bias)
+    plan(a[0], b[0], c[0] if c else d[0], d[0], bias)
+    return plan

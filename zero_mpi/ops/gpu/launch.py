@@ -59,15 +59,21 @@ class Kernel:
 
 
 TABLE: dict[str, Kernel] = {}  # by name, in all sources
-Family = dict[Any, Kernel]  # by element type, or by a pair of types
 
 
-def each_type(source: str, name: str, parameters: str) -> Family:
-    """Return kernels NAME_f32, NAME_bf16 and NAME_f16, by type."""
-    return {kind: Kernel(source, f"{name}_{text}", parameters) for kind, text in TYPES.items()}
+class Family(dict[Any, Kernel]):
+    """Kernels NAME_f32, NAME_bf16 and NAME_f16 of a source by type; raises ValueError for another type."""
+
+    def __init__(self, source: str, name: str, parameters: str) -> None:
+        super().__init__((kind, Kernel(source, f"{name}_{end}", parameters)) for kind, end in TYPES.items())
+        self.name = name
+
+    def __missing__(self, kind: Any) -> Kernel:
+        known = ", ".join(TYPES.values())
+        raise ValueError(f"{self.name}: on a GPU expected arrays of one of {known}; got {kind}")
 
 
-def each_pair(source: str, name: str, parameters: str) -> Family:
+def each_pair(source: str, name: str, parameters: str) -> dict[Any, Kernel]:
     """Return kernels NAME_X_Y for all pairs of types, by (X, Y)."""
     return {
         pair: Kernel(source, f"{name}_{TYPES[pair[0]]}_{TYPES[pair[1]]}", parameters)
@@ -96,17 +102,6 @@ def prepare() -> None:
 # ---------------------------------------------------------------------------------------- arrays of a call
 
 
-def chosen(family: Family, operation: str, first: Array, *others: Array | None) -> Kernel:
-    """Return the kernel for the type of `first`; raise ValueError if it has none, or if others differ."""
-    found = family.get(first.dtype)
-    if found is None or any(x is not None and x.dtype != first.dtype for x in others):
-        came = ", ".join(str(x.dtype) for x in (first, *others) if x is not None)
-        raise ValueError(
-            f"{operation}: on a GPU expected arrays of one of {', '.join(TYPES.values())}; got {came}"
-        )
-    return found
-
-
 @cache
 def memory_of(gpu: Any) -> int:
     """Return the total memory of a GPU in bytes."""
@@ -120,18 +115,19 @@ def take(shape: tuple[int, ...], dtype: Any) -> Array:
 
 def packed(x: Array) -> Array:
     """Return `x`, or a contiguous copy of it."""
-    return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
+    return x if x._c_contiguous else cupy.ascontiguousarray(x)  # `flags` makes an object at each look
 
 
 def writable(operation: str, *arrays: Array | None) -> None:
     """Raise ValueError for arrays written in place that are not contiguous."""
-    if not all(x is None or x.flags.c_contiguous for x in arrays):
-        raise ValueError(f"{operation}: on a GPU the output must be contiguous; pass such an array")
+    for x in arrays:
+        if x is not None and not x._c_contiguous:
+            raise ValueError(f"{operation}: on a GPU the output must be contiguous; pass such an array")
 
 
 def at(x: Array | None) -> int:
     """Return the address of an array, 0 for None."""
-    return 0 if x is None else int(x.data.ptr)
+    return 0 if x is None else x.data.ptr
 
 
 @lru_cache(PLANS)
@@ -155,7 +151,7 @@ def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int
 
 def lying(x: Array) -> Array:
     """Return x (..., C), or a copy, with contiguous rows at one distance."""
-    if row_step(x.shape, x.strides, x.itemsize):
+    if x._c_contiguous or row_step(x.shape, x.strides, x.itemsize):
         return x
     copy = take(x.shape, x.dtype)
     copy[...] = x
@@ -164,8 +160,9 @@ def lying(x: Array) -> Array:
 
 def by_rows(x: Array) -> tuple[Array, int, int, int]:
     """Return x (..., C) as a matrix: (x or a copy, rows, C, elements from a row to the next)."""
-    x, width = lying(x), int(x.shape[-1])
-    return x, int(x.size) // max(1, width), width, row_step(x.shape, x.strides, x.itemsize)
+    x, width = lying(x), x.shape[-1]
+    step = max(1, width) if x._c_contiguous else row_step(x.shape, x.strides, x.itemsize)
+    return x, x.size // max(1, width), width, step
 
 
 def id_bytes(operation: str, ids: Array) -> int:
@@ -180,7 +177,7 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 def elements(x: Array) -> int:
     """Return the number of blocks for a flat array, with one pack per thread."""
-    return -(-int(x.size) // (THREADS * int(PACK // x.itemsize)))
+    return -(-x.size * x.itemsize // (THREADS * PACK))  # type: ignore[no-any-return]
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:

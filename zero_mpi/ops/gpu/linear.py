@@ -17,8 +17,8 @@ from zero_mpi import device
 from zero_mpi.device.arrays import beside
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
-from zero_mpi.ops.gpu.gemm import FITTING, matrix, multiply
-from zero_mpi.ops.gpu.launch import ARRAY, lying, memory_of, take
+from zero_mpi.ops.gpu.gemm import FITTING, product
+from zero_mpi.ops.gpu.launch import ARRAY, at, lying, memory_of, take
 from zero_mpi.ops.gpu.loss import consume_logits
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
@@ -49,21 +49,14 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
     x, y = lying(x), take((*x.shape[:-1], w.shape[0]), x.dtype)
     base = None if plus is None else lying(plus)
     bias = None if b is None else fitting(b)
-    project(x, w, y, bias, base)
+    product(x, w, y, tb=True, c=base, bias=at(bias))
     return y
-
-
-def project(x: Array, w: Array, y: Array, bias: Array | None, base: Array | None) -> None:
-    """Compute y = x w^T + bias + base."""
-    c = None if base is None else matrix(base)
-    multiply(matrix(x), matrix(w), matrix(y), tb=True, c=c, bias=0 if bias is None else bias.data.ptr)
 
 
 @implements(reference.linear_backward_x, ARRAY)
 def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
     dy, dx = lying(dy), take((*dy.shape[:-1], w.shape[1]), dy.dtype) if into is None else into
-    d = matrix(dx)
-    multiply(matrix(dy), matrix(w), d, c=None if into is None else d)
+    product(dy, w, dx, c=into)
     return dx
 
 
@@ -71,8 +64,7 @@ def linear_backward_x(dy: Array, w: Array, into: Array | None = None) -> Array:
 def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
     """Compute `reference.linear_backward_w`; dw may be float32 where dy and x are low."""
     if dy.size:
-        dy, x, d = lying(dy), lying(x), matrix(dw)
-        multiply(matrix(dy), matrix(x), d, ta=True, c=d)
+        product(lying(dy), lying(x), dw, ta=True, c=dw)
 
 
 @implements(reference.linear_backward_b, ARRAY)
@@ -108,7 +100,7 @@ def linear_cross_entropy(
         part = slice(start, start + step)
         rows = flat[part]
         wide = room[: len(rows)]
-        project(rows, whole, wide, bias, None)
+        product(rows, whole, wide, tb=True, bias=at(bias))
         z = wide[:, : len(w)]  # the padding has logits of zero, which are their own gradients
         consume_logits(z, ids[part], scale, total, gradient)
         if dw is not None:
@@ -117,5 +109,5 @@ def linear_cross_entropy(
         if db is not None:
             linear_backward_b(z, db)
         if dx is not None:
-            multiply(matrix(wide), matrix(whole), matrix(dx[part]))
+            product(wide, whole, dx[part])
     return total.reshape(()), None if dx is None else dx.reshape(x.shape)

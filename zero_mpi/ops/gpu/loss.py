@@ -12,11 +12,10 @@ from zero_mpi.ops.gpu.launch import (
     ARRAY,
     F64,
     THREADS,
+    Family,
     Kernel,
     at,
     by_rows,
-    chosen,
-    each_type,
     f4,
     id_bytes,
     packed,
@@ -24,7 +23,7 @@ from zero_mpi.ops.gpu.launch import (
 )
 from zero_mpi.ops.registry import implements
 
-CONSUME_LOGITS = each_type("loss.cu", "consume_logits", "PPPLPLLLF")
+CONSUME_LOGITS = Family("loss.cu", "consume_logits", "PPPLPLLLF")
 ADD_LOSSES = Kernel("loss.cu", "add_losses", "PPLDL")
 THREADS_OF_A_ROW = 512  # a vocabulary has tens of thousands
 
@@ -45,7 +44,7 @@ def consume_logits(z: Array, targets: Array, scale: float, total: Array, gradien
 
 def losses_of_rows(z: Array, dz: Array | None, targets: Array, scale: float) -> Array:
     """Return -log softmax(z)[target] per row, float64; dz takes the gradient of scale times their sum."""
-    chosen_kernel, (z, rows, width, step) = chosen(CONSUME_LOGITS, "cross_entropy", z, dz), by_rows(z)
+    chosen_kernel, (z, rows, width, step) = CONSUME_LOGITS[z.dtype], by_rows(z)
     ids, step_out = packed(targets), step if dz is None else by_rows(dz)[3]
     losses, size = take((rows,), F64), id_bytes("cross_entropy", targets)
     chosen_kernel(

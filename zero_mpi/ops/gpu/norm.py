@@ -16,9 +16,8 @@ from zero_mpi.ops.gpu.launch import (
     F32,
     PACK,
     THREADS,
+    Family,
     at,
-    chosen,
-    each_type,
     f4,
     packed,
     take,
@@ -28,10 +27,10 @@ from zero_mpi.ops.gpu.sums import add_partials
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.sizes import HELD, NORM_LINES, norm_blocks, norm_lanes
 
-RMS_NORM = each_type("norm.cu", "rms_norm", "PPPPLLLF")
-RMS_NORM_BACKWARD = each_type("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
-LAYER_NORM = each_type("norm.cu", "layer_norm", "PPPPPPLLLF")
-LAYER_NORM_BACKWARD = each_type("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
+RMS_NORM = Family("norm.cu", "rms_norm", "PPPPLLLF")
+RMS_NORM_BACKWARD = Family("norm.cu", "rms_norm_backward", "PPPPPPPLLL")
+LAYER_NORM = Family("norm.cu", "layer_norm", "PPPPPPLLLF")
+LAYER_NORM_BACKWARD = Family("norm.cu", "layer_norm_backward", "PPPPPPPPPLLL")
 HELD_TWICE = 3  # packs of sums that a thread holds of both dw and db, as in norm.cu; of dw alone HELD
 
 
@@ -47,7 +46,7 @@ def deal(rows: int, width: int, pack: int, held: int) -> tuple[int, int, int, in
 @implements(reference.rms_norm, ARRAY)
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     """Compute `reference.rms_norm`; r is float32."""
-    kernel = chosen(RMS_NORM, "rms_norm", x, w)
+    kernel = RMS_NORM[x.dtype]
     x, w, width = packed(x), packed(w), x.shape[-1]
     y, r = take(x.shape, x.dtype), take((*x.shape[:-1], 1), F32)
     rows = x.size // width
@@ -61,7 +60,7 @@ def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
     """Compute `reference.rms_norm_backward`; dw may have any of the types."""
-    kernel = chosen(RMS_NORM_BACKWARD, "rms_norm_backward", x, dy, w, plus)
+    kernel = RMS_NORM_BACKWARD[x.dtype]
     writable("rms_norm_backward", dw)
     dy, x, w, r = packed(dy), packed(x), packed(w), packed(r)
     plus = None if plus is None else packed(plus)
@@ -82,7 +81,7 @@ def rms_norm_backward(
 @implements(reference.layer_norm, ARRAY)
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     """Compute `reference.layer_norm`; mean and r are float32."""
-    kernel = chosen(LAYER_NORM, "layer_norm", x, w, b)
+    kernel = LAYER_NORM[x.dtype]
     x, w, b, width = packed(x), packed(w), packed(b), x.shape[-1]
     y, shape = take(x.shape, x.dtype), (*x.shape[:-1], 1)
     mean, r = take(shape, F32), take(shape, F32)
@@ -104,7 +103,7 @@ def layer_norm_backward(
     plus: Array | None = None,
 ) -> Array:
     """Compute `reference.layer_norm_backward`; dw and db may have any of the types."""
-    kernel = chosen(LAYER_NORM_BACKWARD, "layer_norm_backward", x, dy, w, plus)
+    kernel = LAYER_NORM_BACKWARD[x.dtype]
     writable("layer_norm_backward", dw, db)
     dy, x, w, mean, r = packed(dy), packed(x), packed(w), packed(mean), packed(r)
     plus = None if plus is None else packed(plus)
@@ -112,7 +111,7 @@ def layer_norm_backward(
     rows = x.size // width
     lanes, _, lines, blocks = deal(rows, width, PACK // x.itemsize, HELD_TWICE)
     sums = [None if gradient is None else take((lines, width), F32) for gradient in (dw, db)]
-    pointers = (at(dy), at(x), at(w), at(mean), at(r), at(plus), at(dx), *map(at, sums))
+    pointers = (at(dy), at(x), at(w), at(mean), at(r), at(plus), at(dx), at(sums[0]), at(sums[1]))
     kernel(blocks, THREADS, (*pointers, rows, width, lanes))
     if rows and dw is not None and db is not None and dw.dtype == db.dtype:
         add_partials(dw, sums[0], db, sums[1])

@@ -8,17 +8,17 @@ on the GPU.
 from __future__ import annotations
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, at, by_rows, chosen, each_type, take, writable
+from zero_mpi.ops.gpu.launch import F32, PACK, THREADS, Family, at, by_rows, take, writable
 from zero_mpi.ops.sizes import column_lines
 
-COLUMN_SUMS = each_type("sums.cu", "column_sums", "PPLLLL")
-ADD_PARTIALS = each_type("sums.cu", "add_partials", "PPPPLL")
+COLUMN_SUMS = Family("sums.cu", "column_sums", "PPLLLL")
+ADD_PARTIALS = Family("sums.cu", "add_partials", "PPPPLL")
 COLUMNS = 32  # threads beside each other in the kernels of sums.cu
 
 
 def add_columns(x: Array, sums: Array) -> None:
     """Add to sums (O,), of any type, the sum of x (N, O) over its rows, which may have a larger stride."""
-    kernel, (x, rows, width, step) = chosen(COLUMN_SUMS, "add_columns", x), by_rows(x)
+    kernel, (x, rows, width, step) = COLUMN_SUMS[x.dtype], by_rows(x)
     if not rows:
         return
     parts = column_lines(rows)
@@ -37,6 +37,6 @@ def add_partials(
     """
     writable("add_partials", sums, others)
     parts, width = partial.shape
-    kernel, tiles = chosen(ADD_PARTIALS, "add_partials", sums, others), -(-width // COLUMNS)
+    kernel, tiles = ADD_PARTIALS[sums.dtype], -(-width // COLUMNS)
     places = at(sums), at(partial), at(others), at(theirs)
     kernel(tiles if others is None else 2 * tiles, THREADS, (*places, parts, width))
