@@ -177,7 +177,7 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 def elements(x: Array) -> int:
     """Return the number of blocks for a flat array, with one pack per thread."""
-    return -(-x.size * x.itemsize // (THREADS * PACK))  # type: ignore[no-any-return]
+    return -(-x.size * x.itemsize // (THREADS * PACK))
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
