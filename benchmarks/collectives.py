@@ -57,11 +57,11 @@ def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation
     from mpi4py import MPI
 
     whole, other = (np.ones(partition.length, np.float32) for _ in range(2))
-    mine = np.empty(partition.counts[rank], np.float32)
+    own = np.empty(partition.counts[rank], np.float32)
     places = [whole, partition.counts, partition.bounds[:-1], MPI.FLOAT]
     return {
         "all-gather library": lambda: raw.Allgatherv(MPI.IN_PLACE, places),
-        "reduce-scatter library": lambda: raw.Reduce_scatter(whole, mine, partition.counts),
+        "reduce-scatter library": lambda: raw.Reduce_scatter(whole, own, partition.counts),
         "all-reduce library": lambda: raw.Allreduce(MPI.IN_PLACE, whole),
         "copy copy": lambda: np.copyto(other, whole),
     }
@@ -70,10 +70,10 @@ def library(raw: object, partition: Partition, rank: int) -> dict[str, Operation
 def messages(comms: dict[str, Comm], partition: Partition) -> dict[str, Operation]:
     """Our transport over messages."""
     comm = comms["exact"]
-    whole, mine = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
+    whole, own = np.ones(partition.length, np.float32), np.zeros(partition.counts[comm.rank], np.float32)
 
     def reduce(kind: str) -> Operation:
-        return lambda: comms[kind].reduce_scatter(whole, mine, partition).wait()
+        return lambda: comms[kind].reduce_scatter(whole, own, partition).wait()
 
     return {
         "all-gather mpi": lambda: comm.allgather(None, whole, partition).wait(),
@@ -92,8 +92,8 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
         memory = comm.memory([partition], [partition.length])
     except NoSharedMemory:
         return {}
-    pool, mine = memory.buffers, np.zeros(partition.counts[comm.rank], np.float32)
-    slot, whole = pool.take(partition.length), memory.wholes[0]
+    pool, own = memory.buffers, np.zeros(partition.counts[comm.rank], np.float32)
+    slot, whole = pool.take(partition.length), memory.full[0]
     slot.fill(1)
 
     def gather() -> None:
@@ -103,7 +103,7 @@ def shared(comm: Comm | None, partition: Partition) -> dict[str, Operation]:
 
     def reduce() -> None:
         assert pool.lent == 1  # only a slot of a pool that is there is reduced where it lies
-        comm.reduce_scatter(slot, mine, partition).wait()
+        comm.reduce_scatter(slot, own, partition).wait()
 
     return {"all-gather shared": gather, "reduce-scatter shared": reduce}
 
@@ -139,7 +139,7 @@ def make_comms() -> tuple[dict[str, Comm], Comm | None]:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print."""
-    options = world.together(lambda: make_parser().parse_args(arguments))
+    options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     if world.mpi is None:
         raise SystemExit("start it by mpirun: there is nothing to measure in one process")
     comms, node = make_comms()

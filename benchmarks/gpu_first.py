@@ -93,8 +93,8 @@ def drawn(kind: Any, *shape: int, scale: float = 1.0) -> Any:
 
 def off(got: Any, want: Any) -> float:
     """The length of the difference in relation to that of `want`."""
-    mine, exact = (np.asarray(x, np.float64) for x in (device.in_use().to_host(got), want))
-    return float(np.linalg.norm(mine - exact) / max(1e-30, float(np.linalg.norm(exact))))
+    own, exact = (np.asarray(x, np.float64) for x in (device.in_use().to_host(got), want))
+    return float(np.linalg.norm(own - exact) / max(1e-30, float(np.linalg.norm(exact))))
 
 
 # ---------------------------------------------------------------------------------------------- right or not

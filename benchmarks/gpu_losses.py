@@ -75,11 +75,11 @@ def train(
     accumulator = GradAccum(module, options.micro_batches)
     tokens = options.micro_batches * workload.tokens
     for number in range(options.steps):
-        for mine in accumulator:
-            if mine is None:
+        for own in accumulator:
+            if own is None:
                 accumulator.accumulate(None)
                 continue
-            x, targets = micro_batch(workload, mine, number % BATCHES)
+            x, targets = micro_batch(workload, own, number % BATCHES)
             accumulator.accumulate(x, CrossEntropy(targets, 1.0 / tokens))
         loss = accumulator.total_loss()
         yield loss, optimizer.step(max_norm=CLIP).grad_norm
@@ -128,10 +128,10 @@ class Runs:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """All runs."""
-    options = world.together(lambda: make_parser().parse_args(arguments))
+    options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
     number = world.node.rank
-    world.together(lambda: device.use(options.device, number))
+    world.run_on_all(lambda: device.use(options.device, number))
     world.node_by_node(ops.prepare)
     runs = Runs(world, options)
     for name in options.run:

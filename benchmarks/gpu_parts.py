@@ -150,19 +150,19 @@ def losses(check: Check, section: Section) -> None:
         name, _, kind = run_name.partition(":")
         median, most = BF16_BOUNDS if kind == "bf16" else (FP32_BOUND, FP32_BOUND)
         wish = f"median within {median:g}, all within {most:g} of the CPU's"
-        mine = next((found["losses"] for found in outcome.objects if found["run"] == run_name), None)
-        if mine is None or name not in wanted:
+        ours = next((found["losses"] for found in outcome.objects if found["run"] == run_name), None)
+        if ours is None or name not in wanted:
             section.judge(f"losses of {run_name}", wish, "not computed", False)
             continue
-        middle, far = distances(mine, wanted[name])
-        found = f"{middle:.2g}, {far:.2g} over {len(mine)} steps, {mine[0]:.5f} to {mine[-1]:.5f}"
+        middle, far = distances(ours, wanted[name])
+        found = f"{middle:.2g}, {far:.2g} over {len(ours)} steps, {ours[0]:.5f} to {ours[-1]:.5f}"
         section.judge(f"losses of {run_name}", wish, found, middle <= median and far <= most)
 
 
-def distances(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+def distances(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """The median and the largest relative difference; infinite if one is no number or missing."""
-    pairs = list(zip(mine, theirs, strict=False))
-    if len(mine) != len(theirs) or not all(map(math.isfinite, [*mine, *theirs])):
+    pairs = list(zip(ours, theirs, strict=False))
+    if len(ours) != len(theirs) or not all(map(math.isfinite, [*ours, *theirs])):
         return math.inf, math.inf
     apart = [abs(a - b) / abs(b) for a, b in pairs]
     return statistics.median(apart), max(apart)

@@ -125,9 +125,9 @@ def speed(check: Check, section: Section, workload: str) -> None:
         return
     ratio = ours.tokens_per_second / peer.tokens_per_second
     section.judge(f"{workload} beside {peer.name}", f"at least {AHEAD} x", f"{ratio:.3f} x", ratio >= AHEAD)
-    mine, theirs = ((racer.end or {}).get("pool_mb") for racer in (ours, peer))
-    shown = f"{mine} and {theirs} MiB"
-    fits = None if mine is None or theirs is None else mine <= theirs
+    own, theirs = ((racer.end or {}).get("pool_mb") for racer in (ours, peer))
+    shown = f"{own} and {theirs} MiB"
+    fits = None if own is None or theirs is None else own <= theirs
     section.judge(f"{workload}, memory taken from the GPU", "not above torch's", shown, fits)
 
 

@@ -212,7 +212,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print."""
-    options = world.together(lambda: make_parser().parse_args(arguments))
+    options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     result = measure(options)
     if world.rank == 0:

@@ -118,12 +118,12 @@ def exchange(comm: object, nbytes: int, apart: int, repeats: int = REPEATS) -> f
     Each time the slowest rank tells: those of a host share its link, and each time another one is first.
     """
     other = comm.rank ^ apart
-    mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     took = []
     for _ in range(repeats + 1):
         comm.Barrier()
         begun = time.perf_counter()
-        comm.Sendrecv(mine, other, 0, theirs, other, 0)
+        comm.Sendrecv(sent, other, 0, theirs, other, 0)
         took.append(time.perf_counter() - begun)
     return min(max(together) for together in list(zip(*comm.allgather(took), strict=True))[1:])
 

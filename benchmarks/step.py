@@ -211,10 +211,10 @@ def result(variant: Run, peak: float, memory: list[tuple[float, float, float]]) 
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print."""
-    options = world.together(lambda: make_parser().parse_args(arguments))
+    options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config(threads=options.threads))
     if options.bits == portable.PORTABLE:
-        world.together(check_pins)
+        world.run_on_all(check_pins)
     results = measure(world, options)
     if world.rank == 0:
         for line in results if options.json else ():

@@ -114,11 +114,11 @@ def report(options: argparse.Namespace, size: Workload, times: list[float], many
     """Median of the slowest rank's times, and the largest memory."""
     from torch import distributed
 
-    mine = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    found: list[Any] = [mine]
+    own = (times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    found: list[Any] = [own]
     if many:
         found = [None] * options.ranks
-        distributed.all_gather_object(found, mine)
+        distributed.all_gather_object(found, own)
     if not many or distributed.get_rank() == 0:
         median = statistics.median(
             max(together) for together in zip(*(times for times, _ in found), strict=True)

@@ -86,7 +86,7 @@ def cost_of_a_span() -> float:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Measure and print."""
-    options = world.together(lambda: make_parser().parse_args(arguments))
+    options = world.run_on_all(lambda: make_parser().parse_args(arguments))
     set_threads(Config())
     bench = variant(world, options)
     with tempfile.TemporaryDirectory() as folder:

@@ -115,7 +115,7 @@ def answers(model: Path, adapter: Path | None) -> dict[str, str]:
     speaker, template = Speaker(text_model, tokenizer, ANSWERED), template_of(tokenizer)
 
     def said(question: str) -> str:
-        reply = speaker.answer(Chat(template, tokenizer).asked(question), lambda piece: None)
+        reply = speaker.answer(Chat(template, tokenizer).prompt_ids(question), lambda piece: None)
         text = reply.text.decode("utf-8", "replace")
         return text if reply.finish_reason == "stop" else f"{text} ..."
 
@@ -144,7 +144,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     A signal before the end of training ends it with status 75, a later one without the answers.
     """
     signals.enter(PREPARING)
-    model = world.together(find_model)
+    model = world.run_on_all(find_model)
     world.on_root(write_conversations)
     given = ["--init", str(model), "--data", str(DATA), "--val-data", str(HELD_OUT)]
     given += [part for name, value in FLAGS.items() for part in (name, value)] + [*arguments]

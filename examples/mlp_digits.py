@@ -67,7 +67,7 @@ def micro_batch(data: tuple[Array, Array], step: int, index: int | None) -> tupl
 def command(world: World, arguments: Sequence[str]) -> int:
     """Train, then read the images that were held out. Returns the exit status."""
     comm = connect()
-    images, shown = world.from_root(digits)  # rank 0 reads for all
+    images, shown = world.run_on_root(digits)  # rank 0 reads for all
     train, test = (images[HELD_OUT:], shown[HELD_OUT:]), (images[:HELD_OUT], shown[:HELD_OUT])
     module = ShardedModule(stages(), comm, FULL_SHARD)
     module.initialize(seed=0)

@@ -72,7 +72,7 @@ def tell(out: Path) -> None:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Train with FLAGS unless the command line overrides them."""
     signals.enter(PREPARING)
-    model = world.together(find_model)
+    model = world.run_on_all(find_model)
     world.on_root(write_pairs)
     given = ["--init", str(model), "--data", str(DATA), "--val-data", str(HELD_OUT)]
     given += [part for name, value in FLAGS.items() for part in (name, value)] + [*arguments]

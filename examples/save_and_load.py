@@ -113,8 +113,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     if arguments:
         one_half(comm, Path(arguments[0]))
         return 0
-    with tempfile.TemporaryDirectory() as mine:
-        both_halves(comm, Path(comm.broadcast_object(mine)) / "halfway")
+    with tempfile.TemporaryDirectory() as own:
+        both_halves(comm, Path(comm.broadcast_object(own)) / "halfway")
         comm.barrier()  # rank 0 keeps the folder until all have read it
     return 0
 

@@ -145,9 +145,9 @@ def trained_json(kind, tokens=900):
     return content
 
 
-def write_json(folder, content, **beside):
+def write_json(folder, content, **others):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"tokenizer": content, **beside}.items():
+    for name, text in {"tokenizer": content, **others}.items():
         (folder / f"{name}.json").write_text(json.dumps(text))
     return folder / "tokenizer.json"
 

@@ -44,8 +44,8 @@ def reduced(comm, partition, contributors, accumulate, kind, place):
 def near(found, parts):
     """Whether it is the sum of the parts, in whatever order they were added."""
     wide = [part.astype(np.float64) for part in parts]
-    room = 8 * len(parts) * np.finfo(found.dtype).eps * np.sum(np.abs(wide), axis=0)
-    return bool(np.all(np.abs(found - np.sum(wide, axis=0)) <= room))
+    buffer = 8 * len(parts) * np.finfo(found.dtype).eps * np.sum(np.abs(wide), axis=0)
+    return bool(np.all(np.abs(found - np.sum(wide, axis=0)) <= buffer))
 
 
 def poll(ready, patience=20.0):

@@ -101,8 +101,8 @@ def clean_environment() -> dict[str, str]:
 def launcher() -> list[str]:
     if "ZERO_MPI_MPIEXEC" in os.environ:
         return shlex.split(os.environ["ZERO_MPI_MPIEXEC"])
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec")
+    folder = str(Path(sys.executable).parent)
+    found = shutil.which("mpiexec", path=folder) or shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError("no mpiexec: install an MPI, e.g. pip install '.[mpich]'")
     return [found]

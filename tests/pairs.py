@@ -31,8 +31,8 @@ def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
     spec = getattr(item, "callspec", None)
     if spec is None:
         return []
-    told = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in told]
+    got = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in got]
     groups += [[name] for name in spec.params.keys() - {name for group in groups for name in group}]
     return sorted((*names, *(id(spec.params[name]) for name in names)) for names in groups)
 

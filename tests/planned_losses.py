@@ -44,8 +44,8 @@ def objective_of(case, module):
 
 def make_step(objective, accumulator, optimizer):
     losses = objective.step(0)
-    for mine in accumulator:
-        x, loss = (None, None) if mine is None else losses.micro(mine)
+    for number in accumulator:
+        x, loss = (None, None) if number is None else losses.micro(number)
         accumulator.accumulate(x, loss)
     accumulator.totals(*losses.sums)
     optimizer.step(max_norm=1.0)

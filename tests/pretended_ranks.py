@@ -48,8 +48,8 @@ class Echo(SerialComm):
         Echo.messages += 1
         return [pickle.loads(word) for _ in range(times)]
 
-    def memory(self, wholes: Any, buffers: Any, gathers: Any = ()) -> ModuleMemory:
-        return Comm.memory(self, wholes, buffers, gathers)
+    def memory(self, full: Any, buffers: Any, gathers: Any = ()) -> ModuleMemory:
+        return Comm.memory(self, full, buffers, gathers)
 
     def broadcast(self, array: Any, root: int = 0, label: str = "") -> Handle:
         Echo.said += array.nbytes
@@ -80,7 +80,7 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
     setup.choose_transport = lambda *_: TransportChoice(Echo(ranks))
     signals.ending = world.end
     check_installation(world)
-    config = world.together(lambda: parse(flags))
+    config = world.run_on_all(lambda: parse(flags))
     watchdog, outcome = stand_guard(world, config)
     session = setup.build(world, resolve(world, config))
     trainer = Trainer(world, session, watchdog, outcome)

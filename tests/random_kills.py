@@ -48,9 +48,9 @@ def processes(mark):
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             lines = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            told = dict(line.partition("=")[::2] for line in lines)
-            if told.get(MARK) == mark:
-                found[int(folder.name)] = int(next((told[n] for n in RANK_VARIABLES if n in told), -1))
+            got = dict(line.partition("=")[::2] for line in lines)
+            if got.get(MARK) == mark:
+                found[int(folder.name)] = int(next((got[n] for n in RANK_VARIABLES if n in got), -1))
     return found
 
 
@@ -80,8 +80,8 @@ def ranks_of(job):
             lines = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
         except OSError:
             continue
-        told = dict(line.partition("=")[::2] for line in lines)
-        rank = next((told[name] for name in RANK_VARIABLES if name in told), None)
+        got = dict(line.partition("=")[::2] for line in lines)
+        rank = next((got[name] for name in RANK_VARIABLES if name in got), None)
         if rank is not None:
             ranks[int(rank)] = process
     return ranks

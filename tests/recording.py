@@ -54,9 +54,9 @@ class RecordingComm(CommWrapper):
     def broadcast(self, array, root=0, label=""):
         return self._start("broadcast", label, 0, self.inner.broadcast(array, root, label))
 
-    def gather(self, part, room, piece, root=0, label=""):
+    def gather(self, part, buffer, piece, root=0, label=""):
         self.log.append(Event("gather", label, 0 if self.rank == root else part.nbytes))
-        self.inner.gather(part, room, piece, root, label)
+        self.inner.gather(part, buffer, piece, root, label)
 
     def background(self):
         other = RecordingComm(self.inner.background())

@@ -43,12 +43,12 @@ def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **option
 
 def run_step(module, accumulator, config, step, micro_batches):
     tokens = (2 * micro_batches - 1) * config.context_length
-    for mine in accumulator:
-        if mine is None:
+    for own in accumulator:
+        if own is None:
             accumulator.accumulate(None)
             continue
-        rows = 1 if mine == micro_batches - 1 else 2
-        x, targets = micro_batch(step, mine, config, rows)
+        rows = 1 if own == micro_batches - 1 else 2
+        x, targets = micro_batch(step, own, config, rows)
         accumulator.accumulate(x, partial(cross_entropy, targets=targets, scale=1 / tokens))
 
 

@@ -126,11 +126,11 @@ def near(picture: Picture, unit: Unit, top: float) -> None:
 def held(of: Case, kind: str, rank: int) -> list[int]:
     """The owners whose slices of `kind` a rank keeps from step to step."""
     strategy = of.strategy
-    mine = [rank % of.owners]
+    own = [rank % of.owners]
     whole = list(range(of.owners))
     if kind == "parameters":
-        return mine if strategy.shards_parameters else whole
-    return mine if strategy.shards_moments else whole
+        return own if strategy.shards_parameters else whole
+    return own if strategy.shards_moments else whole
 
 
 def kept() -> str:

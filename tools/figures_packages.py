@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from structure import imports, room_of
+from structure import imports, layer_of
 from svg import MARGIN, Picture
 
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_mpi"
@@ -43,7 +43,7 @@ ARROWS = (
 def used(package: str) -> set[str]:
     """The packages that the modules of one import."""
     return {
-        room_of(name.removeprefix("zero_mpi."))
+        layer_of(name.removeprefix("zero_mpi."))
         for path in (PACKAGE / package).rglob("*.py")
         for _, name in imports(ast.parse(path.read_text(encoding="utf-8")), path, PACKAGE)
         if name.startswith("zero_mpi.")

@@ -100,21 +100,21 @@ def draw_story(
 
     `after`: what is gathered once all gradients are summed, or ""; `later`: it may last into the next step.
     """
-    told = story(layout, names)
+    got = story(layout, names)
     picture = Picture(WIDTH, title, about)
     picture.text(MARGIN, 62, about, "dim")
     legend(picture, gathers, after)
     units, stages = layout.units, len(names)
     bottom = TOP + HIGH * len(units)
-    heads(picture, told.columns, stages, bottom)
+    heads(picture, got.columns, stages, bottom)
     for row, unit in enumerate(units):
         picture.text(MARGIN, TOP + HIGH * row + 20, unit.name, "ink bold")
-    for kind, spans in (("there", told.there), ("work", told.work)):
+    for kind, spans in (("there", got.there), ("work", got.work)):
         for span in spans:
             place(picture, span, kind)
-    for span in told.coming:
+    for span in got.coming:
         arrow(picture, span, "coming")
-    for span in told.sums:
+    for span in got.sums:
         arrow(picture, span, "sum", low=True)
     if after:
         for row in range(len(units)):
@@ -297,13 +297,13 @@ def order() -> str:
         x = 120.0
         for number in range(len(Rounds(micro_batches, 0, ranks))):
             for rank in range(ranks):
-                mine = Rounds(micro_batches, rank, ranks).mine(number)
-                if mine is None:
+                micro_batch = Rounds(micro_batches, rank, ranks).micro_batch(number)
+                if micro_batch is None:
                     picture.box(x, y, 52, 36, "paper", edge="edge", r=4)
                     picture.text(x + 26, y + 23, "idle", "dim small mid")
                 else:
                     picture.box(x, y, 52, 36, f"rank{rank}", r=4)
-                    picture.text(x + 26, y + 23, f"g{mine}", "on mid")
+                    picture.text(x + 26, y + 23, f"g{micro_batch}", "on mid")
                 x += 56
             x += 20
         y += 50

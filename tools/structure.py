@@ -3,8 +3,8 @@
 
     python tools/structure.py [ROOT]
 
-The tree is one ordered list of rooms, packages and single files (`ORDER`): a room imports only those that
-stand before it, and no file of a room leads back to itself. Imports inside functions count, and so does a
+The tree is one ordered list of layers, packages and single files (`ORDER`): a layer imports only those that
+stand before it, and no file of a layer leads back to itself. Imports inside functions count, and so does a
 module that is named whole in a string, for it is started or loaded by that; what stands under
 `if TYPE_CHECKING:` is for readers and does not. Tests, tools and examples import only names that exist.
 Prints each violation as `path:line: text` and exits with status 1 if there is one.
@@ -27,7 +27,7 @@ ORDER = (
     "checkpoint", "config", "plan", "train", "commands", "__main__",
 )  # fmt: skip
 
-# What the order would allow and the design does not: a room, and those that it may not use.
+# What the order would allow and the design does not: a layer, and those that it may not use.
 NEVER: dict[str, tuple[str, ...]] = {
     "comm": ("ops", "nn"),  # transports carry and add arrays; they know no operation and no layer
     "nn": ("comm",),  # a layer holds no arrays and knows no ranks: that is what lets them be sharded
@@ -36,7 +36,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "sharding": ("models",),
     "optim": ("models", "nn"),
 }
-# The only modules of a room that another one may use.
+# The only modules of a layer that another one may use.
 ONLY: dict[tuple[str, str], tuple[str, ...]] = {
     ("sharding", "nn"): ("nn.layer", "nn.fusions", "nn.linear", "nn.loss", "nn.batch"),
 }
@@ -74,8 +74,8 @@ def matches(module: str, pattern: str) -> bool:
     return pattern in ("*", module)
 
 
-def room_of(module: str) -> str:
-    """The room that a module lies in: `comm` for `comm.mpi`."""
+def layer_of(module: str) -> str:
+    """The layer that a module lies in: `comm` for `comm.mpi`."""
     return module.partition(".")[0]
 
 
@@ -137,26 +137,26 @@ def is_module(name: str, package: Path) -> bool:
 
 def why_not(module: str, target: str) -> str | None:
     """Why one module may not import another of the package; None if it may."""
-    room, other = room_of(module), room_of(target)
-    if room == other:
+    layer, other = layer_of(module), layer_of(target)
+    if layer == other:
         return None
-    if other not in ORDER or ORDER.index(other) > ORDER.index(room):
-        return f"{other} stands after {room} in the order of tools/structure.py"
-    if other in NEVER.get(room, ()):
-        return f"{room} may not use {other}"
-    allowed = ONLY.get((room, other))
+    if other not in ORDER or ORDER.index(other) > ORDER.index(layer):
+        return f"{other} stands after {layer} in the order of tools/structure.py"
+    if other in NEVER.get(layer, ()):
+        return f"{layer} may not use {other}"
+    allowed = ONLY.get((layer, other))
     if allowed is not None and target not in allowed:
-        return f"{room} may use only {', '.join(allowed)}"
+        return f"{layer} may use only {', '.join(allowed)}"
     return None
 
 
 def check_imports(tree: ast.AST, path: Path, package: Path) -> Iterator[Violation]:
-    """Arrows that point back, guarded libraries, rooms that the order does not know."""
+    """Arrows that point back, guarded libraries, layers that the order does not know."""
     module = module_name(path, package)
     if not module:
         return
-    if room_of(module) not in ORDER:
-        yield 1, f"{room_of(module)} is not in the order of tools/structure.py: put it where it belongs"
+    if layer_of(module) not in ORDER:
+        yield 1, f"{layer_of(module)} is not in the order of tools/structure.py: put it where it belongs"
         return
     for line, name in imports(tree, path, package):
         top, _, inner = name.partition(".")

@@ -98,5 +98,5 @@ class Picture:
             f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{number(height - 1)}" rx="10" '
             'class="paper l-edge thin"/>'
         )
-        told = f'<title id="title">{escape(self.title)}</title><desc id="about">{escape(self.about)}</desc>'
-        return "\n".join([head, told, style(), paper, *self.parts, "</svg>"]) + "\n"
+        got = f'<title id="title">{escape(self.title)}</title><desc id="about">{escape(self.about)}</desc>'
+        return "\n".join([head, got, style(), paper, *self.parts, "</svg>"]) + "\n"

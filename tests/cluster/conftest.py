@@ -32,11 +32,11 @@ def pytest_collection_modifyitems(config, items):
     harness = config.pluginmanager.getplugin("zero_mpi-harness")
     if harness.world.size == 1 and any(map(asked_for, config.args)):
         return
-    mine = [item for item in items if CLUSTER in item.path.parents]
-    if mine:
-        config.hook.pytest_deselected(items=mine)
-        items[:] = [item for item in items if item not in mine]
-        harness.deselected[NOT_ASKED_FOR] = len(mine)
+    own = [item for item in items if CLUSTER in item.path.parents]
+    if own:
+        config.hook.pytest_deselected(items=own)
+        items[:] = [item for item in items if item not in own]
+        harness.deselected[NOT_ASKED_FOR] = len(own)
 
 
 @pytest.fixture(scope="session")

@@ -253,10 +253,10 @@ class Trial:
             if entry.name.isdecimal():
                 try:
                     arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    told = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    got = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 except OSError:
                     continue  # it has ended since
-                rank = rank_of(told) if str(self.script) in arguments else None
+                rank = rank_of(got) if str(self.script) in arguments else None
                 if rank is not None:
                     found[rank] = int(entry.name)
         return found
@@ -286,5 +286,5 @@ class Trial:
 
 
 def rank_of(environment: Sequence[str]) -> int | None:
-    told = dict(line.partition("=")[::2] for line in environment)
-    return next((int(told[name]) for name in RANK_VARIABLES if name in told), None)
+    got = dict(line.partition("=")[::2] for line in environment)
+    return next((int(got[name]) for name in RANK_VARIABLES if name in got), None)

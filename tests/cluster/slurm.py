@@ -68,8 +68,8 @@ class Slurm:
         """
         path = f"{Path(python).parent}:{os.environ['PATH']}"
         start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]
-        told = {"PATH": path, "SETTLE": "0"}  # jobs are told to stop when their ranks have begun
-        return self.command(*start, env={**told, **(env or {})}).strip()
+        got = {"PATH": path, "SETTLE": "0"}  # jobs are told to stop when their ranks have begun
+        return self.command(*start, env={**got, **(env or {})}).strip()
 
     def log(self, job: str) -> str:
         path = self.folder / f"job-{job}.log"

@@ -31,11 +31,11 @@ def slow_hosts():
 
 @pytest.mark.timeout_seconds(120)
 def test_hosts_and_the_link_between_them(slow_hosts):
-    status, told, found = examine(slow_hosts, 4, 2)
-    assert status == 0, told
+    status, got, found = examine(slow_hosts, 4, 2)
+    assert status == 0, got
     assert found["hosts"] == [{"name": "h1", "ranks": [0, 1]}, {"name": "h2", "ranks": [2, 3]}]
-    assert told["host h1"]["value"].startswith("ranks 0-1 on ")
-    assert told["seen by all hosts"]["verdict"] == "ok"
+    assert got["host h1"]["value"].startswith("ranks 0-1 on ")
+    assert got["seen by all hosts"]["verdict"] == "ok"
     assert 0 < found["links"]["node"]["alpha_seconds"] < 0.5
     between = found["links"]["between"]
     assert 0.5 / WIRE < between["beta_seconds_per_byte"] < 10 / WIRE
@@ -44,8 +44,8 @@ def test_hosts_and_the_link_between_them(slow_hosts):
 @pytest.mark.timeout_seconds(120)
 def test_a_folder_of_one_host_is_bad(slow_hosts):
     """/tmp differs from host to host."""
-    status, told, found = examine(slow_hosts, 2, 1, "--quick", "--out", "/tmp/run")
+    status, got, found = examine(slow_hosts, 2, 1, "--quick", "--out", "/tmp/run")
     assert status == 1
     assert found["links"]["node"] is None
-    assert told["seen by all hosts"]["verdict"] == "bad"
-    assert "h2" in told["seen by all hosts"]["value"]
+    assert got["seen by all hosts"]["verdict"] == "bad"
+    assert "h2" in got["seen by all hosts"]["value"]

@@ -66,9 +66,9 @@ def wanted(arrays, scale=0.3):
 
 def check(gpu, kind, shape, scale=0.3):
     arrays = case(kind, shape)
-    for mine, want in zip(both(gpu, arrays, scale), wanted(arrays, scale), strict=True):
-        assert mine.dtype == KINDS[kind]
-        near(mine, want, kind)
+    for own, want in zip(both(gpu, arrays, scale), wanted(arrays, scale), strict=True):
+        assert own.dtype == KINDS[kind]
+        near(own, want, kind)
 
 
 @pytest.fixture(params=["own", "auto"])
@@ -101,8 +101,8 @@ def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, shape, mo
     q, k, v, dy = arrays
     expected, p = defined("causal_attention")(q, k, v, 0.3, begins)
     others = defined("causal_attention_backward")(dy, q, k, v, p, 0.3)
-    for mine, want in zip(found, (expected, *others), strict=True):
-        near(gpu.to_host(mine), want, kind)
+    for own, want in zip(found, (expected, *others), strict=True):
+        near(gpu.to_host(own), want, kind)
 
 
 @pytest.mark.parametrize("kind", LOW)
@@ -147,8 +147,8 @@ def test_heads_are_read_and_written_as_columns_of_one_array(gpu, way, kind):
     assert whole is not None
     assert address(whole) == address(gradients[0])
     want = wanted([*split(joint), dy], 0.25)
-    for mine, expected in zip([y, *gradients], want, strict=True):
-        near(gpu.to_host(mine), expected, kind)
+    for own, expected in zip([y, *gradients], want, strict=True):
+        near(gpu.to_host(own), expected, kind)
     near(gpu.to_host(whole)[..., : h * d], want[1].reshape(b, t, -1), kind)
 
 
@@ -156,8 +156,8 @@ def test_heads_are_read_and_written_as_columns_of_one_array(gpu, way, kind):
 def test_heads_may_come_before_positions(gpu, way, kind):
     arrays = case(kind, (2, 9, 9, 4, 2, 16, 16))
     turned = [gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2) for x in arrays]
-    for mine, want in zip(both(gpu, turned), wanted(arrays), strict=True):
-        near(mine, want, kind)
+    for own, want in zip(both(gpu, turned), wanted(arrays), strict=True):
+        near(own, want, kind)
 
 
 @kinds
@@ -177,9 +177,9 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
         assert parts[0][0] + parts[0][1] == of_shapes.length
         assert parts[0][2] == of_shapes.total
         found = both(gpu, arrays)
-        for mine, want, once in zip(found, wanted(arrays), whole, strict=True):
-            near(mine, want, kind)
-            near(mine, once, kind)
+        for own, want, once in zip(found, wanted(arrays), whole, strict=True):
+            near(own, want, kind)
+            near(own, once, kind)
 
 
 def test_memory_grows_with_t_and_not_with_its_square(gpu, take_way, monkeypatch):
@@ -317,8 +317,8 @@ def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     for name, value in (("graphs", {}), ("refusals", [])):
         monkeypatch.setattr(found, name, value)
     executed, built = found.cudnn.calls.executed, found.cudnn.calls.built
-    for mine, once in zip(both(gpu, arrays), whole, strict=True):
-        np.testing.assert_array_equal(mine, once)
+    for own, once in zip(both(gpu, arrays), whole, strict=True):
+        np.testing.assert_array_equal(own, once)
     assert found.cudnn.calls.executed - executed == 1 + calls
     assert found.cudnn.calls.built - built == 2
     assert found.refusals == []
@@ -336,8 +336,8 @@ def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
     for way, ordered in (("any-order", False), ("auto", True), ("any-order", False)):
         monkeypatch.setattr(found, "graphs", {})
         take_way(way)
-        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-            near(mine, want, "bf16")
+        for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(own, want, "bf16")
         assert found.cudnn.calls.in_order[-1] == ordered
         assert ("in any order" in attention.about()) != ordered
 
@@ -361,8 +361,8 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
         both(gpu, arrays)
     take_way("auto")
     assert "own kernels, no cuDNN" in attention.about()
-    for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-        near(mine, want, "bf16")
+    for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        near(own, want, "bf16")
     take_way("own")
     assert attention.about() == "attention by own kernels"
 
@@ -389,8 +389,8 @@ def test_a_frontend_of_another_version_is_tried(gpu, take_way, monkeypatch, vers
     monkeypatch.setattr(cudnn.pygraph, "sdpa", other)
     monkeypatch.setattr(found, "graphs", {})
     for _ in range(2):
-        for mine, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-            near(mine, want, "bf16")
+        for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(own, want, "bf16")
     warned = [line for line in caplog.records if line.levelname == "WARNING" and version in line.getMessage()]
     assert len(warned) == 1
 

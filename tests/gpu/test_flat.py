@@ -36,9 +36,9 @@ def state(size: int) -> list[np.ndarray]:
 
 
 def there(gpu: Any, x: np.ndarray, first: int = 0) -> Any:
-    room = np.zeros(x.size + first, x.dtype)
-    room[first:] = x
-    return gpu.from_host(room)[first:]
+    buffer = np.zeros(x.size + first, x.dtype)
+    buffer[first:] = x
+    return gpu.from_host(buffer)[first:]
 
 
 @every_kind

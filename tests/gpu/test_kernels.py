@@ -50,7 +50,7 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     wide = [x.astype(np.float64) if is_float else x for x, is_float in zip(args, floats, strict=True)]
     result = getattr(reference, name)(*wide, **named)
     roles = low_precision.ROLES.get(name, low_precision.Roles(1, None, ()))  # an embedding's weights
-    kind = [x for x in args if isinstance(x, np.ndarray)][roles.told_by].dtype
+    kind = [x for x in args if isinstance(x, np.ndarray)][roles.type_from].dtype
     after = [
         x.astype(old.dtype) if is_float else x for x, old, is_float in zip(wide, args, floats, strict=True)
     ]
@@ -71,9 +71,9 @@ def plain(x: np.ndarray) -> tuple[Any, Any]:
 
 def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
     """In the middle of NaN (of whole numbers: of -1), beginning anywhere."""
-    room = np.full(x.size + 2 * GUARD, np.nan if x.dtype.kind not in "iu" else -1).astype(x.dtype)
-    room[first : first + x.size] = x.ravel()
-    there = device.in_use().from_host(room)
+    block = np.full(x.size + 2 * GUARD, np.nan if x.dtype.kind not in "iu" else -1).astype(x.dtype)
+    block[first : first + x.size] = x.ravel()
+    there = device.in_use().from_host(block)
     return there[first : first + x.size].reshape(x.shape), there
 
 
@@ -83,11 +83,11 @@ def aligned(x: np.ndarray) -> tuple[Any, Any]:
 
 def columns(x: np.ndarray) -> tuple[Any, Any]:
     """The columns of a wider array: rows are contiguous, the whole is not."""
-    room = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan if x.dtype.kind not in "iu" else -1).astype(
+    block = np.full((*x.shape[:-1], x.shape[-1] + 5), np.nan if x.dtype.kind not in "iu" else -1).astype(
         x.dtype
     )
-    room[..., 3:-2] = x
-    there = device.in_use().from_host(room)
+    block[..., 3:-2] = x
+    there = device.in_use().from_host(block)
     return there[..., 3:-2], there
 
 
@@ -193,18 +193,18 @@ def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]]
         else (x, None)
         for x in args
     ]
-    before = [None if room is None else bits(room) for _, room in there]
+    before = [None if block is None else bits(block) for _, block in there]
     found = getattr(ops, name)(*(x for x, _ in there), **named)
     close(found, result, kind)
-    for (x, room), wanted, original, given in zip(there, after, args, before, strict=True):
+    for (x, block), wanted, original, given in zip(there, after, args, before, strict=True):
         if not isinstance(original, np.ndarray):
             continue
         if not written or original.tobytes() == wanted.tobytes():
             assert bits(x) == original.tobytes(), "an input was written"
-            assert room is None or bits(room) == given
+            assert block is None or bits(block) == given
         else:
             close(x, wanted, kind)
-            assert room is None or around(room, x) == around_bytes(given, room, x), (
+            assert block is None or around(block, x) == around_bytes(given, block, x), (
                 "memory beside it was written"
             )
     return found
@@ -214,12 +214,12 @@ def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
     return name.endswith("_backward") and name.startswith(("embedding", "positions")) and x is args[-1]
 
 
-def around(room: Any, x: Any) -> bytes:
-    return around_bytes(bits(room), room, x)
+def around(block: Any, x: Any) -> bytes:
+    return around_bytes(bits(block), block, x)
 
 
-def around_bytes(given: bytes, room: Any, x: Any) -> bytes:
-    start = x.data.ptr - room.data.ptr
+def around_bytes(given: bytes, block: Any, x: Any) -> bytes:
+    start = x.data.ptr - block.data.ptr
     return given[:start] + given[start + x.nbytes :]
 
 
@@ -240,23 +240,23 @@ def test_arrays_may_lie_anywhere_and_nothing_beside_them_is_written(gpu, shape, 
 
 @every_kind
 def test_results_end_where_they_end(gpu, monkeypatch, kind):
-    rooms: list[tuple[Any, Any]] = []
+    buffers: list[tuple[Any, Any]] = []
 
     def take(shape: tuple[int, ...], dtype: Any) -> Any:
-        rooms.append(surrounded(np.zeros(shape, dtype), 64 + len(rooms) % 2))
-        return rooms[-1][0]
+        buffers.append(surrounded(np.zeros(shape, dtype), 64 + len(buffers) % 2))
+        return buffers[-1][0]
 
     for name in ("elementwise", "embedding", "loss", "norm", "sums"):
         monkeypatch.setattr(import_module(f"zero_mpi.ops.gpu.{name}"), "take", take)
     for shape in [(3, 5, 16), (2, 3, 37)]:
         for name, (args, named) in all_cases(shape, kind).items():
-            rooms.clear()
+            buffers.clear()
             there = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
             getattr(ops, name.partition(" ")[0])(*there, **named)
-            for x, room in rooms:
-                fresh = np.full(room.size, np.nan if room.dtype.kind == "f" or room.dtype == BF16 else -1)
-                fresh = fresh.astype(room.dtype).tobytes()
-                assert around(room, x) == around_bytes(fresh, room, x), f"{name} wrote beside a result"
+            for x, block in buffers:
+                fresh = np.full(block.size, np.nan if block.dtype.kind == "f" or block.dtype == BF16 else -1)
+                fresh = fresh.astype(block.dtype).tobytes()
+                assert around(block, x) == around_bytes(fresh, block, x), f"{name} wrote beside a result"
 
 
 @every_kind
@@ -373,7 +373,7 @@ def test_tokens_come_in_any_whole_type(gpu, kind):
 def test_tokens_outside_are_seen_and_write_nothing(gpu):
     tokens = np.array([0, 4, -1, 3, 1 << 40])
     w, dw, dy = numbers(4, 6), numbers(4, 6, seed=1), numbers(5, 6, seed=2)
-    there, room = surrounded(dw)
+    there, block = surrounded(dw)
     y = gpu.to_host(ops.embedding(gpu.from_host(tokens), gpu.from_host(w)))
     ops.embedding_backward(gpu.from_host(tokens), gpu.from_host(dy), there)
     assert np.isnan(y[[1, 2, 4]]).all()
@@ -381,7 +381,7 @@ def test_tokens_outside_are_seen_and_write_nothing(gpu):
     dw[0] += dy[0]
     dw[3] += dy[3]
     assert np.array_equal(gpu.to_host(there), dw)
-    assert np.isnan(gpu.to_host(room)[:GUARD]).all()
+    assert np.isnan(gpu.to_host(block)[:GUARD]).all()
     loss, _ = ops.cross_entropy(gpu.from_host(dy), gpu.from_host(tokens), 1.0)
     assert math.isnan(float(loss))
 

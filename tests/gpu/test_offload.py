@@ -37,7 +37,7 @@ def is_pretend():
 
 @pytest.fixture
 def pieces(monkeypatch):
-    monkeypatch.setattr(offload, "PIECE_ELEMENTS", 2048)
+    monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 2048)
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
 
 
@@ -123,7 +123,7 @@ def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
     assert held[1:] == held[1:2] * 3
     elements = sum(unit.updated[0].size for unit in optimizer.units)
     assert optimizer.memory_bytes() == 8 * elements
-    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.ROOMS * 8 * 2048)
+    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.BUFFER_SETS * 8 * 2048)
     for held in optimizer.states.values():
         assert isinstance(held[FIRST], np.ndarray)
         assert held[FIRST].flags.c_contiguous
@@ -140,7 +140,7 @@ def test_parameters_are_of_the_host_as_well(gpu, pieces):
     _, optimizer = optimizers(how="state", precision=BF16)
     step(optimizer, 0)
     elements = sum(unit.updated[0].size for unit in optimizer.units)
-    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.ROOMS * 12 * 2048)
+    assert tiny.offloaded_bytes(optimizer) == (8 * elements, offload.BUFFER_SETS * 12 * 2048)
     for unit in optimizer.module.units:
         assert isinstance(unit.parameters.master_shard, np.ndarray)
         np.testing.assert_array_equal(
@@ -198,7 +198,7 @@ HELD = {"filled": "_up", "updated": "stream", "emptied": "_down", "stored": "_do
 
 def without_wait(way, moments, name, monkeypatch):
     """Let all streams of a way pass by one kind of event."""
-    deaf = {id(moments.stored)} if name == "stored" else {id(getattr(room, name)) for room in way.rooms}
+    deaf = {id(moments.stored)} if name == "stored" else {id(getattr(buffer, name)) for buffer in way.buffers}
     for stream in (way._up, way._down, way.where.stream):
 
         def wait(event, ask=stream.wait_event):
@@ -249,8 +249,8 @@ def test_a_piece_comes_while_another_is_updated_and_a_third_goes(gpu, pieces):
     gpu.stream.do(lambda: time.sleep(0.2))
     for _ in way.through(moments):
         pass
-    for room in way.rooms:
-        room.filled.synchronize()
+    for buffer in way.buffers:
+        buffer.filled.synchronize()
     assert not gpu.stream.done
     assert not way._down.done
     way._down.synchronize()

@@ -112,9 +112,9 @@ def test_what_is_offloaded(gpu, own_attention, how):
     options = {"precision": case.precision, "offload_masters": how == "state"}
     module = ShardedModule(case.model.stages(), SerialComm(), case.strategy, **options)
     optimizer = ShardedAdamW(module, offload=how)
-    moments, rooms = tiny.offloaded_bytes(optimizer)
+    moments, buffers = tiny.offloaded_bytes(optimizer)
     masters = sum(shard.nbytes for shard in module.parameters())
-    assert memory.rooms == rooms
+    assert memory.rooms == buffers
     assert memory.host == moments + masters * (how == "state")
     assert memory.masters == masters * (how == "moments")
 
@@ -137,15 +137,15 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, 
     module.initialize(0)
     optimizer, accumulator = ShardedAdamW(module), GradAccum(module, comm.size + 1)
     tokens, before = np.zeros((1, 48), np.int64), comm.meter.sent_bytes
-    for mine in accumulator:
-        idle = mine is None
+    for number in accumulator:
+        idle = number is None
         accumulator.accumulate(None if idle else tokens, None if idle else CrossEntropy(tokens, 1e-2))
     accumulator.total_loss()
     optimizer.step(max_norm=1.0)
     assert comm.meter.sent_bytes - before == plan_traffic(case, flags=0).sent[comm.rank]
-    rooms = [array for some in comm._rooms.values() for room in some for array in room]
-    rooms += [room for some in comm._arrivals.values() for room in some]
-    assert 0 < sum(array.nbytes for array in rooms) <= plan.transport
+    buffers = [array for some in comm._buffers.values() for buffer in some for array in buffer]
+    buffers += [buffer for some in comm._arrivals.values() for buffer in some]
+    assert 0 < sum(array.nbytes for array in buffers) <= plan.transport
     assert (plan.host > 0) == (transport == "staged")
     if transport == "staged":
         stages = [stage for ring in comm.backend._rings for stage in ring]

@@ -227,8 +227,8 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients are low too
     assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
     close(gpu.to_host(got_dx), dx, kind, slack=rough)
-    for mine, want in zip(sums, wanted, strict=True):
-        close(gpu.to_host(mine), want, kind if own == "own" else "f32", slack=rough)
+    for ours, want in zip(sums, wanted, strict=True):
+        close(gpu.to_host(ours), want, kind if own == "own" else "f32", slack=rough)
 
 
 @kinds
@@ -332,9 +332,9 @@ def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, er
         monkeypatch.setattr(gemm.import_lt(), "create", missing)
     else:
         monkeypatch.setattr(gpu.cupy.RawModule, "get_function", missing)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as got:
         calls[where]()
-    text = str(told.value)
+    text = str(got.value)
     assert "\n" not in text
     for part in ("--device cuda", "no libX.so.13", "'cupy-cuda13x[ctk]'", "'nvmath-python[cu13]'"):
         assert part in text

@@ -95,8 +95,8 @@ def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypa
         optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 2)
         found, calls = [], []
         for step in range(6):
-            for mine in accumulator:
-                x, targets = tiny.micro_batch(step, mine, MODELS["gpt2"], 2)
+            for number in accumulator:
+                x, targets = tiny.micro_batch(step, number, MODELS["gpt2"], 2)
                 asked.clear()
                 accumulator.accumulate(x, CrossEntropy(targets, 0.1))
                 calls.append(len(asked))

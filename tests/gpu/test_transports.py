@@ -146,8 +146,8 @@ class TestCollectives(OfDevices):
 
 def test_arrays_of_the_host_go_as_ever(comm):
     whole = np.arange(10.0)
-    mine = np.where(np.arange(10) % comm.size == comm.rank, whole, 0)
-    assert (comm.sum_vector(mine) == whole).all()
+    own = np.where(np.arange(10) % comm.size == comm.rank, whole, 0)
+    assert (comm.sum_vector(own) == whole).all()
     text = np.frombuffer(b"corpus" if comm.rank == 0 else b"------", np.uint8).copy()
     comm.broadcast(text, label="corpus").wait()
     assert text.tobytes() == b"corpus"
@@ -187,12 +187,12 @@ def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
         ops.scale(x, 2.0)
         ordered_sum(out, [x, x], False)
         gate = hold(gpu.stream)
-        room = streams.empty(16, np.float32)
+        buffer = streams.empty(16, np.float32)
     waits = not streams.stream.done
     gate.set()
     assert waits
     assert other._asked == 0
-    assert room.data.mem._stream is gpu.stream
+    assert buffer.data.mem._stream is gpu.stream
 
 
 class Late:

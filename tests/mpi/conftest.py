@@ -28,9 +28,9 @@ def exact(request, made):
 
 @pytest.fixture(scope="session")
 def pieces():
-    return MPIComm(exact_piece=700, most=5000, threaded=True)
+    return MPIComm(exact_chunk=700, most=5000, threaded=True)
 
 
 @pytest.fixture(scope="session")
 def fast():
-    return MPIComm(exact=False, fast_piece=3000)
+    return MPIComm(exact=False, fast_chunk=3000)

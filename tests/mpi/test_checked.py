@@ -40,16 +40,16 @@ def test_the_bits_are_the_same(checked, strategy):
 
 def start(comm, number):
     whole, part = np.zeros(40, np.float32), Partition(40, comm.size)
-    mine = np.zeros(part.counts[comm.rank], np.float32)
+    own = np.zeros(part.counts[comm.rank], np.float32)
     other = Partition(40, comm.size, 3)
     ways = [
-        lambda: comm.allgather(mine, whole, part, "a"),
-        lambda: comm.allgather(mine, whole, part, "b"),
+        lambda: comm.allgather(own, whole, part, "a"),
+        lambda: comm.allgather(own, whole, part, "b"),
         lambda: comm.allgather(None, whole, part, "a"),
         lambda: comm.allgather(None, whole, other, "a"),
-        lambda: comm.reduce_scatter(whole, mine, part, label="a"),
-        lambda: comm.reduce_scatter(whole, mine, part, label="a", contributors=1),
-        lambda: comm.reduce_scatter(whole, mine, part, label="a", accumulate=True),
+        lambda: comm.reduce_scatter(whole, own, part, label="a"),
+        lambda: comm.reduce_scatter(whole, own, part, label="a", contributors=1),
+        lambda: comm.reduce_scatter(whole, own, part, label="a", accumulate=True),
         lambda: comm.allreduce(whole, "a"),
         lambda: comm.allreduce(whole[:39], "a"),
         lambda: comm.allreduce(whole.view(np.int32), "a"),
@@ -77,9 +77,9 @@ WAYS = 23
 @pytest.mark.parametrize("number", range(WAYS))
 def test_any_difference_is_found_before_anything_starts(checked, number):
     """One rank starts the next of the ways: all ranks learn of it, and the transport goes on being of use."""
-    mine = (number + 1) % WAYS if checked.rank == ODD else number
+    own = (number + 1) % WAYS if checked.rank == ODD else number
     with pytest.raises(JobError, match="the ranks start different collectives") as found:
-        start(checked, mine)
+        start(checked, own)
     texts = checked.allgather_object(str(found.value))
     assert len(set(texts)) == 1
     others = "rank 0 starts" if RANKS == 2 else f"{RANKS - 1} of {RANKS} ranks start"

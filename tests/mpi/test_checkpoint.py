@@ -48,16 +48,16 @@ def test_the_files_of_one_process(exact, strategy, ranks_folder):
     optimizer, progress = trained(exact, strategy)
     folder = save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
     Saver(ranks_folder / "own ranges", optimizer, DESCRIPTION, parallel=True).save(progress)
-    mine = ranks_folder / f"alone{exact.rank}"
-    alone = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    own = ranks_folder / f"alone{exact.rank}"
+    alone = save_checkpoint(own, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     assert digests(folder) == digests(ranks_folder / "own ranges" / "latest") == digests(alone)
     assert (ranks_folder / "all" / "latest").resolve() == folder.resolve()
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_going_on_from_a_file_of_one_process(exact, strategy, ranks_folder):
-    mine = ranks_folder / f"alone{exact.rank}"
-    folder = save_checkpoint(mine, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    own = ranks_folder / f"alone{exact.rank}"
+    folder = save_checkpoint(own, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
     module = tiny.make(exact, CONFIG, strategy, seed=7)
     optimizer = ShardedAdamW(module, lr=1e-2)
     assert load_checkpoint(folder, optimizer) == TrainingProgress(2, 100, 0, 2)

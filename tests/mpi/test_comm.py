@@ -17,13 +17,13 @@ from zero_mpi.comm.shared.comm import SharedComm
 RANKS = MPI.COMM_WORLD.Get_size()
 SETTINGS = {
     "exact": {"threaded": False},
-    "exact pieces": {"exact_piece": 3, "threaded": False},
+    "exact pieces": {"exact_chunk": 3, "threaded": False},
     "exact cut": {"most": 5, "threaded": False},
-    "exact thread": {"exact_piece": 3, "threaded": True},
+    "exact thread": {"exact_chunk": 3, "threaded": True},
     "fast": {"exact": False, "threaded": False},
-    "fast pieces": {"exact": False, "fast_piece": 9, "threaded": False},
+    "fast pieces": {"exact": False, "fast_chunk": 9, "threaded": False},
     "fast cut": {"exact": False, "most": 7, "threaded": False},
-    "fast thread": {"exact": False, "fast_piece": 9, "threaded": True},
+    "fast thread": {"exact": False, "fast_chunk": 9, "threaded": True},
 }
 OWN = [name for name in ON_ONE_NODE if name != "mpi"]
 NAMES = [*SETTINGS, *OWN, *(["serial"] if RANKS == 1 else [])]
@@ -123,9 +123,9 @@ def test_gather_to_each_root(comm, length, quantum, dtype):
     for root in range(comm.size):
         shard = Buffer(own)
         full = Buffer(nothing(length, dtype)) if comm.rank == root else None
-        for piece in partition.cut(5):
-            part = shard.array[piece.of_slice(partition, comm.rank)]
-            comm.gather(part, None if full is None else full.array[piece.start : piece.stop], piece, root)
+        for chunk in partition.cut(5):
+            part = shard.array[chunk.of_slice(partition, comm.rank)]
+            comm.gather(part, None if full is None else full.array[chunk.start : chunk.stop], chunk, root)
         shard.check(own)
         if full is not None:
             full.check(whole)
@@ -216,7 +216,7 @@ def test_reduction_of_float64(exact, accumulate):
 
 def test_exact_reduction_in_pieces_of_the_default_size():
     comm = communicator("exact")
-    partition = Partition(comm.size * mpi.EXACT_PIECE + 5, comm.size)
+    partition = Partition(comm.size * mpi.EXACT_CHUNK + 5, comm.size)
     generators = [np.random.default_rng(rank) for rank in range(comm.size)]
     parts = [generator.random(partition.length, np.float32) for generator in generators]
     part = partition.part(comm.rank)

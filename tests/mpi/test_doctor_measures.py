@@ -28,15 +28,13 @@ def test_ranks_and_hosts(monkeypatch, mpi):
 def test_links_inside_and_between(monkeypatch, mpi):
     where = found_with(monkeypatch, 2, max_mb=0.03, quick=True)
     where.figures["memory_bytes_per_rank"] = 1 << 30
-    told = [row.what for row in measures.links(where)]
-    assert told == ["link in a node", "network"][: 1 + (mpi.size > 2)]
+    got = [row.what for row in measures.links(where)]
+    assert got == ["link in a node", "network"][: 1 + (mpi.size > 2)]
     link = where.figures["links"]
     assert (link["between"] is None) == (mpi.size == 2)
     assert all(found["alpha_seconds"] > 0 for found in filter(None, link.values()))
     rings = where.gather(measures.across(where))
-    assert all(
-        not ring or (mine in ring and rings[ring[0]][0] == ring) for mine, (ring, _) in enumerate(rings)
-    )
+    assert all(not ring or (own in ring and rings[ring[0]][0] == ring) for own, (ring, _) in enumerate(rings))
     assert sum(bool(ring) for ring, _ in rings) == rings[0][1] * len(where.nodes)
 
 
@@ -51,9 +49,9 @@ def test_no_room_for_a_window_is_told_by_all_ranks_of_the_host(monkeypatch, mpi)
 
     where = found_with(monkeypatch, 2)
     if where.node == 0:
-        monkeypatch.setattr(window, "room_problem", lambda nbytes: "there is none")
-    told = {row.what: row for row in hosts.shared_memory(where)}["shared window"]
-    assert (told.verdict, told.value.startswith(f"{where.names[0]}: there is none")) == (NOTE, True)
+        monkeypatch.setattr(window, "space_problem", lambda nbytes: "there is none")
+    got = {row.what: row for row in hosts.shared_memory(where)}["shared window"]
+    assert (got.verdict, got.value.startswith(f"{where.names[0]}: there is none")) == (NOTE, True)
 
 
 @pytest.mark.world(2, 4)
@@ -63,10 +61,10 @@ def test_a_folder_that_other_hosts_do_not_see_is_bad(monkeypatch, mpi, ranks_fol
     mpi.barrier()
     assert list(ranks_folder.iterdir()) == []
     mpi.barrier()
-    mine = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a disk of its own
-    mine.mkdir(exist_ok=True)
-    monkeypatch.chdir(mine)
+    own = ranks_folder / f"disk-{mpi.rank == mpi.size - 1}"  # the last rank has a disk of its own
+    own.mkdir(exist_ok=True)
+    monkeypatch.chdir(own)
     monkeypatch.setattr(measures, "PATIENCE", 0.2)
     where.options.out = str(Path("run"))
-    told = measures.run_folder(where)[-1]
-    assert (told.verdict, where.names[-1] in told.value) == (BAD, True)
+    got = measures.run_folder(where)[-1]
+    assert (got.verdict, where.names[-1] in got.value) == (BAD, True)

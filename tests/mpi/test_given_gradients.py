@@ -82,8 +82,8 @@ def test_add_gradients_says_what_is_wrong(exact):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
-    module, mine = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
-    optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(mine, lr=1e-2)
+    module, own = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
+    optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(own, lr=1e-2)
     accum = GradAccum(module, COUNT)
     for step in range(2):
         tiny.run_step(module, accum, CONFIG, step, COUNT)
@@ -94,12 +94,12 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
             for segment in unit.unit.segments(unit.part)
         }
         optimizer.step()
-        mine.drop_gathered()
-        other.step_on_params(dict(mine.named_parameters()), grads)
-        mine.broadcast_updated_params()
-    assert tiny.digest(mine.state_dict()) == tiny.digest(module.state_dict())
+        own.drop_gathered()
+        other.step_on_params(dict(own.named_parameters()), grads)
+        own.broadcast_updated_params()
+    assert tiny.digest(own.state_dict()) == tiny.digest(module.state_dict())
     x, _ = tiny.micro_batch(0, 0, CONFIG)
-    assert mine.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()
+    assert own.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()
 
 
 class Lion:

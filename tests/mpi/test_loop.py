@@ -51,7 +51,7 @@ def test_the_loop_gives_each_micro_batch_to_one_rank(exact):
     run, size = Run(exact), exact.size
     for step in range(2):
         given = run.rounds(step)
-        assert given == [run.accum.rounds.mine(i) for i in range(-(-COUNT // size))]
+        assert given == [run.accum.rounds.micro_batch(i) for i in range(-(-COUNT // size))]
         together = [number for of_rank in exact.allgather_object(given) for number in of_rank]
         assert sorted(number for number in together if number is not None) == list(range(COUNT))
         assert run.accum.complete

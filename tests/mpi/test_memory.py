@@ -63,8 +63,8 @@ def test_what_the_other_strategies_keep(exact, strategy, moments_sharded):
     # otherwise a node has one copy, not each rank
     alone = any(isinstance(unit, ReplicatedParameters) for unit in kept)
     assert module.shard_memory_bytes == 4 * (total if alone else sum(unit.shard.size for unit in kept))
-    mine = sum(unit.gradient.sum.size for unit in module.units)
-    assert optimizer.memory_bytes() == 2 * 4 * (mine if moments_sharded else total)
+    own = sum(unit.gradient.sum.size for unit in module.units)
+    assert optimizer.memory_bytes() == 2 * 4 * (own if moments_sharded else total)
 
 
 def test_a_second_step_allocates_no_buffer(exact):

@@ -216,9 +216,9 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
     np.testing.assert_allclose(dx, dy @ whole["linear.weight"], rtol=1e-5, atol=1e-6)
     layer.sync_gradients()
     total = np.sum(exact.allgather_object(dy.T @ x), axis=0).reshape(-1)
-    mine = total[5 * info.offset : 5 * (info.offset + info.size)]
+    own = total[5 * info.offset : 5 * (info.offset + info.size)]
     gradient = dict(layer.gradients())["linear.weight"]
-    np.testing.assert_allclose(gradient, mine, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, own, rtol=1e-4, atol=1e-5)
 
 
 def test_shard_info_of_more_ranks_than_rows(exact):

@@ -114,11 +114,11 @@ def test_an_average_follows(alone):
     lone = made(SerialComm(), ema=0.5)
     trained(*lone, range(STEPS))
     for unit in optimizer.units:
-        mine = unit.unit.views(optimizer.averages()[unit.name])
+        own = unit.unit.views(optimizer.averages()[unit.name])
         for other in lone[1].units:
             theirs = other.unit.views(lone[1].averages()[other.name])
-            for name in mine.keys() & theirs.keys():
-                assert (mine[name] == theirs[name]).all()
+            for name in own.keys() & theirs.keys():
+                assert (own[name] == theirs[name]).all()
     comm.close()
 
 

@@ -27,7 +27,7 @@ from zero_mpi.sharding.precision import BF16
 
 WORLD = MPI.COMM_WORLD
 DEEP = Llama.from_flags(tiny.LLAMA | {"layers": 5, "tied": True})
-ORDINARY, MANY_PIECES = sums.chain_piece(2), 700  # elements
+ORDINARY, MANY_CHUNKS = sums.chain_chunk(2), 700  # elements
 
 
 @contextmanager
@@ -93,9 +93,9 @@ def check_sums(comm, group):
 
 @pytest.mark.world(2, 3, 4, 8)
 @pytest.mark.parametrize("kind", ON_SEVERAL)
-@pytest.mark.parametrize("piece", [ORDINARY, MANY_PIECES])
+@pytest.mark.parametrize("piece", [ORDINARY, MANY_CHUNKS])
 def test_sums_are_those_of_the_order_of_ranks_in_the_world_and_on_every_node(monkeypatch, kind, piece):
-    monkeypatch.setattr(sums, "chain_piece", lambda nodes: piece)
+    monkeypatch.setattr(sums, "chain_chunk", lambda nodes: piece)
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
             owners = comm.shard_group()
@@ -164,7 +164,7 @@ def test_ranks_that_dawdle_change_nothing(strategy, micro_batches):
 @pytest.mark.world(4, 8)
 @pytest.mark.timeout_seconds(300)
 def test_a_thread_may_push_it_all(monkeypatch):
-    monkeypatch.setattr(sums, "chain_piece", lambda nodes: MANY_PIECES)
+    monkeypatch.setattr(sums, "chain_chunk", lambda nodes: MANY_CHUNKS)
     for kind, strategy in [("shared", FULL_SHARD), ("shared", HYBRID_SHARD), ("mpi", HYBRID_SHARD)]:
         with transport(kind, 2, threaded=True) as comm:
             assert tiny.train(comm, DEEP, strategy, micro_batches=9) == alone(micro_batches=9)
@@ -187,7 +187,7 @@ def test_slices_within_nodes_take_a_nodes_part_of_the_memory():
         owned = sum(shard.size for shard in module.parameters())
         total = sum(unit.unit.length for unit in module.units)
         assert owned == pytest.approx(total / 2, rel=0.2)
-        assert module.owners.size == 2
+        assert module.group.size == 2
         state = module.state_dict()
         assert all(state[name].shape == param.shape for name, param in module.params.items())
         del module

@@ -36,8 +36,8 @@ def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
     optimizer, loader = ShardedAdamW(module, lr=1e-2), StepLoader(found, batch_size=9, micro_batch=2, seed=3)
     accumulator, records = GradAccum(module, loader.micro_batches), []
     for step in range(STEPS):
-        for mine in accumulator:
-            given = (None,) if mine is None else with_loss(loader.micro(step, mine), 1 / loader.counted(step))
+        for own in accumulator:
+            given = (None,) if own is None else with_loss(loader.micro(step, own), 1 / loader.counted(step))
             accumulator.accumulate(*given)
         records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
     held_out = EvalLoader(found, 2, 7)

@@ -11,7 +11,7 @@ from recording import RecordingComm
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedOptimizer
 from zero_mpi.checkpoint.state import Snapshot, parameters_of, states_of
 from zero_mpi.comm import kinds
-from zero_mpi.comm.kinds import EXACT_PIECE, PAGE, RANK_BYTES
+from zero_mpi.comm.kinds import EXACT_CHUNK, PAGE, RANK_BYTES
 from zero_mpi.comm.nodes.comm import NodesComm
 from zero_mpi.comm.nodes.hybrid import MPIComm
 from zero_mpi.comm.shared.comm import SharedComm
@@ -301,7 +301,7 @@ def test_arriving_slices_have_at_most_the_planned_room():
     case = case_of(comm, MIDDLE["llama"], "full-shard", comm.size + (comm.size + 1) // 2)
     after_step(comm, case)
     longest = max(partition.counts[0] for partition in case.partitions)
-    place = -(-min(longest, EXACT_PIECE) * 4 // PAGE) * PAGE
+    place = -(-min(longest, EXACT_CHUNK) * 4 // PAGE) * PAGE
     rooms = {count: len(found) for (count, _), found in comm._scratch.items() if found}
     touched = sum(number * (count - 1) * place for count, number in rooms.items())
     planned = plan_memory(case).transport

@@ -177,7 +177,7 @@ def test_nobody_writes_what_a_late_rank_still_reads(shared, strategy, who):
     state = tiny.make(SerialComm(), CONFIG, seed=5).state_dict()
     comm = RecordingComm(shared)
     comm.progress = lambda: late(who % shared.size, shared, 0.03)
-    module.comm = module.owners = comm
+    module.comm = module.group = comm
     y = module.forward(x, training=False)
     module.load_state_dict(state)
     assert np.array_equal(y, expected)
@@ -330,7 +330,7 @@ def test_more_than_there_is_is_refused_on_all_ranks(shared):
     with pytest.raises(NoSharedMemory, match=r"MiB of shared memory .*/dev/shm has .* MiB free"):
         shared.memory([Partition(1 << 48, shared.size)], [])
     with pytest.raises(NoSharedMemory, match="MiB of shared memory"):
-        SharedComm(wholes=[Partition(1 << 48, shared.size)])
+        SharedComm(full=[Partition(1 << 48, shared.size)])
     assert shared.shared_bytes <= before
     assert shared.allgather_object(shared.rank) == list(range(shared.size))
     assert tiny.train(shared, CONFIG) == tiny.train(SerialComm(), CONFIG)

@@ -36,7 +36,7 @@ def work(beat, after=lambda: "done"):
 
 
 def test_each_beat_is_progress_of_all_ranks(heard, world):
-    assert world.from_root_with_beat(work) == "done"
+    assert world.run_on_root_with_beat(work) == "done"
     assert len(set(heard)) == 5, "three beats, the end and the answer"
 
 
@@ -46,7 +46,7 @@ def refuse():
 
 def test_all_ranks_raise_what_rank_0_raises(heard, world):
     with pytest.raises(UsageError, match="no such text"):
-        world.from_root_with_beat(lambda beat: work(beat, refuse))
+        world.run_on_root_with_beat(lambda beat: work(beat, refuse))
     assert len(heard) == 4
 
 
@@ -60,5 +60,5 @@ def test_a_signal_ends_the_work_and_no_beat(heard, world, monkeypatch):
         raise AssertionError("the work goes on")
 
     with pytest.raises(Stopped):
-        world.from_root_with_beat(told)
+        world.run_on_root_with_beat(told)
     assert len(heard) == 2, "a beat and the end"

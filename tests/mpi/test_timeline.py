@@ -108,15 +108,15 @@ def test_on_several_nodes(mpi, kind, strategy, tmp_path):
 
 def test_every_stage_of_every_micro_batch_is_there(mpi, tmp_path):
     events, _, _ = traced(mpi, tmp_path / "trace.json")
-    mine = [event for event in lasting(events) if event["pid"] == mpi.rank + 1]
-    counted = Counter(event["name"] for event in mine if event["cat"] == "compute")
+    ours = [event for event in lasting(events) if event["pid"] == mpi.rank + 1]
+    counted = Counter(event["name"] for event in ours if event["cat"] == "compute")
     own = STEPS * len(range(mpi.rank, MICRO_BATCHES, mpi.size))
     names = ["token_embd", "blk.0", "blk.1", "output"]
     expected = {f"{way} {name}": own for way in ("forward", "backward") for name in names} | {"loss": own}
     assert counted == {name: count for name, count in expected.items() if count}
-    assert [e["name"] for e in mine if e["cat"] == "optimizer"] == ["norm", "update"] * STEPS
-    assert [e["args"]["step"] for e in mine if e["args"]["kind"] == "step"] == [1, 2]
-    in_steps = {e["args"].get("micro_batch") for e in mine if e["cat"] == "compute"}
+    assert [e["name"] for e in ours if e["cat"] == "optimizer"] == ["norm", "update"] * STEPS
+    assert [e["args"]["step"] for e in ours if e["args"]["kind"] == "step"] == [1, 2]
+    in_steps = {e["args"].get("micro_batch") for e in ours if e["cat"] == "compute"}
     assert in_steps == set(range(mpi.rank, MICRO_BATCHES, mpi.size))
 
 
@@ -169,7 +169,7 @@ def apart(found, ranks):
         [e for e in lasting(found["traceEvents"]) if e["pid"] == rank + 1 and e["name"] == "barrier"]
         for rank in range(ranks)
     ]
-    assert {len(mine) for mine in waits} == {5}
+    assert {len(own) for own in waits} == {5}
     return statistics.median(
         max(event["ts"] for event in together) - min(event["ts"] + event["dur"] for event in together)
         for together in zip(*waits, strict=True)

@@ -52,9 +52,9 @@ def test_a_matrix_has_the_same_bits_wherever_it_lies_and_whatever_lies_beside():
     a, b = matrices(40, 24, False, 3), matrices(24, 50, True, 4)
     whole = MULTIPLY(a, b, np.empty((2, 3, 40, 50), np.float32))
     for x, y in itertools.product(range(2), range(3)):
-        beside = np.full((1, 1, 40, 27), np.nan, BF)
-        beside[..., 1:25] = a[x, y]
-        alone = MULTIPLY(beside[..., 1:25], b[x : x + 1, y : y + 1], np.empty((1, 1, 40, 50), np.float32))
+        others = np.full((1, 1, 40, 27), np.nan, BF)
+        others[..., 1:25] = a[x, y]
+        alone = MULTIPLY(others[..., 1:25], b[x : x + 1, y : y + 1], np.empty((1, 1, 40, 50), np.float32))
         assert alone.tobytes() == whole[x, y].tobytes()
 
 

@@ -122,7 +122,7 @@ def test_it_is_refused_before_anything_is_done(flags, expected, things, tmp_path
     world = World(0, 1)
     with pytest.raises(UsageError, match=f"(?s){expected}"):  # without a watchdog, which would stay
         train_command.command(world, ["--timeout", "0", "--out", str(tmp_path / "out"), *SMALL, *flags])
-    world.tell(BAD_USAGE)
+    world.report_end(BAD_USAGE)
     assert capfd.readouterr() == ("", "")
     assert not list(tmp_path.glob("out/step-*"))
 

@@ -54,13 +54,13 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
     batch = reported(layers, FACTORS)
     assert balance(batch.sums) == pytest.approx(transformers(layers), rel=1e-12)
-    told = 0.0
+    got = 0.0
     for number, (logits, way) in enumerate(zip(layers, ways, strict=True)):
         dlogits = np.zeros_like(logits)
         RouterLosses(f"blk.{number}", EXPERTS).add_gradient(batch, dlogits, logits, routed(logits)[0])
-        told += np.vdot(dlogits, way)
+        got += np.vdot(dlogits, way)
     slope = (objective(layers + h * ways) - objective(layers - h * ways)) / (2 * h)
-    assert slope == pytest.approx(told, rel=1e-7)
+    assert slope == pytest.approx(got, rel=1e-7)
 
 
 def test_padding_does_not_count():

@@ -139,15 +139,15 @@ def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder
     keys = sentencepiece_files.merged(400, add_bos_token=True)
     keys["tokenizer.ggml.scores"] = np.negative(keys["tokenizer.ggml.scores"])
     bpe_files.write_model(folder / "other.gguf", keys | {"tokenizer.ggml.bos_token_id": np.uint32(2)})
-    for asked, other, told in (
+    for asked, other, got in (
         (AUTO, "not", ["--bos always"]),
         (NEVER, "not", []),
         (AUTO, "other", ["tokenizer.ggml.scores", "tokenizer.ggml.bos_token_id"]),
     ):
         flags = ["asks.gguf", "--data", "text", "--against", f"{other}.gguf", "--bos", asked]
         status, _, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
-        assert (status, len(errors.splitlines())) == (0, bool(told)), errors
-        assert all(each in errors for each in (*told, f"{other}.gguf" if told else ""))
+        assert (status, len(errors.splitlines())) == (0, bool(got)), errors
+        assert all(each in errors for each in (*got, f"{other}.gguf" if got else ""))
 
 
 def test_of_a_mixture_only_text_has_it(folder):

@@ -153,7 +153,7 @@ def test_the_first_of_equal_merges_counts(text, tmp_path):
 def seams(pre: str) -> dict[str, Any]:
     """Keys with a merge of a character's last byte with a letter, a digit or a sign: it shows one word."""
     letters = byte_characters()
-    merges = [f"{letters[last]} {beside}" for last in range(0x80, 0xC0) for beside in "x1!"]
+    merges = [f"{letters[last]} {others}" for last in range(0x80, 0xC0) for others in "x1!"]
     tokens = [*letters, *(merge.replace(" ", "") for merge in merges), "<|end|>"]
     ids = {"bos_token_id": np.uint32(len(tokens) - 1), "eos_token_id": np.uint32(len(tokens) - 1)}
     return bpe_files.keys_of(tokens, merges, pre=pre, **ids)

@@ -105,7 +105,7 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
 
 def rows_of_calls():
     function = {"name": "look", "arguments": TEXT}
-    asked, _, told, answer = talk(TEXT)
+    asked, _, got, answer = talk(TEXT)
     turns = [
         ("human", "where?"),
         ("Function_Call", json.dumps(function)),
@@ -118,12 +118,12 @@ def rows_of_calls():
         "function call": [
             asked,
             {"role": "assistant", "content": None, "function_call": function},
-            told,
+            got,
             answer,
         ],
-        "result of a function": [*talk(TEXT)[:2], told | {"role": "function"}, answer],
-        "flat": [asked, {"role": "assistant", "tool_calls": [function]}, told, answer],
-        "role": [asked, {"role": "function_call", "content": json.dumps([function])}, told, answer],
+        "result of a function": [*talk(TEXT)[:2], got | {"role": "function"}, answer],
+        "flat": [asked, {"role": "assistant", "tool_calls": [function]}, got, answer],
+        "role": [asked, {"role": "function_call", "content": json.dumps([function])}, got, answer],
         "sharegpt": [{"from": speaker, "value": value} for speaker, value in turns],
         "object": [{"from": s, "value": json.loads(v) if s == "Function_Call" else v} for s, v in turns],
     }

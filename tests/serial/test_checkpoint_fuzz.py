@@ -197,8 +197,8 @@ def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert bench.load(bench.pair)
     assert not bench.run(bench.pair | {name: bench.other[name]})
     ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
-    (mine,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
-    forged = bench.other[name].replace(its, mine)  # as if it were of this one
+    (own,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
+    forged = bench.other[name].replace(its, own)  # as if it were of this one
     assert not bench.run(bench.pair | {name: forged})
 
 

@@ -76,18 +76,18 @@ def said(*flags, is_text=True):
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_would_never_happen_is_refused(flags, monkeypatch):
-    beside, remedy = REFUSED[flags]
+    others, remedy = REFUSED[flags]
     monkeypatch.setattr(portable, "active", flags == "--bits native")  # of a process that is pinned
-    with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{beside}"):
+    with pytest.raises(UsageError, match=f"^{flags.split()[0]} .*{others}"):
         parse(flags.split())
     parse([*flags.split(), *remedy.split()] if remedy else flags.split()[:2])
 
 
 @pytest.mark.parametrize("flags", IDLE_CASES)
 def test_what_does_nothing_is_said_in_a_line(flags):
-    beside, remedy = IDLE_CASES[flags]
+    others, remedy = IDLE_CASES[flags]
     (line,) = said(flags)
-    assert re.match(f"{flags.split()[0]} .* has no effect.*{beside}", line)
+    assert re.match(f"{flags.split()[0]} .* has no effect.*{others}", line)
     assert said(flags, remedy) == []
 
 

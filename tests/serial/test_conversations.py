@@ -540,7 +540,7 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
     assert found.ids.tolist().count(tokenizer.bos) == 1
     assert found.counted[-len(bare.ids) :].tolist() == bare.counted.tolist()
     assert answers_in(found) == answers_in(bare)
-    asked = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).asked("a").tolist()
+    asked = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).prompt_ids("a").tolist()
     assert (asked[0], asked.count(tokenizer.bos)) == (tokenizer.bos, 1)
 
 

@@ -48,16 +48,16 @@ def ids(count: int, *shape: int) -> np.ndarray:
 
 def strided(x: np.ndarray) -> np.ndarray:
     """The same numbers as every second one of a larger array along each axis."""
-    room = np.full([2 * length + 1 for length in x.shape], np.nan if x.dtype.kind == "f" else 0, x.dtype)
-    view = room[tuple(slice(1, None, 2) for _ in x.shape)]
+    buffer = np.full([2 * length + 1 for length in x.shape], np.nan if x.dtype.kind == "f" else 0, x.dtype)
+    view = buffer[tuple(slice(1, None, 2) for _ in x.shape)]
     view[...] = x
     return view
 
 
 def column_part(x: np.ndarray) -> np.ndarray:
-    room = np.zeros((*x.shape[:-1], x.shape[-1] + 5), x.dtype)
-    room[..., 3:-2] = x
-    return room[..., 3:-2]
+    buffer = np.zeros((*x.shape[:-1], x.shape[-1] + 5), x.dtype)
+    buffer[..., 3:-2] = x
+    return buffer[..., 3:-2]
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
@@ -291,8 +291,8 @@ def attention_inputs(shape: tuple[int, ...], joint: bool) -> list[np.ndarray]:
     b, t, s, h, kv, d, e = shape
     q, k, v = numbers(b, t, h, d), numbers(b, s, kv, d, seed=1), numbers(b, s, kv, e, seed=2)
     if joint:
-        room = np.concatenate([x.reshape(*x.shape[:2], -1) for x in (q, k, v)], axis=-1)
-        parts = np.split(room, [h * d, (h + kv) * d], axis=-1)
+        buffer = np.concatenate([x.reshape(*x.shape[:2], -1) for x in (q, k, v)], axis=-1)
+        parts = np.split(buffer, [h * d, (h + kv) * d], axis=-1)
         q, k, v = (part.reshape(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
     return [q, k, v, numbers(b, t, h, e, seed=3)]
 
@@ -368,9 +368,9 @@ def test_the_same_bits_again_in_other_places(name, make):
         given = []
         for x in make():
             if isinstance(x, np.ndarray) and x.ndim:
-                room = np.empty(x.size + shift, x.dtype)  # at another distance from a cache line
-                room[shift:] = x.reshape(-1)
-                x = room[shift:].reshape(x.shape)
+                buffer = np.empty(x.size + shift, x.dtype)  # at another distance from a cache line
+                buffer[shift:] = x.reshape(-1)
+                x = buffer[shift:].reshape(x.shape)
             given.append(x)
         found = leaves(FUSED[name](*given))
         return [

@@ -87,9 +87,9 @@ def do(line: str, folder: Path) -> None:
         cwd=folder,
         env={"PATH": with_warm_python(folder.parent / "programs")},
     )
-    told = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
-    assert status in getattr(how, "statuses", (0,)), told
-    assert re.search(how.says, printed), f"expected {how.says!r}: {told}"
+    got = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
+    assert status in getattr(how, "statuses", (0,)), got
+    assert re.search(how.says, printed), f"expected {how.says!r}: {got}"
 
 
 @needs_mpiexec
@@ -165,6 +165,6 @@ def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
     for name, picture in new.items():
         assert (folder / name).read_text() == picture, f"{name} is out of date: python tools/figures.py"
         root = ElementTree.fromstring(picture)
-        told = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
-        assert all(len(text) > 20 for text in told), name
+        got = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
+        assert all(len(text) > 20 for text in got), name
         assert f"images/{name})" in pages, f"no page shows {name}"

@@ -41,23 +41,23 @@ def only(found):
 
 def test_a_row_shows_its_remedy_below_and_fits_the_width():
     long = "many words " * 30
-    told = list(ranks.lines(Row("disk", long, NOTE, f"do {long}")))
-    assert told[0].startswith("note  disk")
-    assert max(map(len, told)) <= cli_text.WIDTH
-    assert " ".join(" ".join(told).split()).count("many words") == 60
-    assert sum("-> do" in line for line in told) == 1
+    got = list(ranks.lines(Row("disk", long, NOTE, f"do {long}")))
+    assert got[0].startswith("note  disk")
+    assert max(map(len, got)) <= cli_text.WIDTH
+    assert " ".join(" ".join(got).split()).count("many words") == 60
+    assert sum("-> do" in line for line in got) == 1
 
 
-def seat(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
+def placed(cores=range(8), threads=1, chosen=False, yields=False, quota=None):
     return hosts.Placement(tuple(cores), threads, chosen, yields, quota)
 
 
-def node(*seats, name="a", first=0):
-    return hosts.NodeSeats(name, tuple(range(first, first + len(seats))), seats)
+def node(*placements, name="a", first=0):
+    return hosts.NodePlacement(name, tuple(range(first, first + len(placements))), placements)
 
 
 def quota(ranks, threads, cores):
-    return [node(*[seat(threads=threads, yields=True, quota=cores)] * ranks)]
+    return [node(*[placed(threads=threads, yields=True, quota=cores)] * ranks)]
 
 
 def level(name):
@@ -66,7 +66,7 @@ def level(name):
 
 
 def limited(**other):
-    common = {"available": 64 << 30, "group_memory": None, "group_room": None, "group_cores": None}
+    common = {"available": 64 << 30, "group_memory": None, "group_free": None, "group_cores": None}
     common |= {"address_space": None, "data": None, "locked": None, "files": 1024, "cores": 8}
     return Limits(**common | other)
 
@@ -78,13 +78,13 @@ def limit(**other):
 
 def folder(*blind, **other):
     fine = {"system": KINDS["ext4"], "free": 1 << 40, "written": 16 << 20, "synced": 0.1}
-    told = measures.folder_rows(Path("run"), measures.Trial(**fine | other), list(blind))
-    return only(row for row in told if row.verdict != OK)
+    got = measures.folder_rows(Path("run"), measures.Trial(**fine | other), list(blind))
+    return only(row for row in got if row.verdict != OK)
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
 INTEL = {"HYDI_CONTROL_FD": "7", "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "8e"}
-TWO, NODE = place((0,), (1,)), [seat(range(2))] * 8
+TWO, NODE = place((0,), (1,)), [placed(range(2))] * 8
 ROWS = [
     (lambda: hosts.version("zero_mpi", ["1", "1"]), OK, "1"),
     (lambda: hosts.version("zero_mpi", ["1", "9.9", "1", "9.9"]), BAD, "9.9 on ranks 1, 3"),
@@ -103,24 +103,24 @@ ROWS = [
     (lambda: hosts.thread_level(None), NOTE, "zero-mpi[mpich]"),
     (lambda: hosts.crowding([node(*NODE)], "MPICH 5.0"), NOTE, "MPIR_CVAR_ENABLE_HEAVY_YIELD=1"),
     (lambda: hosts.crowding([node(*NODE)], "Open MPI v5"), NOTE, "OMPI_MCA_mpi_yield_when_idle=1"),
-    (lambda: hosts.crowding([node(*[seat()] * 8)], "MPICH 5.0"), OK, ""),
+    (lambda: hosts.crowding([node(*[placed()] * 8)], "MPICH 5.0"), OK, ""),
     (lambda: hosts.crowding(quota(8, 1, 2), "MPICH 5.0"), NOTE, "at most 2 "),
     (lambda: hosts.crowding(quota(1, 1, 1.5), "MPICH 5.0"), OK, ""),
     (lambda: hosts.crowding(quota(2, 1, 0.5), "MPICH 5.0"), NOTE, "at most 1 "),
     (lambda: hosts.threads(quota(1, 1, 1.5)), OK, ""),  # no advice to start more
     (lambda: hosts.threads(quota(1, 2, 1.5)), NOTE, "--threads 1"),
     (lambda: hosts.threads(quota(2, 1, 4.0)), NOTE, "2 of 4"),
-    (lambda: hosts.threads([node(*[seat(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
-    (lambda: hosts.threads([node(seat([0], threads=2), seat([1], threads=2))]), NOTE, "--threads 1"),
-    (lambda: hosts.threads([node(*[seat(threads=2)] * 4)]), OK, ""),
-    (lambda: hosts.threads([node(seat(), seat())]), NOTE, "6 of 8 cores of a idle"),
-    (lambda: hosts.binding([node(*map(seat, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
-    (lambda: hosts.binding([node(*map(seat, ([0], [1])))]), OK, ""),
+    (lambda: hosts.threads([node(*[placed(threads=8, chosen=True)] * 4)]), NOTE, "OPENBLAS_NUM_THREADS"),
+    (lambda: hosts.threads([node(placed([0], threads=2), placed([1], threads=2))]), NOTE, "--threads 1"),
+    (lambda: hosts.threads([node(*[placed(threads=2)] * 4)]), OK, ""),
+    (lambda: hosts.threads([node(placed(), placed())]), NOTE, "6 of 8 cores of a idle"),
+    (lambda: hosts.binding([node(*map(placed, ([0], [1], [1], [2, 3])))]), NOTE, "ranks 1-2 of a share 1"),
+    (lambda: hosts.binding([node(*map(placed, ([0], [1])))]), OK, ""),
     (lambda: list(measures.rate_rows([1e11, 6e10], TWO))[1], NOTE, "b at 60 %"),
     (lambda: list(measures.rate_rows([1e11, 9e10], TWO))[1], OK, "90 %"),
     (lambda: next(measures.rate_rows([1e11, 6e10], TWO)), OK, "160 in total"),
     (lambda: limit(group_cores=1.5), NOTE, "1.5 of 8 cores on a"),
-    (lambda: limit(group_memory=1 << 30, group_room=1 << 29), NOTE, "128 MiB for each rank"),
+    (lambda: limit(group_memory=1 << 30, group_free=1 << 29), NOTE, "128 MiB for each rank"),
     (lambda: limit(address_space=1 << 32), NOTE, "ulimit -v"),
     (lambda: limit(data=1 << 32), NOTE, "ulimit -d"),
     (lambda: limit(locked=1 << 16), NOTE, "ulimit -l"),
@@ -145,15 +145,15 @@ def test_verdicts(row, verdict, text, monkeypatch):
 
 
 def test_few_of_many_hosts_are_named():
-    told = list(hosts.hosts([node(seat(), name=f"h{number}", first=number) for number in range(30)]))
-    assert (len(told), "22 more" in told[-1].value) == (cli_text.FEW + 1, True)
+    got = list(hosts.hosts([node(placed(), name=f"h{number}", first=number) for number in range(30)]))
+    assert (len(got), "22 more" in got[-1].value) == (cli_text.FEW + 1, True)
 
 
 def test_a_rank_yields_by_the_settings_that_its_library_reads():
     both = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
     off = both | {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}
     found = [("MPICH 5.0", both), ("MPICH 5.0", off), ("Open MPI v5", both)]
-    assert [hosts.seat_of(*each).yields for each in found] == [True, False, False]
+    assert [hosts.placement_of(*each).yields for each in found] == [True, False, False]
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
@@ -170,7 +170,7 @@ def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypa
 
 
 def test_memory_for_a_rank_is_that_of_the_tightest_host():
-    found = [limited(available=8 << 30), limited(group_memory=4 << 30, group_room=3 << 30)]
+    found = [limited(available=8 << 30), limited(group_memory=4 << 30, group_free=3 << 30)]
     for where, each in ((place((0, 1), (2,)), 3 << 30), (place((0, 1), (2, 3)), 3 << 29)):
         hosts.limit_rows(found, where)
         assert where.figures["memory_bytes_per_rank"] == each
@@ -196,7 +196,7 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
             os.utime(tmp_path / name, (1, 1))
     monkeypatch.setattr(hosts, "PLACE", tmp_path)
     with open(tmp_path / "mpich_shm_used", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
-        found = hosts.look_at_shared()
+        found = hosts.inspect_shared()
     assert found.left == (str(tmp_path / "mpich_shm_old"),)
     row = hosts.shared_rows([found], [""], place((0,)))[-1]
     assert (row.verdict, "4.9 KiB on a, in 1 file" in row.value) == (NOTE, True)
@@ -206,9 +206,9 @@ def test_segments_that_nobody_uses_are_named_and_stay(tmp_path, monkeypatch):
 
 def test_little_shared_memory_is_a_note(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 4096, 9, 9, 16384, 0, 0, 0, 0, 9)))
-    room = hosts.look_at_shared()
-    assert room.free == 64 << 20  # as containers have it
-    first, second = hosts.shared_rows([room], ["/dev/shm is full"], place((0, 1)))[:2]
+    buffer = hosts.inspect_shared()
+    assert buffer.free == 64 << 20  # as containers have it
+    first, second = hosts.shared_rows([buffer], ["/dev/shm is full"], place((0, 1)))[:2]
     assert "64 MiB free in /dev/shm of a" in first.value
     assert [(row.verdict, "--shm-size" in row.remedy) for row in (first, second)] == [(NOTE, True)] * 2
 
@@ -232,12 +232,12 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
-    found = hosts.look_at_devices([sys.executable, "-c", code], ["/"])
+    found = hosts.find_devices([sys.executable, "-c", code], ["/"])
     devices, cupy, aware = hosts.device_rows([found], ("a",))
     assert "2 devices (X1)" in devices.value
     assert cupy.remedy.startswith("pip install")
     assert (text in aware.value, aware.verdict) == (True, verdict)
-    assert hosts.device_rows([hosts.look_at_devices(driver=[])] * 2, ("a", "b")) == [
+    assert hosts.device_rows([hosts.find_devices(driver=[])] * 2, ("a", "b")) == [
         Row("CUDA", "no CUDA device")
     ]
 
@@ -247,20 +247,20 @@ def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_th
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
     kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
     assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
-    assert "cannot be started" in hosts.look_at_devices(["/no/such/program"], ["/"]).error
+    assert "cannot be started" in hosts.find_devices(["/no/such/program"], ["/"]).error
     if any(map(os.path.exists, hosts.DRIVER)):
         pytest.skip("this machine has a driver")
-    found = hosts.look_at_devices(driver=["/"])
+    found = hosts.find_devices(driver=["/"])
     assert "libcuda.so.1" in found.error
     assert only(hosts.device_rows([found], ("a",))).verdict == NOTE
 
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     for out in (tmp_path / "new" / "run", tmp_path / "kept"):
-        told = measures.run_folder(place((0,), out=str(out)))
-        assert [row.what for row in told] == ["run folder", "disk", "seen by all hosts"]
-        assert [row.verdict for row in told][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
-        assert file_system(tmp_path).kind in told[0].value
+        got = measures.run_folder(place((0,), out=str(out)))
+        assert [row.what for row in got] == ["run folder", "disk", "seen by all hosts"]
+        assert [row.verdict for row in got][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
+        assert file_system(tmp_path).kind in got[0].value
         assert [path.name for path in tmp_path.rglob("*")] == ["kept"] * (tmp_path / "kept").exists()
         (tmp_path / "kept").mkdir(exist_ok=True)
 
@@ -317,13 +317,13 @@ def examine(count, tmp_path, *flags, env=None):
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_are_true(ranks, tmp_path):
-    status, told, found, said = examine(ranks, tmp_path)
+    status, got, found, said = examine(ranks, tmp_path)
     assert status == 0, said
     assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
-    assert told["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
-    assert cli_text.ranks(range(ranks)) in told[f"host {platform.node()}"]["value"]
-    assert told["ranks and cores"]["verdict"] == (NOTE if ranks > CORES else OK)
-    assert told["shared window"]["verdict"] == OK
+    assert got["launcher"]["value"].endswith(cli_text.plural(ranks, "rank"))
+    assert cli_text.ranks(range(ranks)) in got[f"host {platform.node()}"]["value"]
+    assert got["ranks and cores"]["verdict"] == (NOTE if ranks > CORES else OK)
+    assert got["shared window"]["verdict"] == OK
     assert said.splitlines().count("") == 0
     assert found["links"]["between"] is None
     assert 0 < found["links"]["node"]["alpha_seconds"] < 0.5
@@ -335,31 +335,31 @@ def test_faults_of_one_job(tmp_path):
     """Two hosts (pretended), a run folder that cannot be, too many threads, progress threads."""
     env = {"ZERO_MPI_RANKS_PER_NODE": "2", "OPENBLAS_NUM_THREADS": "64", "MPIR_CVAR_ASYNC_PROGRESS": "0"}
     env["MPICH_ASYNC_PROGRESS"] = "1"  # a name of older versions: the doctor reads it, this library does not
-    status, told, found, said = examine(4, tmp_path, "--out", "/dev/null/run", env=env)
+    status, got, found, said = examine(4, tmp_path, "--out", "/dev/null/run", env=env)
     assert status == 1, said
-    assert told["run folder"]["verdict"] == BAD
+    assert got["run folder"]["verdict"] == BAD
     if CORES > 1:  # OpenBLAS takes no more threads than cores, each of two ranks as many
-        assert "unset OPENBLAS_NUM_THREADS" in told["threads"]["remedy"]
-    assert told["progress threads"]["remedy"] == "unset MPICH_ASYNC_PROGRESS"
+        assert "unset OPENBLAS_NUM_THREADS" in got["threads"]["remedy"]
+    assert got["progress threads"]["remedy"] == "unset MPICH_ASYNC_PROGRESS"
     name = platform.node()
     assert [host["name"] for host in found["hosts"]] == [name, f"{name} (2)"]
     assert (found["nodes"], found["ranks_per_node"]) == (2, 2)
-    assert "uneven hosts" in told
+    assert "uneven hosts" in got
     assert 0 <= found["links"]["between"]["beta_seconds_per_byte"] < 1e-6
 
 
 @needs_mpiexec
 def test_processes_that_are_no_job_say_so_once(tmp_path):
     """As a launcher of another MPI starts them: each is alone, and only the first one looks and speaks."""
-    told = []
+    got = []
     for rank in "01":
         files = ["--out", str(tmp_path / "run"), "--json", str(tmp_path / rank)]
         environ = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
         run = [sys.executable, "-m", "zero_mpi", "doctor", "--quick", *files]
-        told.append(run_command(run, timeout=50, env=environ | {"OMPI_COMM_WORLD_RANK": rank}))
-    assert [status for status, _, _ in told] == [1, 1]
-    assert "bad   launcher" in told[0][1]
-    assert told[1][1] == ""  # mpi4py says on stderr what it thinks of it
+        got.append(run_command(run, timeout=50, env=environ | {"OMPI_COMM_WORLD_RANK": rank}))
+    assert [status for status, _, _ in got] == [1, 1]
+    assert "bad   launcher" in got[0][1]
+    assert got[1][1] == ""  # mpi4py says on stderr what it thinks of it
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 

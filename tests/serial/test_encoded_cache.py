@@ -99,8 +99,8 @@ def first_document(**changes):
 
     def changed(content):
         found = json.loads(content)
-        told = dict(zip(("name", "size", "digest", "ends"), found["documents"][0], strict=True)) | changes
-        found["documents"][0] = [told[key] for key in told if told[key] is not None or key == "ends"]
+        got = dict(zip(("name", "size", "digest", "ends"), found["documents"][0], strict=True)) | changes
+        found["documents"][0] = [got[key] for key in got if got[key] is not None or key == "ends"]
         return json.dumps(found)
 
     return changed

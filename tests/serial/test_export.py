@@ -71,7 +71,7 @@ def export(*arguments: Any) -> None:
 
 def stored(path: Path) -> dict[str, bytes]:
     file = GGUFFile.open(path)
-    return {name: b"".join(file.raw_pieces(name, 1000)) for name in file.tensors}
+    return {name: b"".join(file.raw_chunks(name, 1000)) for name in file.tensors}
 
 
 def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False) -> Kind:
@@ -138,10 +138,10 @@ def write_split(source: Path, each: int) -> Path:
         keys |= {"split.no": np.uint16(number), "split.count": np.uint16(count)}
         keys["split.tensors.count"] = np.int32(len(names))
         paths.append(source.with_name(f"part-{number + 1:05d}-of-{count:05d}.gguf"))
-        mine = names[number * each :][:each]
-        table = [(name, file.tensors[name].shape) for name in mine]
+        own = names[number * each :][:each]
+        table = [(name, file.tensors[name].shape) for name in own]
         with GGUFStream(paths[-1], "llama", keys, table) as stream:
-            for name in mine:
+            for name in own:
                 stream.write(name, file.tensor(name))
     return paths[0]
 

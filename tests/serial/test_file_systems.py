@@ -90,14 +90,14 @@ def test_pieces_of_a_share_are_what_its_ranks_own(length, parts, quantum, data):
     share = share_of(partition, ranks)
     whole, found = list(range(length)), []
     for piece in share.cut(data.draw(st.integers(1, 40))):
-        room = []
+        buffer = []
         for number, rank in enumerate(ranks):
-            room += whole[partition.part(rank)][piece.of_slice(share, number)]
+            buffer += whole[partition.part(rank)][piece.of_slice(share, number)]
         segments = list(share.segments(piece))
-        assert sum(part.stop - part.start for _, part in segments) == len(room) == piece.stop - piece.start
+        assert sum(part.stop - part.start for _, part in segments) == len(buffer) == piece.stop - piece.start
         for start, part in segments:
-            assert room[part] == whole[start : start + part.stop - part.start]
-            found += room[part]
+            assert buffer[part] == whole[start : start + part.stop - part.start]
+            found += buffer[part]
         assert all(b > a + part.stop - part.start for (a, part), (b, _) in pairwise(segments))
     assert found == [each for rank in ranks for each in whole[partition.part(rank)]]
     assert isinstance(share, JoinedSlices)

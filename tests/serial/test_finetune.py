@@ -113,12 +113,12 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(tmp_path):
     status, printed, errors = run_job(2, ["terse.py", *small], timeout=300, env=COMPILED, cwd=tmp_path)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     assert printed.startswith(f"python -m zero_mpi.train --init {smollm2()} --data runs/conversations/train.")
-    out, told = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
+    out, got = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
     (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = record["val_loss_before"], record["val_loss"]
-    assert told.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
-    assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in told
-    assert told.count("\n  before  ") == told.count("\n  after   ") == told.count("\nWhat does ") == 3
+    assert got.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
+    assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in got
+    assert got.count("\n  before  ") == got.count("\n  after   ") == got.count("\nWhat does ") == 3
     assert len(GGUFFile.open(out / "latest" / "adapter.gguf").tensors) == 2 * 7 * 30
     pairs = [
         [json.loads(line) for line in (tmp_path / "runs" / "conversations" / name).read_text().splitlines()]

@@ -140,7 +140,7 @@ def test_bytes_behind_the_last_tensor_are_not_read(load: Any, tmp_path: Path, ta
     assert [str(len(tail)) in line for line in passed_over(file)] == [True]
     theirs = gguf.GGUFReader(tmp_path / "m.gguf").tensors
     assert [np.asarray(each.data).tobytes() for each in theirs] == [
-        b"".join(file.raw_pieces(name, 7)) for name in file.tensors
+        b"".join(file.raw_chunks(name, 7)) for name in file.tensors
     ]
 
 
@@ -319,11 +319,11 @@ def test_any_range_of_any_type_that_models_come_in(
 def test_a_range_is_read_into_a_given_array(tmp_path: Path, kind: Kind) -> None:
     whole = packed(tmp_path / "m.gguf", {"x": (normal(3, 256), kind)})["x"].ravel()
     file = GGUFFile.open(tmp_path / "m.gguf")
-    room = np.full(1000, 7, np.float32)
-    assert np.shares_memory(file.read("x", 5, 505, out=room[100:600]), room)
-    np.testing.assert_array_equal(room[100:600], whole[5:505])
-    assert (room[:100] == 7).all()
-    assert (room[600:] == 7).all()
+    buffer = np.full(1000, 7, np.float32)
+    assert np.shares_memory(file.read("x", 5, 505, out=buffer[100:600]), buffer)
+    np.testing.assert_array_equal(buffer[100:600], whole[5:505])
+    assert (buffer[:100] == 7).all()
+    assert (buffer[600:] == 7).all()
     square = np.empty((3, 256), np.float32)
     file.read("x", out=square)
     np.testing.assert_array_equal(square.ravel(), whole)
@@ -354,7 +354,7 @@ def test_a_range_outside_the_tensor(load: Any, start: int, stop: int) -> None:
 
 def test_an_unknown_tensor(load: Any) -> None:
     file = load(Parts())
-    for ask in (lambda: file.read("z"), lambda: file.tensor("z"), lambda: file.raw_pieces("z", 1)):
+    for ask in (lambda: file.read("z"), lambda: file.tensor("z"), lambda: file.raw_chunks("z", 1)):
         with pytest.raises(GGUFError, match="'z'"):
             ask()
 

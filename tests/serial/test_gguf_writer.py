@@ -211,7 +211,7 @@ def test_each_tensor_lies_at_its_aligned_place(tmp_path: Path, table: list[Any],
         for name, *_ in table:
             stream.write_raw(name, [mixed()[name]])
     file = GGUFFile.open(tmp_path / "m.gguf")
-    assert {name: b"".join(file.raw_pieces(name, 64)) for name in offsets} == {
+    assert {name: b"".join(file.raw_chunks(name, 64)) for name in offsets} == {
         name: mixed()[name] for name in offsets
     }
     assert [info.type for info in file.tensors.values()] == [(*spec, Kind.F32)[2] for spec in table]

@@ -139,10 +139,10 @@ def test_any_range_is_the_slice_of_the_whole(
         whole = array.ravel()
         cuts = np.sort(rng.integers(0, whole.size + 1, (12, 2)), axis=1).tolist()
         near = [(0, 1), (whole.size - 1, whole.size), (whole.size // 2, whole.size // 2)]
-        room = np.zeros(whole.size, np.float32)
+        buffer = np.zeros(whole.size, np.float32)
         for start, stop in [*cuts, *near]:
-            source.read(key, start, stop, out=room[start:stop])
-            np.testing.assert_array_equal(room[start:stop], whole[start:stop])
+            source.read(key, start, stop, out=buffer[start:stop])
+            np.testing.assert_array_equal(buffer[start:stop], whole[start:stop])
     with pytest.raises(ValueError, match="is not inside"):
         source.read("token_embd.weight", 0, 1 << 30)
     with pytest.raises(UsageError, match="the folder has no tensor 'z'"):
@@ -184,13 +184,13 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path: Path, n
     assert peak < 1 << 20
     whole = big.T if name == "gpt2" else big.reshape(64, 2, 32, 4096).swapaxes(1, 2).reshape(shape)
     np.testing.assert_array_equal(found, whole.reshape(-1)[100 * 4096 + 5 : 110 * 4096 + 7])
-    room = np.empty(shape, np.float32)
+    buffer = np.empty(shape, np.float32)
     tracemalloc.start()
-    source.read(ours, out=room)
+    source.read(ours, out=buffer)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
-    np.testing.assert_array_equal(room, whole)
+    np.testing.assert_array_equal(buffer, whole)
 
 
 def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path: Path) -> None:

@@ -79,9 +79,9 @@ class Program:
     def read(self, what: str) -> bytes:
         size = ctypes.c_size_t()
         self.call(f"Get{what}Size", ctypes.byref(size))
-        room = ctypes.create_string_buffer(size.value)
-        self.call(f"Get{what}", room)
-        return room.raw.rstrip(b"\0")
+        buffer = ctypes.create_string_buffer(size.value)
+        self.call(f"Get{what}", buffer)
+        return buffer.raw.rstrip(b"\0")
 
     def close(self) -> None:
         self.call("DestroyProgram", ctypes.byref(self.handle), owned=False)

@@ -89,12 +89,12 @@ def test_numbers_have_ranges():
     keys = GGUFKeys({"a": np.uint64(1 << 63), "b": np.float32("inf"), "c": np.int8(-1), "d": True}, "f")
     for name in "acd":
         with pytest.raises(UsageError, match=rf"^f: the GGUF key {name}: expected a whole number"):
-            keys.whole(name)
+            keys.integer(name)
     for name in "bd":
         with pytest.raises(UsageError, match=rf"key {name}: expected a finite number"):
             keys.number(name)
     assert keys.number("c") == -1
-    assert (keys.whole("x"), keys.text("x"), keys.texts("x"), keys.flag("x")) == (None,) * 4
+    assert (keys.integer("x"), keys.text("x"), keys.texts("x"), keys.flag("x")) == (None,) * 4
 
 
 @pytest.mark.parametrize(("name", "most"), [("keys", index.MAX_KEYS), ("tensors", index.MAX_TENSORS)])

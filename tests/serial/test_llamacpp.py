@@ -282,13 +282,13 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
     ids = list(PROMPT)
     for number, loss in enumerate(found["text"]["window_losses"]):
         window = ids[number * WINDOW : (number + 1) * WINDOW + 1]
-        told = [surprise(server, window[:place], window[place]) for place in range(1, WINDOW + 1)]
-        assert loss == pytest.approx(np.mean(told), abs=1e-3)
+        got = [surprise(server, window[:place], window[place]) for place in range(1, WINDOW + 1)]
+        assert loss == pytest.approx(np.mean(got), abs=1e-3)
     assert number == 1
     for answer, likelihood in zip(line["answers"], found["choices"]["log_likelihoods"][0], strict=True):
         whole, start = [*(line["question"] + answer).encode()], len(line["question"])
-        told = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
-        assert likelihood == pytest.approx(-sum(told), abs=1e-3)
+        got = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
+        assert likelihood == pytest.approx(-sum(got), abs=1e-3)
 
 
 # "Water boils at a lower temperature on a mountain because the air pressure is lower there"

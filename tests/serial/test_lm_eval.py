@@ -76,7 +76,7 @@ def test_figures_are_those_of_the_harness(theirs, model, tmp_path, name):
     figures = json.loads((tmp_path / "x.json").read_text())["models"][0]["choices"]
     samples = sorted(found["samples"][own], key=lambda sample: sample["doc_id"])
     for ours, sample in zip(figures["log_likelihoods"], samples, strict=True):
-        told = np.array([np.ravel(np.array(each, dtype=object))[0] for each in sample["resps"]], float)
-        np.testing.assert_allclose(sum(ours) if name == "documents" else ours, told, rtol=1e-5, atol=1e-4)
+        got = np.array([np.ravel(np.array(each, dtype=object))[0] for each in sample["resps"]], float)
+        np.testing.assert_allclose(sum(ours) if name == "documents" else ours, got, rtol=1e-5, atol=1e-4)
     for figure in task_rows.FIGURES[name]:
         assert figures[figure] == pytest.approx(found["results"][own][f"{figure},none"], rel=1e-4)

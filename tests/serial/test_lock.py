@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from jobs import clean_environment
 
-from zero_mpi.launch.folder_lock import ROOM, unpacked
+from zero_mpi.launch.folder_lock import SIZE, unpacked
 
 PATIENCE = 2.0
 CHILD = f"""
@@ -29,7 +29,7 @@ from zero_mpi.launch import folder_lock as lock
 from zero_mpi.errors import UsageError
 
 kind, name = sys.argv[1:]
-lock.EVERY, lock.LOOK, lock.PATIENCE, lock.SETTLE = 0.05, 0.01, {PATIENCE}, 1.0
+lock.EVERY, lock.POLL, lock.PATIENCE, lock.SETTLE = 0.05, 0.01, {PATIENCE}, 1.0
 if kind != "locks":
     lock.lock = {{"none": lambda handle: None, "apart": lambda handle: True}}[kind]
     lock.BOOT, lock.platform.node = Path("/nowhere"), lambda: name
@@ -220,7 +220,7 @@ def test_a_file_that_says_nothing_is_taken_over_when_it_stands_still(children, t
     for folder, content in zip(folders, STRANGE, strict=True):
         folder.mkdir()
         (folder / ".lock").write_bytes(content)
-        assert unpacked(content[:ROOM]) is None
+        assert unpacked(content[:SIZE]) is None
     begun, rivals = time.monotonic(), children("locks", len(STRANGE))
     for folder, child in zip(folders, rivals, strict=True):
         child.tell("take", folder, 0)

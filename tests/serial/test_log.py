@@ -86,8 +86,8 @@ def test_a_command_says_a_line_once_where_the_root_logger_has_a_handler(capsys):
 
 def test_cautions_are_warnings_and_notes_are_not(capsys):
     log.install(0, 1)
-    log.tell("100 % of it")
-    log.tell(log.Caution("50 % of it"))
+    log.log_note("100 % of it")
+    log.log_note(log.Caution("50 % of it"))
     assert capsys.readouterr().out == "100 % of it\nwarning: 50 % of it\n"
 
 

@@ -74,8 +74,8 @@ def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
     ids = list(PROMPT)
     trained = log_softmax(training_forward(model, weights, ids))
     merged = log_softmax(TextModel(open_merged(base, adapter)).logits(ids))
-    beside = log_softmax(TextModel(base, GGUFFile.open(adapter)).logits(ids))
-    for each in (merged, beside):
+    others = log_softmax(TextModel(base, GGUFFile.open(adapter)).logits(ids))
+    for each in (merged, others):
         np.testing.assert_allclose(each, trained, rtol=0, atol=1e-4)
     alone = log_softmax(TextModel(base).logits(ids))
     assert abs(alone - trained).max() > 0.3, "the adapter does little"

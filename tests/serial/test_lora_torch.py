@@ -46,8 +46,8 @@ class Pair:
         drawn = np.random.default_rng(step).integers(0, self.model.vocab_size, (ROWS, 17))
         x, targets = drawn[:, :-1], drawn[:, 1:]
         loss = partial(cross_entropy, targets=targets, scale=1 / targets.size)
-        for mine in self.accumulator:
-            self.accumulator.accumulate(x if mine is not None else None, loss)
+        for number in self.accumulator:
+            self.accumulator.accumulate(x if number is not None else None, loss)
         self.module.sync_gradients()
         self.torch.zero_grad()
         logits = self.torch(torch.tensor(x)).logits

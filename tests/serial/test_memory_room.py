@@ -62,13 +62,13 @@ def test_room_decides_what_is_left_out_and_what_is_refused(monkeypatch):
     assert found(64 << 20, 64) == (True, "^posix")
     assert found(64 << 20, 14, UCX_TLS="all") == (True, "all")
     assert found(None, 64) == (False, None)
-    dev_shm.check_room({"MPI_LOCALNRANKS": "64"})  # no MPICH
+    dev_shm.check_space({"MPI_LOCALNRANKS": "64"})  # no MPICH
 
 
 NO_ROOM = """
 from zero_mpi.launch import dev_shm
 dev_shm.free_bytes = lambda: 0
-dev_shm.check_room({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "%d"})
+dev_shm.check_space({"PMI_FD": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "%d"})
 """
 
 
@@ -92,9 +92,9 @@ def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
 
 
 def node(memory=8 << 30, **other):
-    settings = {"group_memory": None, "group_room": None, "group_cores": None, "address_space": None}
+    settings = {"group_memory": None, "group_free": None, "group_cores": None, "address_space": None}
     settings |= {"data": None, "locked": None, "files": 1024, "cores": 2}
-    return memory_check.NodeRoom("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
+    return memory_check.NodeInfo("a", 2, Limits(**{"available": memory} | settings | other), 1 << 30, 1 << 28)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def node(memory=8 << 30, **other):
         (node(), None),
         (node(1 << 20), "parameters, gradients and moments .* 2.9 MiB on a "),
         (node(6 << 20), r"arrays and text of 2 rank\(s\) .* \d+.\d MiB on a "),
-        (node(group_room=6 << 20, group_memory=1 << 30), "arrays .* its control group has 6.0 MiB left of"),
+        (node(group_free=6 << 20, group_memory=1 << 30), "arrays .* its control group has 6.0 MiB left of"),
         (node(address_space=1 << 30), "a rank on a .* of address space, .*ulimit -v allows 1.0 GiB: "),
         (node(data=1 << 28), "a rank on a .* of private memory, .*ulimit -d allows 256.0 MiB: "),
     ],

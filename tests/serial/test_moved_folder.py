@@ -167,7 +167,7 @@ def test_nothing_is_written_where_a_folder_was_lost(way, tmp_path):
         with pytest.raises(JobError, match=str(out)):
             agree()
     outcome.events.note("saved")
-    world.tell(1, "lost")
+    world.report_end(1, "lost")
     log.remove()
     assert done == []
     assert os.listdir(out) == [] if way is replace else not out.exists()

@@ -20,15 +20,15 @@ TRAJECTORY = (
 
 
 def flat(matrix):
-    room = np.zeros(-(-matrix.size // QUANTUM) * QUANTUM, np.float32)
-    room[: matrix.size] = matrix.reshape(-1)
-    return room
+    buffer = np.zeros(-(-matrix.size // QUANTUM) * QUANTUM, np.float32)
+    buffer[: matrix.size] = matrix.reshape(-1)
+    return buffer
 
 
 def directed(rule, gradient, momentum, lr=1.0, name="blk.0.w.weight"):
-    room = flat(gradient)
-    rule.direct(name, gradient.shape, room, {"muon.momentum": momentum}, lr, 1.0)
-    return room[: gradient.size].reshape(gradient.shape)
+    buffer = flat(gradient)
+    rule.direct(name, gradient.shape, buffer, {"muon.momentum": momentum}, lr, 1.0)
+    return buffer[: gradient.size].reshape(gradient.shape)
 
 
 def test_the_public_trajectory():

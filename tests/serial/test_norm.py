@@ -30,9 +30,9 @@ def test_the_sum_is_that_of_the_vector(given, ranks, seed):
     values = np.random.default_rng(seed).lognormal(sigma=9.0, size=int(runs[1].max(initial=0)))
     sent = []
     for rank in range(ranks):
-        mine = sorted((at, first, end) for first, end, at, owner in runs.T.tolist() if owner == rank)
+        own = sorted((at, first, end) for first, end, at, owner in runs.T.tolist() if owner == rank)
         squares = SquaresSum(runs, rank)
-        sent.append(squares.part([values[first:end] for _, first, end in mine]))
+        sent.append(squares.part([values[first:end] for _, first, end in own]))
     assert (np.count_nonzero(sent, axis=0) <= 1).all(), "a place of two ranks"
     assert squares.total(np.sum(sent, axis=0)) == values.sum()
 

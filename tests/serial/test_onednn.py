@@ -133,9 +133,9 @@ def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
     """Every rank has its micro-batches elsewhere in memory."""
     x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
     whole = ops.linear(x, w)
-    room = np.zeros(x.size + 64, kind)
+    buffer = np.zeros(x.size + 64, kind)
     for start in (1, 2, 31):
-        moved = room[start : start + x.size].reshape(x.shape)
+        moved = buffer[start : start + x.size].reshape(x.shape)
         moved[...] = x
         assert ops.linear(moved, w).tobytes() == whole.tobytes()
 

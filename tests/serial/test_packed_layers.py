@@ -11,7 +11,7 @@ from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
 from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
-from zero_mpi.nn.batch import BatchContext, Documents, Given
+from zero_mpi.nn.batch import BatchContext, Documents, StageWeights
 from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
@@ -94,7 +94,7 @@ def test_in_float64_they_are_to_the_last_digits(name):
     rng, (ids, targets), begins = np.random.default_rng(0), drawn(), begins_of()
     p = {name: rng.standard_normal(param.shape) / 8 for name, param in model.params().items()}
     g, expected = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
-    packed = Given(p, BatchContext(documents_of(begins)))
+    packed = StageWeights(p, BatchContext(documents_of(begins)))
     logits, saved = model.forward(packed, ids)
     loss, dlogits = cross_entropy(logits, targets, 0.01)
     model.backward(packed, saved, dlogits, g)
@@ -134,8 +134,8 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
         own = [x[part] for x in exact]
         expected, p = reference.causal_attention(*own[:3], 0.4)
         wanted = expected, *reference.causal_attention_backward(own[3], *own[:3], p, 0.4)
-        for mine, want in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine[part].astype(np.float64), want, rtol=0, atol=tolerance)
+        for ours, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours[part].astype(np.float64), want, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -154,11 +154,11 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
         first = np.maximum(begins, np.arange(length) - window + 1)
         expected, p = reference.causal_attention(*exact[:3], 0.4, first)
         wanted = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
-        p = Given({}, BatchContext(documents_of(begins) if len(cuts) > 1 else None))
+        p = StageWeights({}, BatchContext(documents_of(begins) if len(cuts) > 1 else None))
         y, saved = layer.forward(p, (q, k, v))
         found = y, *layer.backward(p, saved, dy, {})
-        for mine, want in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine.astype(np.float64), want, rtol=0, atol=tolerance)
+        for own, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(own.astype(np.float64), want, rtol=0, atol=tolerance)
     cache = Cache()
     for start, stop in ((0, 150), (150, 151), (151, 300)):
         y = layer.infer({}, tuple(x[:, start:stop] for x in (q, k, v)), cache)

@@ -92,8 +92,8 @@ def cases_of(commands, apart=1):
 
 
 def run_all(cases, folder):
-    told = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
-    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **told)
+    got = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
+    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **got)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -267,7 +267,7 @@ def test_a_gradient_in_float64_is_the_slope_of_the_whole_model(name):
     module.sync_gradients()
     before = module.state_dict()
     ways = {n: np.random.default_rng(7).standard_normal(x.shape) for n, x in before.items()}
-    told = sum(np.vdot(g, ways[n].reshape(-1)) for n, g in module.named_gradients())
+    got = sum(np.vdot(g, ways[n].reshape(-1)) for n, g in module.named_gradients())
     module.zero_gradients()
 
     def at(t):
@@ -276,7 +276,7 @@ def test_a_gradient_in_float64_is_the_slope_of_the_whole_model(name):
 
     h = 1e-4
     slope = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
-    assert slope == pytest.approx(told, rel=1e-7)
+    assert slope == pytest.approx(got, rel=1e-7)
     assert {x.dtype for x in before.values()} == {np.dtype(np.float64)}
 
 

@@ -120,7 +120,7 @@ def check_bytes(path: Path, weights: dict[str, np.ndarray], means: dict[str, np.
     for name, info in file.tensors.items():
         rows = weights[name].reshape(-1, weights[name].shape[-1])
         raw = rows.tobytes() if info.type == Kind.F32 else ggml.quantize(rows, info.type, means.get(name))
-        assert b"".join(file.raw_pieces(name, 1 << 20)) == bytes(raw), name
+        assert b"".join(file.raw_chunks(name, 1 << 20)) == bytes(raw), name
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -130,7 +130,7 @@ def host(tmp_path, monkeypatch):
 
 def test_a_host_that_tells_nothing_has_no_energy(host):
     measured = Energy()
-    measured.look()
+    measured.count()
     assert measured.take() is None
 
 
@@ -141,12 +141,12 @@ def test_sockets_and_their_memory_are_added_and_counters_go_round(host):
     host("intel-rapl:1", name="psys", energy_uj=0, max_energy_range_uj=1000)
     measured = Energy()
     host("intel-rapl:0", energy_uj=950)
-    measured.look()
+    measured.count()
     host("intel-rapl:0", energy_uj=20)
     host("intel-rapl:0:0", energy_uj=500)
     host("intel-rapl:0:1", energy_uj=7)
     host("intel-rapl:1", energy_uj=500)
-    measured.look()
+    measured.count()
     assert measured.take() == pytest.approx((50 + 70 + 7) * 1e-6)
     assert measured.take() == 0.0
 
@@ -156,10 +156,10 @@ def test_a_cray_tells_of_the_whole_node(host, tmp_path):
     (tmp_path / "energy").write_text("1000 J 1700000000 us\n")
     measured = Energy()
     (tmp_path / "energy").write_text("1250 J 1700000009 us\n")
-    measured.look()
+    measured.count()
     assert measured.take() == 250.0
     (tmp_path / "energy").unlink()
-    measured.look()
+    measured.count()
     assert measured.take() is None, "it told, and tells no more"
 
 

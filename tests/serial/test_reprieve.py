@@ -42,28 +42,28 @@ def under_launcher(tmp_path, command, **environ):
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
     given = [shell, "-c", f"{command}; echo went on"]
     env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ}
-    told = subprocess.run(given, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
-    return told.stdout.splitlines()
+    got = subprocess.run(given, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    return got.stdout.splitlines()
 
 
 @pytest.mark.parametrize("end", ["saves", "is killed"])
 def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
-    told = under_launcher(tmp_path, f"{sys.executable} -c '{RANK}' '{end}'")
-    assert told[-2:] == ["launcher T", "went on"], told
+    got = under_launcher(tmp_path, f"{sys.executable} -c '{RANK}' '{end}'")
+    assert got[-2:] == ["launcher T", "went on"], got
 
 
 def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
     other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends when the launcher is held
     job = f"({other}) & {sys.executable} -c '{LEFT}'"
-    told = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
-    assert told == ["launcher T S", "went on"]
+    got = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert got == ["launcher T S", "went on"]
 
 
 def test_the_launcher_does_its_work_where_a_rank_has_ended_before(tmp_path):
-    told = under_launcher(tmp_path, f"{sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
-    assert told == ["launcher S S", "went on"]
+    got = under_launcher(tmp_path, f"{sys.executable} -c '{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert got == ["launcher S S", "went on"]
 
 
 def test_other_launchers_are_left_alone(tmp_path):
-    told = subprocess.run([sys.executable, "-c", RANK, "saves"], capture_output=True, text=True, timeout=30)
-    assert told.stdout == "launcher S\n", told
+    got = subprocess.run([sys.executable, "-c", RANK, "saves"], capture_output=True, text=True, timeout=30)
+    assert got.stdout == "launcher S\n", got

@@ -49,7 +49,7 @@ def test_what_the_library_writes_is_read_with_its_values(tmp_path: Path, dtype: 
         assert model.tensors[name].shape == array.shape
         assert model.tensors[name].dtype == dtype
         np.testing.assert_array_equal(model.read(name), array.astype(np.float32).ravel())
-        assert b"".join(model.raw_pieces(name, 5)) == array.tobytes()
+        assert b"".join(model.raw_chunks(name, 5)) == array.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,7 +205,7 @@ def test_any_bytes_are_refused_or_read_as_the_library_reads_them(
     for name, about in found.items():
         assert list(model.tensors[name].shape) == about["shape"]
         assert model.tensors[name].dtype == about["dtype"]
-        assert b"".join(model.raw_pieces(name, 64)) == bytes(about["data"])
+        assert b"".join(model.raw_chunks(name, 64)) == bytes(about["data"])
 
 
 def in_parts(folder: Path, where: dict[str, str] | None = None) -> None:

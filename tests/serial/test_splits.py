@@ -74,7 +74,7 @@ def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) 
         np.testing.assert_array_equal(file.tensor(name), expected)
         np.testing.assert_array_equal(file.read(name, 5, 29), expected.ravel()[5:29])
     raw = values()["t4"] if kind is None else gguf.quantize(values()["t4"], kind)
-    assert b"".join(file.raw_pieces("t4", 100)) == raw.tobytes()
+    assert b"".join(file.raw_chunks("t4", 100)) == raw.tobytes()
     assert file.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.gguf"))
 
 

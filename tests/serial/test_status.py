@@ -32,16 +32,16 @@ def until(holds):
 
 
 def test_a_run_is_running_and_renewed_then_done(tmp_path, often):
-    mine = Status(tmp_path, 0, 4, 20)
-    mine.begin()
+    own = Status(tmp_path, 0, 4, 20)
+    own.begin()
     said = read(tmp_path)
     assert list(said) == FIELDS
     assert (said["state"], said["step"], said["steps"], said["ranks"]) == (RUNNING, 0, 20, 4)
     assert said["version"] == __version__
-    mine.at(7)
+    own.at(7)
     until(lambda: read(tmp_path)["step"] == 7)
     until(lambda: read(tmp_path)["updated"] > said["updated"])
-    mine.end(DONE)
+    own.end(DONE)
     time.sleep(0.2)  # a renewal after the end would say "running"
     assert read(tmp_path)["state"] == DONE
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -86,21 +86,21 @@ def test_what_an_earlier_job_said_does_not_stay(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
     (tmp_path / "file").write_text("")
-    mine = Status(tmp_path / "file" / "out", 0, 1, 5)
-    mine.begin()
-    mine.end(DONE)
+    own = Status(tmp_path / "file" / "out", 0, 1, 5)
+    own.begin()
+    own.end(DONE)
     assert (tmp_path / "file").read_text() == ""
 
 
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
-    mine = Status(tmp_path, 0, 1, 5)
-    mine.begin()
+    own = Status(tmp_path, 0, 1, 5)
+    own.begin()
 
     def no_room(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", no_room)
-    mine.end(FAILED, "No space left on device")
+    own.end(FAILED, "No space left on device")
     assert read(tmp_path)["reason"] == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 

@@ -326,7 +326,7 @@ before = now()
 for told_at, steps, status in ((-1, "2", 0), (3, "6", 75), (-1, "6", 0)):
     world = World(0, 1)
     assert command(world, [*sys.argv[1:], "--steps", steps]) == status
-    world.tell(status)
+    world.report_end(status)
     [each.join() for each in threading.enumerate() if each.name == "zero_mpi signals"]
     assert now() == before
 """

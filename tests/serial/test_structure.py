@@ -55,8 +55,8 @@ LONG = "    x = 1\n" * 40
     ],
 )
 def test_a_violation_is_found(tmp_path, name, text, found):
-    beside = {"comm/mpi.py": "from zero_mpi.comm import base\n"} if "circle" in found else {}
-    lines = violations(tmp_path, SMALL_TREE | beside | {name: text})
+    others = {"comm/mpi.py": "from zero_mpi.comm import base\n"} if "circle" in found else {}
+    lines = violations(tmp_path, SMALL_TREE | others | {name: text})
     assert any(line.startswith(f"zero_mpi/{name}:") and found in line for line in lines), lines
 
 

@@ -145,7 +145,7 @@ def test_more_threads_than_the_quota_are_a_caution(ranks_here, threads, quota, n
     ],
 )
 def test_the_plan_is_asked_about_what_auto_has_become(transport, told_apart, owners, planned):
-    module = SimpleNamespace(owners=SimpleNamespace(size=owners))
+    module = SimpleNamespace(group=SimpleNamespace(size=owners))
     session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=told_apart)
     session.comm = SimpleNamespace(size=4, kind=transport)
     case = case_of(Start(session, [("n", 4)], 1e9))
@@ -159,7 +159,7 @@ def test_the_plan_is_asked_about_what_auto_has_become(transport, told_apart, own
 def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, monkeypatch):
     """NCCL once had pinned memory in the plan of a run, and sums in the order of ranks: by its version."""
     config = Config(transport=kind.flag, reduction=reduction, context=T, batch_size=5)
-    module = SimpleNamespace(owners=SimpleNamespace(size=4))
+    module = SimpleNamespace(group=SimpleNamespace(size=4))
     session = SimpleNamespace(config=config, model=MODEL, module=module, nodes=0)
     session.comm = SimpleNamespace(size=4, kind=kind)
     with monkeypatch.context() as patch:
@@ -176,7 +176,7 @@ def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, mo
 
 
 def test_a_lone_process_is_planned_as_one_and_a_run_is_worth_more_than_its_plan():
-    module = SimpleNamespace(owners=SimpleNamespace(size=1))
+    module = SimpleNamespace(group=SimpleNamespace(size=1))
     session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=0, comm=SerialComm())
     assert case_of(Start(session, [("n", 1)], 1e9)).transport == transports.SERIAL
     start = start_of(Config(), 1)

@@ -372,7 +372,7 @@ def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd
     """Also where it does not hear SIGTERM, and with all processes of its group."""
     left, why = tmp_path / "left", "no sign of life"
     monkeypatch.setattr(attempt, "GRACE", 0.3)
-    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.0)
+    monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.0)
     monkeypatch.setattr(attempt.Attempt, "_silence", lambda self, now: why if left.exists() else "")
     hangs = "trap '' TERM; records 3; saves 2; says running\nsleep 1000 & echo $! > $here/new\n"
     hangs += "mv $here/new $here/left; while :; do wait; done"
@@ -405,7 +405,7 @@ def test_signs_of_life_are_what_the_run_writes(tmp_path):
 
 def test_a_launcher_is_asked_before_it_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(attempt, "LINGER", 0.3)
-    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.05)
+    monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.05)
     asked = "trap 'says failed asked; exit 3' TERM; says stopped; while :; do sleep 0.05; done"
     trial = Trial(tmp_path, asked, DONE)
     assert trial.run() == 0
@@ -417,7 +417,7 @@ def test_a_launcher_is_asked_before_it_is_killed(tmp_path, monkeypatch):
 def test_a_launcher_that_outlives_its_run_is_ended(word, status, starts, tmp_path, monkeypatch):
     """As Open MPI's does for 16 minutes where it cannot reach a host."""
     monkeypatch.setattr(attempt, "LINGER", 0.3)
-    monkeypatch.setattr(attempt, "LOOK_AT_RUN", 0.05)
+    monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.05)
     trial = Trial(tmp_path, f"says {word} so; sleep 1000", DONE)
     assert trial.run() == status
     assert len(trial.starts) == starts
@@ -456,7 +456,7 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
 
     def tell() -> None:
         until((tmp_path / "ready").exists, "the run is there")
-        found.stop.told = "SIGUSR1"
+        found.stop.signal_name = "SIGUSR1"
 
     thread = threading.Thread(target=tell)
     thread.start()

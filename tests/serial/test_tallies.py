@@ -7,7 +7,7 @@ from pressed import COUNT, Pressed
 
 from zero_mpi import GradAccum, SerialComm, ShardedModule
 from zero_mpi.nn import Chain, Recompute, Stage, Tally
-from zero_mpi.nn.batch import BatchContext, Given
+from zero_mpi.nn.batch import BatchContext, StageWeights
 
 FACTORS = {"pressure": 0.3, "size": 0.02}
 
@@ -15,7 +15,7 @@ FACTORS = {"pressure": 0.3, "size": 0.02}
 def objective(model, p, x, d):
     """The value whose slope backward is told to be, for a gradient d of the output."""
     batch = BatchContext(factors=FACTORS)
-    y, _ = model.forward(Given(p, batch), x)
+    y, _ = model.forward(StageWeights(p, batch), x)
     return np.vdot(y, d) + sum(
         factor * {"pressure": pressed.square, "size": lambda sums: sums["size"]}[name](batch.sums)
         for name, factor in FACTORS.items()
@@ -30,15 +30,15 @@ def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
     p, way = ({name: draw(param.shape) for name, param in chain.params().items()} for _ in range(2))
     way |= {name: 0 * way[name] for name, param in chain.params().items() if param.buffer}
     x, way_x, d = draw((3, 7)), draw((3, 7)), draw((3, 5))
-    given = Given(p, BatchContext(factors=FACTORS))
+    given = StageWeights(p, BatchContext(factors=FACTORS))
     _, saved = chain.forward(given, x)
     g = {name: np.zeros(value.shape) for name, value in p.items()}
     dx = chain.backward(given, saved, d, g)
-    told = np.vdot(dx, way_x) + sum(np.vdot(g[name], way[name]) for name in p)
+    got = np.vdot(dx, way_x) + sum(np.vdot(g[name], way[name]) for name in p)
     ahead, behind = (
         objective(chain, {name: p[name] + by * way[name] for name in p}, x + by * way_x, d) for by in (h, -h)
     )
-    assert (ahead - behind) / (2 * h) == pytest.approx(told, rel=1e-7)
+    assert (ahead - behind) / (2 * h) == pytest.approx(got, rel=1e-7)
 
 
 def wide(stages, p, xs):
@@ -47,8 +47,8 @@ def wide(stages, p, xs):
     g, found = {name: np.zeros(value.shape) for name, value in p.items()}, np.zeros(2)
     for x in xs:
         batch = BatchContext(factors={name: factor / len(xs) for name, factor in FACTORS.items()})
-        y, saved = model.forward(Given(p, batch), x.astype(np.float64))
-        model.backward(Given(p, batch), saved, 2e-3 * y, g)
+        y, saved = model.forward(StageWeights(p, batch), x.astype(np.float64))
+        model.backward(StageWeights(p, batch), saved, 2e-3 * y, g)
         found += pressed.square(batch.sums) / len(xs), batch.sums["size"] / len(xs)
     return g, dict(zip(FACTORS, found, strict=True))
 

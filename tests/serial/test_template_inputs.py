@@ -124,11 +124,11 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
 # ----------------------------------------------------------------------------------------- which template
 
 
-def named_folder(folder, beside=None, **templates):
-    """A tokenizer of a folder with these templates in files; `beside`: those of its tokenizer_config.json."""
+def named_folder(folder, others=None, **templates):
+    """A tokenizer of a folder with these templates in files; `wrap`: those of its tokenizer_config.json."""
     (folder / "additional_chat_templates").mkdir(parents=True)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(chat_keys())))
-    config = tokenizer_config(chat_keys()) | ({"chat_template": beside} if beside else {})
+    config = tokenizer_config(chat_keys()) | ({"chat_template": others} if others else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     for name, text in templates.items():
         place = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
@@ -150,8 +150,8 @@ FOLDERS = {
 def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_path):
     import transformers
 
-    beside, files = FOLDERS[case]
-    path = named_folder(tmp_path / "m", beside, **files)
+    others, files = FOLDERS[case]
+    path = named_folder(tmp_path / "m", others, **files)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(path.parent), tokenizer_in(str(path))
     line = written(tmp_path, {"messages": said("a")}, {"messages": said("a"), "tools": TOOLS})
     found = ConversationReader(ours, "all").read([("c", line)])

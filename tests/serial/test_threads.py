@@ -79,9 +79,9 @@ def test_products_are_cut_by_rows_or_columns(of_threads, kind, m, k, n):
 
     alone = once()
     of_threads(3)
-    for mine, one in zip(once(), alone, strict=True):
-        a, b = mine.astype(np.float64), one.astype(np.float64)
-        assert (abs(a - b) <= (2.0**-7 if mine.dtype == BFLOAT16 else 1e-5) * (1 + abs(b))).all()
+    for own, one in zip(once(), alone, strict=True):
+        a, b = own.astype(np.float64), one.astype(np.float64)
+        assert (abs(a - b) <= (2.0**-7 if own.dtype == BFLOAT16 else 1e-5) * (1 + abs(b))).all()
 
 
 def test_an_error_of_any_part_is_raised(of_threads):

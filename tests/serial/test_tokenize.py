@@ -47,7 +47,7 @@ def tokenize(*arguments, tokenizer="byte", out="out"):
         signals.phase = START
         return command(world, [*map(str, arguments), "--tokenizer", str(tokenizer), "--out", str(out)])
     finally:
-        world.tell(0)
+        world.report_end(0)
 
 
 def arrow():
@@ -192,11 +192,11 @@ def test_ids_and_documents_are_those_of_a_run_on_the_text(kind, asked, tmp_path)
     chosen = "byte" if kind == "byte" else bpe(tmp_path)
     assert tokenize("in", *SMALL, *(("--control-tokens", asked) if asked else ()), tokenizer=chosen) == 0
     config = Config(data=["out"], arch="llama")
-    told = choose_tokenizer(config, None, None)
+    got = choose_tokenizer(config, None, None)
     by_flag = Config(data=["in"], arch="llama", tokenizer=str(chosen))
-    assert told.vocab_size == choose_tokenizer(by_flag, None, None).vocab_size
-    of_text = corpus("in", choose_tokenizer(by_flag, None, None), told.vocab_size, asked)
-    of_tokens = corpus("out", told, told.vocab_size)
+    assert got.vocab_size == choose_tokenizer(by_flag, None, None).vocab_size
+    of_text = corpus("in", choose_tokenizer(by_flag, None, None), got.vocab_size, asked)
+    of_tokens = corpus("out", got, got.vocab_size)
     assert of_tokens.ids.held().tolist() == of_text.ids.tolist()
     assert of_tokens.ids.dtype == of_text.ids.dtype
     assert of_tokens.ends.tolist() == of_text.ends.tolist()

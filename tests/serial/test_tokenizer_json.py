@@ -102,8 +102,8 @@ def test_special_tokens_come_from_the_files_beside(plain, tmp_path):
         "add_eos_token": False,
         "chat_template": "{{ messages }}",
     }
-    beside = {"tokenizer_config": config, "config": {"eos_token_id": 1, "pad_token_id": 2}}
-    keys = tokenizer_from_json(bpe_files.write_json(tmp_path, plain, **beside)).metadata()
+    others = {"tokenizer_config": config, "config": {"eos_token_id": 1, "pad_token_id": 2}}
+    keys = tokenizer_from_json(bpe_files.write_json(tmp_path, plain, **others)).metadata()
     special = {key.removeprefix(KEY): value for key, value in keys.items() if "_token" in key[len(KEY) :]}
     assert special == {
         "bos_token_id": ids["<|begin|>"],
@@ -443,8 +443,8 @@ def test_special_tokens_and_the_template_come_back_too(pre, plain, tmp_path):
     content = bpe_files.trained_json(pre, tokens=300)
     path = bpe_files.write_json(tmp_path / "a", content, tokenizer_config=config | {"add_bos_token": True})
     keys = tokenizer_from_json(path).metadata()
-    beside = {"tokenizer_config": tokenizer_config(keys)}
-    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "b", tokenizer_json(keys), **beside))
+    others = {"tokenizer_config": tokenizer_config(keys)}
+    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "b", tokenizer_json(keys), **others))
     assert_equal_keys(again.metadata(), keys)
     prompt = library_of(tokenizer_json(keys)).encode("naïve <|im_start|>x").ids
     assert prompt == again.encode_prompt("naïve <|im_start|>x").tolist()

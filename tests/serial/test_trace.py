@@ -262,10 +262,10 @@ def test_the_command_writes_a_time_line_and_the_same_bits(traced):
     expected = {"steps", "compute", "optimizer", "between stages", "waits", "data", "checkpoint"}
     assert {each["cat"] for each in found} >= expected | {"checkpoint behind training", "reductions"}
     for rank in (0, 1):
-        mine = [each for each in found if each["pid"] == rank + 1]
-        kinds = [each["args"]["kind"] for each in mine if each["cat"] == "steps"]
+        own = [each for each in found if each["pid"] == rank + 1]
+        kinds = [each["args"]["kind"] for each in own if each["cat"] == "steps"]
         assert (kinds.count("step"), kinds.count("evaluation")) == (3, 2)
-        assert sum(each["cat"] == "checkpoint behind training" for each in mine) == 2
+        assert sum(each["cat"] == "checkpoint behind training" for each in own) == 2
     own_steps = [each for each in found if each["args"]["kind"] == "step" and each["pid"] == 1]
     record = [json.loads(line) for line in (folder / "traced" / "metrics.jsonl").read_text().splitlines()]
     for each in own_steps:

@@ -265,8 +265,8 @@ def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
     status, lines = compute(tmp_path / "out")
     assert status == 0, lines
     assert "steps 1-6 have the same bits" in lines[-1]
-    told = [line for line in lines if line.startswith("steps ")]
-    assert len(told) == (1 if kind == "keep" else 3)
+    got = [line for line in lines if line.startswith("steps ")]
+    assert len(got) == (1 if kind == "keep" else 3)
 
 
 def test_a_run_without_a_chain_is_computed_and_says_so(run, verify):
@@ -350,8 +350,8 @@ def forge_model(run: Path, step: int) -> None:
     arrays["blk.0.ffn_up.weight"].flat[7] += 0.5
     lines = as_lines({name: digest(array) for name, array in arrays.items()})
     model[TENSOR_DIGESTS] = state[DIGESTS[MODEL]] = lines
-    told = {MODEL: from_lines(lines), "optimizer": from_lines(state[TENSOR_DIGESTS])}
-    model[STATE_DIGEST] = state[STATE_DIGEST] = digest_of_files(told)
+    got = {MODEL: from_lines(lines), "optimizer": from_lines(state[TENSOR_DIGESTS])}
+    model[STATE_DIGEST] = state[STATE_DIGEST] = digest_of_files(got)
     model[ID] = state[ID] = signature(model, state)
     raw = {name: path.read_bytes() for name in files if (path := folder / name)}
     for name, made in keys.items():
@@ -481,8 +481,8 @@ def invent(run: Path) -> None:
     (run / "proof.jsonl").write_text("".join(f"{json.dumps({**row, 'chain': ''})}\n" for row in invented))
     sign(run, lambda entry: None)
     left = {key: value for key, value in record.items() if key not in BITS}
-    told = [left | {"step": step, "loss": 1 / step} for step in range(101, 109)]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in told))
+    got = [left | {"step": step, "loss": 1 / step} for step in range(101, 109)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in got))
 
 
 def fast(run: Path) -> None:

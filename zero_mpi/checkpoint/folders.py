@@ -39,7 +39,7 @@ def step_folder(out: Path, step: int) -> Path:
     return out / f"step-{step:08d}"
 
 
-def beside(final: Path) -> Path:
+def partial_folder(final: Path) -> Path:
     """Return the temporary folder into which the checkpoint `final` is written."""
     return final.with_name(f".{final.name}.partial")
 
@@ -52,7 +52,7 @@ def remove_tree(folder: Path) -> None:
 
 def begin(final: Path) -> Path:
     """Make an empty temporary folder for the checkpoint `final`; remove the one of an earlier attempt."""
-    folder = beside(final)
+    folder = partial_folder(final)
     remove_tree(folder)
     folder.mkdir()
     return folder

@@ -167,7 +167,7 @@ def mixed(
     arch = keys.text("general.architecture") or ""
 
     def size(name: str, default: int) -> int:
-        return keys.whole(f"{arch}.{name}", 0, MOST_SIZE) or default
+        return keys.integer(f"{arch}.{name}", 0, MOST_SIZE) or default
 
     heads, experts = size("attention.head_count", 1), size("expert_count", 0)
     sharing, blocks = heads // size("attention.head_count_kv", heads), size("block_count", 1)

@@ -24,7 +24,7 @@ from typing import Any
 from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
 from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.state import Contribution, Run
-from zero_mpi.comm import Comm, Partition, Piece, SerialComm
+from zero_mpi.comm import Chunk, Comm, Partition, SerialComm
 from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.types import Array
@@ -51,8 +51,8 @@ class Writers:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's group."""
-        mine = self.writer_of[self.comm.rank]
-        return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == mine)
+        number = self.writer_of[self.comm.rank]
+        return tuple(rank for rank, writer in enumerate(self.writer_of) if writer == number)
 
     @property
     def writes(self) -> bool:
@@ -114,11 +114,11 @@ class JoinedSlices(Partition):
         """The start of each slice in the share, and the end of the last."""
         return tuple(accumulate((part.stop - part.start for part in self.slices), initial=0))
 
-    def segments(self, piece: Piece) -> list[tuple[int, slice]]:
+    def segments(self, chunk: Chunk) -> list[tuple[int, slice]]:
         """Return the segments of a piece: (start in the buffer, part of it); adjacent slices are one."""
         found, at = list[tuple[int, slice]](), 0
         for number, part in enumerate(self.slices):
-            inside = piece.of_slice(self, number)
+            inside = chunk.of_slice(self, number)
             start, stop = part.start + inside.start, at + inside.stop - inside.start
             if stop > at:
                 if found and found[-1][0] + at - found[-1][1].start == start:
@@ -135,7 +135,7 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
     return JoinedSlices(sum(part.stop - part.start for part in slices), len(slices), slices=slices)
 
 
-PIECE_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
+CHUNK_ELEMENTS = 1 << 21  # elements of a piece: 8 MiB, large for a disk and small for memory
 BLANK = "0" * 64  # placeholder of a digest
 READ_AT_ONCE = 1 << 22  # bytes read at a time
 DISK_BYTES = 16 << 20  # bytes after which the system is asked to write to disk, long before close
@@ -295,45 +295,45 @@ class Output:
             return digest_of_pieces(piece_digests(file.read(size)) for size in sizes)
 
 
-class Pieces:
+class ChunkPipeline:
     """Pipeline of a file's chunks: one is written while the next is prepared."""
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
         self._written: Future[None] | None = None
-        self._rooms = [empty(0), empty(0)]
+        self._buffers = [empty(0), empty(0)]
 
     def send(self, given: Contribution) -> list[tuple[str, bytes]]:
         """Write one contribution of all ranks to the file. Return the digests of this rank's pieces."""
         digests: list[tuple[str, bytes]] = []
         group, share = self.writers.group, share_of(given.partition, self.writers.ranks)
         begins = given.partition.bounds[self.writers.comm.rank]
-        for piece in share.cut(self._length(given)):
-            inside = piece.of_slice(share, group.rank)
-            mine, start = given.on_host(inside), begins + inside.start
+        for chunk in share.cut(self._length(given)):
+            inside = chunk.of_slice(share, group.rank)
+            values, start = given.on_host(inside), begins + inside.start
             if given.by_pieces:
-                digests += given.digests(start, mine)
+                digests += given.digests(start, values)
             if group.size == 1:
-                self._write(given.runs(start, mine))
+                self._write(given.runs(start, values))
                 continue
-            room = self._room(given)[: piece.stop - piece.start] if self.writers.writes else None
-            group.gather(mine, room, piece, label=f"checkpoint {given.prefix}{given.unit.name}")
-            if room is not None:
-                places = share.segments(piece)
-                self._write(run for place, part in places for run in given.runs(place, room[part]))
+            buffer = self._buffer(given)[: chunk.stop - chunk.start] if self.writers.writes else None
+            group.gather(values, buffer, chunk, label=f"checkpoint {given.prefix}{given.unit.name}")
+            if buffer is not None:
+                places = share.segments(chunk)
+                self._write(run for place, part in places for run in given.runs(place, buffer[part]))
         return digests
 
     def _length(self, given: Contribution) -> int:
         """Return the number of elements in a chunk: at most half a unit, and no digest's piece is cut."""
         quantum = PIECE_BYTES // int(given.values.itemsize)
-        return min(PIECE_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
+        return min(CHUNK_ELEMENTS, -(-given.unit.length // 2 // quantum) * quantum) or quantum
 
-    def _room(self, given: Contribution) -> Array:
+    def _buffer(self, given: Contribution) -> Array:
         """Return a buffer for a chunk that the write in progress does not use."""
-        self._rooms.reverse()
-        if self._rooms[0].size < self._length(given) or self._rooms[0].dtype != given.values.dtype:
-            self._rooms[0] = empty(self._length(given), given.values.dtype)
-        return self._rooms[0]
+        self._buffers.reverse()
+        if self._buffers[0].size < self._length(given) or self._buffers[0].dtype != given.values.dtype:
+            self._buffers[0] = empty(self._length(given), given.values.dtype)
+        return self._buffers[0]
 
     def _write(self, runs: Iterable[Run]) -> None:
         self.finish()
@@ -390,17 +390,17 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests, on rank 0 only. Collective."""
-    pieces, digests, odd = Pieces(output, thread), dict[str, str](), list[str]()
+    chunks, digests, odd = ChunkPipeline(output, thread), dict[str, str](), list[str]()
     parts = defaultdict[str, list[bytes]](list)  # over a tensor's pieces, in the order of units and ranks
     for given in output.content.contributions:
         tick(f"writing {given.prefix}{given.unit.name} to {output.content.path.name}")
-        found = output.comm.gather_object(pieces.send(given))
+        found = output.comm.gather_object(chunks.send(given))
         if given.by_pieces:
             for name, part in (entry for rank in found or [] for entry in rank):
                 parts[name].append(part)
         else:
             odd += [given.prefix + name for name in given.unit.params]
-    pieces.finish()
+    chunks.finish()
     digests |= {name: digest_of_pieces(found) for name, found in parts.items()}
     for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
         output.write([(name, 0, constant)])

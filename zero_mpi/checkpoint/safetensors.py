@@ -129,10 +129,10 @@ class SafetensorsModel(Readable):
             raise FileError(f"{self.parts[entry.part].path}: tensor {show(name)}: {found}: convert it first")
         return TensorSpec(name, entry.shape, WEIGHTS[entry.dtype])
 
-    def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
+    def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
         """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
         entry = self.tensors[name]
-        return self.parts[entry.part].pieces(entry.offset, entry.nbytes, size)
+        return self.parts[entry.part].chunks(entry.offset, entry.nbytes, size)
 
 
 def json_object(path: Path, raw: bytes) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Saver:
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
         begun, root = time.monotonic(), self.comm.rank == 0
         final = folders.step_folder(self.out, progress.step)
-        folder = folders.beside(final)
+        folder = folders.partial_folder(final)
         try:
             on_root(self.comm, partial(folders.begin, final), self.prepare)
             about = progress, self.description
@@ -255,10 +255,10 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     """
     description = Description(ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
-    found: str = agreed(module.comm, "save", partial(look, folder, module, optimizer, description))
+    found: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
     comm = module.comm.background()
     final = Path(comm.broadcast_object(found))
-    aside, partly = folders.moved_aside(final), folders.beside(final)
+    aside, partly = folders.moved_aside(final), folders.partial_folder(final)
 
     def publish() -> None:
         folders.put(partly, final)
@@ -291,7 +291,9 @@ def begin(final: Path) -> None:
     folders.begin(final)
 
 
-def look(folder: Any, module: ShardedModule, optimizer: Any, description: Description) -> tuple[str, Facts]:
+def resolve(
+    folder: Any, module: ShardedModule, optimizer: Any, description: Description
+) -> tuple[str, Facts]:
     """Return the folder with links resolved, and facts that ranks must share; raise ValueError if invalid."""
     check("save", folder, module, optimizer)
     for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):

@@ -39,10 +39,10 @@ def piece_digests(data: Data) -> bytes:
     return b"".join([xxh3_128_digest(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)])
 
 
-def digest_of_pieces(pieces: Iterable[bytes]) -> str:
+def digest_of_pieces(chunks: Iterable[bytes]) -> str:
     """Return a tensor's digest (hex) from the digests of its pieces, in order, in any number of parts."""
     total = hashlib.sha256()
-    for part in pieces:
+    for part in chunks:
         total.update(part)
     return total.hexdigest()
 
@@ -95,19 +95,19 @@ class CheckpointFiles:
 def open_checkpoint(folder: Path) -> CheckpointFiles:
     """Open the indices of all files; raise UsageError if one is damaged or they do not belong together."""
     model, state = GGUFFile.open(folders.weights_in(folder)), GGUFFile.open(folder / folders.OPTIMIZER)
-    files = CheckpointFiles(model, state, average_beside(state))
+    files = CheckpointFiles(model, state, average_of(state))
     check_files(files)
     return files
 
 
-def average_beside(state: GGUFFile) -> GGUFFile | None:
+def average_of(state: GGUFFile) -> GGUFFile | None:
     """Open the index of the average, if the state has digests of one."""
     return GGUFFile.open(state.path.parent / folders.AVERAGE) if DIGESTS[AVERAGE] in state.metadata else None
 
 
 def check_files(files: CheckpointFiles) -> None:
     """Raise UsageError unless the files belong to one checkpoint and their keys are unchanged."""
-    state, version = files.state, keys_of(files.state).whole("optimizer.file_version")
+    state, version = files.state, keys_of(files.state).integer("optimizer.file_version")
     if version != FORMAT_VERSION:
         raise UsageError(
             f"{state.path}: expected a training state of version {FORMAT_VERSION}, found {version}"
@@ -176,8 +176,8 @@ def check_digests(
     for file, name, digest in expected[rank::ranks]:
         beat()
         assert isinstance(file, GGUFFile), "a checkpoint is written as GGUF"
-        pieces = file.raw_pieces(name, READ_AT_ONCE) if name in file.tensors else ()
-        if name not in file.tensors or digest_of_pieces(map(piece_digests, pieces)) != digest:
+        chunks = file.raw_chunks(name, READ_AT_ONCE) if name in file.tensors else ()
+        if name not in file.tensors or digest_of_pieces(map(piece_digests, chunks)) != digest:
             raise UsageError(
                 f"{file.path}: tensor {show(name)} was changed after it was written (its checksum differs)"
             )

@@ -82,7 +82,7 @@ class Best:
 def read_best(keys: GGUFKeys) -> Best:
     """Return the Best in the keys of a checkpoint; raise FileError for invalid values."""
     loss = keys.number(LOSS)
-    return Best(math.inf if loss is None else loss, keys.whole(STEP) or 0, keys.whole(SINCE) or 0)
+    return Best(math.inf if loss is None else loss, keys.integer(STEP) or 0, keys.integer(SINCE) or 0)
 
 
 ARCHITECTURE = "zero_mpi"  # value in optimizer.gguf, which llama.cpp refuses with a clear message
@@ -272,22 +272,22 @@ class Snapshot:
     """Copies of contributions, so that training can continue; the buffers are reused."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[str, str, str], Array] = {}
+        self._buffers: dict[tuple[str, str, str], Array] = {}
         self.complete: Any = Done()  # a mark after the last copies
 
     def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to one file; their values are valid once `complete` has come."""
         given = list(contributions)
-        copies = [replace(each, values=self._room(role, each)) for each in given]
+        copies = [replace(each, values=self._buffer(role, each)) for each in given]
         pairs = [(copy.values, each.values) for copy, each in zip(copies, given, strict=True)]
         self.complete = device.in_use().fetch(pairs)
         return copies
 
-    def _room(self, role: str, given: Contribution) -> Array:
+    def _buffer(self, role: str, given: Contribution) -> Array:
         key, values = (role, given.prefix, given.unit.name), given.values
-        if key not in self._rooms:
-            self._rooms[key] = device.in_use().pinned(values.nbytes).view(values.dtype)
-        return self._rooms[key]
+        if key not in self._buffers:
+            self._buffers[key] = device.in_use().pinned(values.nbytes).view(values.dtype)
+        return self._buffers[key]
 
 
 # ----------------------------------------------------------------------------------------------- reading
@@ -296,7 +296,7 @@ class Snapshot:
 def read_progress(state: GGUFFile) -> TrainingProgress:
     """Return the progress of the run; raise UsageError if a count is missing."""
     known = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    counts = {name: keys_of(state).whole(key) for key, name in known.items()}
+    counts = {name: keys_of(state).integer(key) for key, name in known.items()}
     for key, name in known.items():
         if counts[name] is None:
             raise UsageError(f"{state.path}: the key {key} is missing or not a count")

@@ -93,7 +93,7 @@ class StoredFile:
         self.fill(file, offset, raw.data)
         return raw
 
-    def pieces(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
+    def chunks(self, offset: int, count: int, size: int) -> Iterator[memoryview]:
         """Yield `count` bytes from `offset` on, in chunks of `size`, the last one shorter."""
         with self.opened() as file:
             for at in range(0, count, size):

@@ -6,9 +6,9 @@ is one process; `mpi` works everywhere; the packages `shared`, `nodes` and `gpu`
 to make. `meter` counts bytes and waits.
 
 Exact reductions do not use the sums of the MPI library, whose order changes with the library and the number
-of ranks. Each owner receives its slice from every rank, in pieces of 1 MiB with two in flight, and adds them
+of ranks. Each owner receives its slice from every rank, in chunks of 1 MiB with two in flight, and adds them
 in rank order: ((out + rank 0) + rank 1) + ... in float32. `fast` shares all code but this: it calls
-Reduce_scatter and Allreduce of the library in pieces of 4 MiB.
+Reduce_scatter and Allreduce of the library in chunks of 4 MiB.
 
 Neither MPICH nor Open MPI moves a nonblocking collective while nobody calls into the library. Where cores are
 free, or with ranks on several hosts, a thread does so (`transfer`). Where the ranks fill all cores of
@@ -17,15 +17,15 @@ requests it needs next, so it goes on by whoever tests it.
 """
 
 from zero_mpi.comm.base import DONE, AllOf, Comm, Handle
-from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.comm.serial import SerialComm
 
 __all__ = [
     "DONE",
     "AllOf",
+    "Chunk",
     "Comm",
     "Handle",
     "Partition",
-    "Piece",
     "SerialComm",
 ]

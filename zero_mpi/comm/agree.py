@@ -27,16 +27,16 @@ REFUSALS = (UsageError, JobError)  # what a command says in one line; all else i
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
-def agreed(comm: Comm, what: str, look: Callable[[], tuple[T, Facts]]) -> T:
-    """Return the first item of look(), once its facts are the same on all ranks. Collective.
+def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
+    """Return the first item of prepare(), once its facts are the same on all ranks. Collective.
 
-    `what` names the thing to be made, for messages. Raises on all ranks the ValueError that `look` raises
-    on any of them, and UsageError where the facts differ. `look` must not communicate.
+    `what` names the thing to be made, for messages. Raises on all ranks the ValueError that `prepare` raises
+    on any of them, and UsageError where the facts differ. `prepare` must not communicate.
     """
-    return alike(comm, look, (ValueError,), f" in {what}")
+    return alike(comm, prepare, (ValueError,), f" in {what}")
 
 
-def together(comm: Comm, action: Callable[[], T]) -> T:
+def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
     """Return action(); if it raises UsageError or JobError on any rank, all raise the first. Collective.
 
     `action` must not communicate.
@@ -45,40 +45,40 @@ def together(comm: Comm, action: Callable[[], T]) -> T:
 
 
 def results(comm: Comm, action: Callable[[], T]) -> list[T]:
-    """Return action() of every rank, in rank order; raises as `together`. Collective."""
+    """Return action() of every rank, in rank order; raises as `run_on_all`. Collective."""
     return exchange(comm, action, REFUSALS, lambda result: result)[1]
 
 
 def alike(
     comm: Comm,
-    look: Callable[[], tuple[T, Facts]],
+    prepare: Callable[[], tuple[T, Facts]],
     caught: tuple[type[Exception], ...],
     what: str = "",
     remedy: str = "",
 ) -> T:
-    """Return the first item of look(), once no rank has a `caught` problem and all have the same facts.
+    """Return the first item of prepare(), once no rank has a `caught` problem and all have the same facts.
 
     Raises UsageError on all ranks where they differ, which names the first fact and the first rank that does,
     and its host; `what` and `remedy` go into the text. Collective.
     """
 
-    def spelled(looked: tuple[T, Facts] | None) -> dict[str, str]:
-        return {name: str(value) for name, value in looked[1].items()} if looked else {}
+    def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:
+        return {name: str(value) for name, value in prepared[1].items()} if prepared else {}
 
-    def digest(looked: tuple[T, Facts] | None) -> str:
-        return hashlib.sha256(repr(spelled(looked)).encode()).hexdigest()
+    def digest(prepared: tuple[T, Facts] | None) -> str:
+        return hashlib.sha256(repr(spelled(prepared)).encode()).hexdigest()
 
-    looked, digests = exchange(comm, look, caught, digest)
+    prepared, digests = exchange(comm, prepare, caught, digest)
     if len(set(digests)) > 1:
-        hosts, told = zip(*comm.allgather_object((platform.node(), spelled(looked))), strict=True)
-        name, values, rank, usual = odd_fact(told)
+        hosts, all_facts = zip(*comm.allgather_object((platform.node(), spelled(prepared))), strict=True)
+        name, values, rank, usual = odd_fact(all_facts)
         others = [number for number, value in enumerate(values) if value == usual]
         raise UsageError(
             f"the ranks differ{what}: rank {rank} on {hosts[rank]} has {name} "
             f"{shown(values[rank], LONGEST)}, {named(others)} (on {hosts[others[0]]}) "
             f"{shown(usual, LONGEST)}{remedy}"
         )
-    return looked[0]
+    return prepared[0]
 
 
 def exchange(
@@ -98,19 +98,19 @@ def exchange(
     except caught as error:
         problem = error
     kind = next((name for name, kind in KINDS.items() if isinstance(problem, kind)), "")
-    told = comm.allgather_object((kind, str(problem), word(result)))
-    for rank, (kind, text, _) in enumerate(told):
+    answers = comm.allgather_object((kind, str(problem), word(result)))
+    for rank, (kind, text, _) in enumerate(answers):
         if kind and str(problem) == text and problem is not None:
             raise problem
         if kind:
             raise KINDS[kind](f"rank {rank}: {text}")
-    return result, [theirs for _, _, theirs in told]
+    return result, [theirs for _, _, theirs in answers]
 
 
-def odd_fact(told: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
+def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:
     """Return the first fact that differs: its name, the values of all ranks, the odd rank, the usual one."""
-    for name in dict.fromkeys(name for facts in told for name in facts):
-        values = [facts.get(name, NOTHING) for facts in told]
+    for name in dict.fromkeys(name for facts in all_facts for name in facts):
+        values = [facts.get(name, NOTHING) for facts in all_facts]
         odd = odd_one(values)
         if odd is not None:
             return name, values, *odd

@@ -21,7 +21,7 @@ import numpy as np
 
 from zero_mpi.comm.kinds import MPI, Transport
 from zero_mpi.comm.meter import Meter
-from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool
 from zero_mpi.device.types import Array
 
@@ -63,13 +63,13 @@ DONE = Handle()
 class ModuleMemory:
     """Memory that a transport gives a module for its units.
 
-    wholes    for each requested partition: one array that all ranks see and each writes its slice of, or
+    full    for each requested partition: one array that all ranks see and each writes its slice of, or
               None where each rank keeps its slice to itself
     buffers   pool for gradients before they are reduced
     gathers   pool for gathered parameters that have no whole
     """
 
-    wholes: list[Array | None]
+    full: list[Array | None]
     buffers: BufferPool
     gathers: BufferPool = field(default_factory=BufferPool)
 
@@ -139,9 +139,9 @@ class Comm(ABC):
 
     @abstractmethod
     def gather(
-        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
     ) -> None:
-        """Fill `room` on `root` with a piece of a buffer, from the `part` of every rank; blocking."""
+        """Fill `room` on `root` with a chunk of a buffer, from the `part` of every rank; blocking."""
 
     @abstractmethod
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
@@ -199,23 +199,23 @@ class Comm(ABC):
     # --------------------------------- arrays of a module that all ranks see; here ranks share nothing
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         """Return memory for a module: arrays that ranks own slices of, and gradient buffers. Collective.
 
         `buffers`, `gathers`: lengths of all gradients and of all gathered units that are ever lent at once,
         float32 elements. Raises UsageError where ranks share memory and there is not enough of it.
         """
-        return ModuleMemory([None] * len(wholes), BufferPool())
+        return ModuleMemory([None] * len(full), BufferPool())
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its slices of shared wholes."""
+        """Announce that this rank has completely written its slices of shared arrays."""
 
     def wait_written(self) -> None:
-        """Return when every rank has published as often as this one: shared wholes may be read."""
+        """Return when every rank has published as often as this one: shared full may be read."""
 
     def barrier_readers(self) -> None:
-        """Return when all ranks have come here, if they share wholes: slices may be written. Collective."""
+        """Return when all ranks have come here, if they share arrays: slices may be written. Collective."""
 
 
 def members_of(nodes: Sequence[int]) -> dict[int, list[int]]:

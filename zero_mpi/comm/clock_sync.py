@@ -32,13 +32,13 @@ def clock_offset(comm: Comm) -> Offset:
     Ranks of a node have one clock: the reading of the first of them counts.
     """
     nodes = comm.nodes()
-    (piece,) = Partition(comm.size, comm.size).cut(comm.size)
+    (chunk,) = Partition(comm.size, comm.size).cut(comm.size)
     word, readings = np.zeros(1), np.zeros(comm.size) if comm.rank == 0 else None
     tries = []
     for _ in range(TRIES):
         begun = time.perf_counter()
         comm.broadcast(word, label="clock").wait()
-        comm.gather(np.array([time.perf_counter()]), readings, piece, label="clock")
+        comm.gather(np.array([time.perf_counter()]), readings, chunk, label="clock")
         way = time.perf_counter() - begun
         tries.append((way, begun, None if readings is None else readings.tolist()))
     found: Any = comm.broadcast_object(min(tries))

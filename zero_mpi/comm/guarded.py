@@ -76,7 +76,7 @@ class NumberedComm(CommWrapper):
         records.of_comms.append(self._record)
         self._number = 0  # number of the next collective
 
-    def beside(self, other: Comm) -> Comm:
+    def wrap(self, other: Comm) -> Comm:
         return type(self)(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
@@ -122,18 +122,18 @@ class CheckedComm(CommWrapper):
         self._control = inner.background()
         self._number = 0  # number of the next collective
 
-    def beside(self, other: Comm) -> Comm:
+    def wrap(self, other: Comm) -> Comm:
         return CheckedComm(other)
 
     def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
         """Raise JobError on all ranks unless all of them start this collective."""
         details = f" ({', '.join(map(spelled, about))})" if about else ""
-        mine = collective((kind, label)) + details
+        own = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
         with self.meter.waiting(f"the check before {kind}", label):
-            if self._all_equal(mine):
+            if self._all_equal(own):
                 return
-            texts = self._control.allgather_object(mine)
+            texts = self._control.allgather_object(own)
         odd = odd_one(texts)
         assert odd is not None, "digests differ and texts do not"
         rank, usual = odd
@@ -143,9 +143,9 @@ class CheckedComm(CommWrapper):
             f"{rank}, where {others} {usual}"
         )
 
-    def _all_equal(self, mine: str) -> bool:
+    def _all_equal(self, own: str) -> bool:
         """Return whether all ranks describe the same; push the transfers of `inner` meanwhile."""
-        digest = np.frombuffer(hashlib.sha256(mine.encode()).digest()[:DIGEST], np.uint8)
+        digest = np.frombuffer(hashlib.sha256(own.encode()).digest()[:DIGEST], np.uint8)
         found = np.empty(DIGEST * self._control.size, np.uint8)
         handle = self._control.allgather(digest, found, Partition(found.size, self._control.size), "digests")
 

@@ -1,4 +1,4 @@
-"""The transports, as data: their names, the sizes of their pieces, and the memory that they take.
+"""The transports, as data: their names, the sizes of their chunks, and the memory that they take.
 
 Every `Comm` has its kind (`comm.kind`). This is the only list: the values of `--transport`, the choices of a
 run and the numbers of a plan all come from here. The transports cut their buffers by the sizes below and a
@@ -19,8 +19,8 @@ PAGE = 4096  # bytes that the system gives at once
 SUM = 4  # bytes of an element of a sum, which is a float32 whatever type gradients travel in
 
 # Exact sums of messages (`comm.mpi`).
-EXACT_PIECE = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ranks
-EXACT_DEPTH = 2  # pieces in flight
+EXACT_CHUNK = 1 << 18  # elements of a slice per round: 1 MiB, in cache at 8 ranks
+EXACT_DEPTH = 2  # chunks in flight
 
 # Counters of a rank in shared memory (`comm.shared`): each begins a cache line, words have 8 bytes.
 POSTED, SUMMED, WRITTEN, GATHERED, RELEASED, TABLE = 0, 8, 16, 24, 32, 40
@@ -29,21 +29,21 @@ WORDS = TABLE + ENTRIES
 RANK_BYTES = 8 * WORDS
 
 # Sums that travel from node to node (`comm.nodes`).
-CHAIN_PIECE = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
-WHOLE_PIECES = 8  # nodes up to which pieces are as long; of more, those of a node take no longer to pass all
-LEAST_CHAIN_PIECE = 1 << 13  # elements: shorter ones are polled for longer than they travel
-CHAIN_DEPTH = 4  # pieces on their way at once
+CHAIN_CHUNK = 1 << 17  # elements: 512 KiB, a few of which stay in cache, and polls are few
+FULL_CHUNKS = 8  # nodes up to which chunks are as long; of more, those of a node take no longer to pass all
+LEAST_CHAIN_CHUNK = 1 << 13  # elements: shorter ones are polled for longer than they travel
+CHAIN_DEPTH = 4  # chunks on their way at once
 
 # Arrays of a GPU (`comm.gpu`).
 TRANSFERS = 4  # in progress at once: gathers of prefetched stages, and reductions behind backward
-AWARE_PIECE = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the rooms
+AWARE_CHUNK = 1 << 20  # elements of a slice per round: long enough for a fast link, short for the buffers
 AWARE_DEPTH = 2  # rounds in progress
-NCCL_PIECE = 1 << 20  # elements of a slice per round of an exact reduction
-NCCL_DEPTH = 1  # everything is in the order of one stream, so that rooms are used again at once
-STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' pieces
-LEAST_STAGE = 64 << 10  # bytes of a piece, where ranks are many
+NCCL_CHUNK = 1 << 20  # elements of a slice per round of an exact reduction
+NCCL_DEPTH = 1  # everything is in the order of one stream, so that buffers are used again at once
+STAGE_BYTES = 8 << 20  # bytes of a stage in each direction, shared by the other ranks' chunks
+LEAST_STAGE = 64 << 10  # bytes of a chunk, where ranks are many
 STAGED_DEPTH = 3  # stages of a transfer: one on its way to the host, one in MPI, one on its way back
-STAGED_ALIGNED = 1024  # elements, at whose multiples longer pieces end
+STAGED_ALIGNED = 1024  # elements, at whose multiples longer chunks end
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -82,38 +82,38 @@ class Reductions:
 def of_messages(asked: Reductions) -> int:
     """Return the bytes for what arrives at a rank of the host before it is added.
 
-    An exact reduction in progress has up to two pieces of every contributor; rounds with fewer contributors
-    have rooms of their own. A room has places of EXACT_PIECE elements; shorter slices touch their beginnings.
+    An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
+    have their own. Each has places of EXACT_CHUNK elements; shorter slices touch their beginnings.
     The library's sums arrive in place, unless they are added to those of earlier rounds.
     """
     if asked.replicated:
         return by_chain(asked, posted=asked.per_node - 1)
     if not asked.exact:
         return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
-    place = -(-min(asked.longest, EXACT_PIECE) * asked.itemsize // PAGE) * PAGE
-    rooms = min(EXACT_DEPTH, -(-asked.longest // EXACT_PIECE)) * asked.in_flight
-    return rooms * place * sum(count - 1 for count in asked.contributors)
+    place = -(-min(asked.longest, EXACT_CHUNK) * asked.itemsize // PAGE) * PAGE
+    buffers = min(EXACT_DEPTH, -(-asked.longest // EXACT_CHUNK)) * asked.in_flight
+    return buffers * place * sum(count - 1 for count in asked.contributors)
 
 
-def chain_piece(nodes: int) -> int:
-    """Return the elements of a piece of a sum that passes `nodes` nodes; the last waits for the first."""
-    return max(LEAST_CHAIN_PIECE, CHAIN_PIECE * WHOLE_PIECES // max(WHOLE_PIECES, nodes))
+def chain_chunk(nodes: int) -> int:
+    """Return the elements of a chunk of a sum that passes `nodes` nodes; the last waits for the first."""
+    return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 
 def by_chain(asked: Reductions, posted: int = 0) -> int:
-    """Return the bytes of pieces from the node before, and of `posted` gradients from ranks of the node.
+    """Return the bytes of chunks from the node before, and of `posted` gradients from ranks of the node.
 
     A lane carries a slice of each node's owner, or only the rank's own slice where every node has all slices.
     """
     carried = asked.longest * (1 if asked.replicated else asked.nodes)
-    piece = chain_piece(asked.nodes)
-    pieces = min(CHAIN_DEPTH, -(-carried // piece))
+    chunk = chain_chunk(asked.nodes)
+    chunks = min(CHAIN_DEPTH, -(-carried // chunk))
     sizes = SUM + posted * asked.itemsize
-    return asked.in_flight * pieces * min(piece, asked.longest) * sizes
+    return asked.in_flight * chunks * min(chunk, asked.longest) * sizes
 
 
 def on_gpus(depth: int, place: int, asked: Reductions) -> int:
-    """Return the bytes on a GPU for `depth` pieces of `place` elements of each other rank, if sums are exact.
+    """Return the bytes on a GPU for `depth` chunks of `place` elements of each other rank, if sums are exact.
 
     The library's sums need a buffer of each size where they are added to earlier ones.
     """
@@ -122,14 +122,14 @@ def on_gpus(depth: int, place: int, asked: Reductions) -> int:
     return SUM * sum(set(asked.slices)) if asked.accumulates else 0
 
 
-def staged_piece(others: int) -> int:
-    """Return the bytes of pinned memory for a piece of one of the other ranks."""
+def staged_chunk(others: int) -> int:
+    """Return the bytes of pinned memory for a chunk of one of the other ranks."""
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
 def through_host(asked: Reductions) -> int:
     """Return the bytes on the GPU, beside the memory of the host that everything passes through."""
-    place = staged_piece(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
+    place = staged_chunk(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
     return asked.in_flight * STAGED_DEPTH * (asked.ranks - 1) * place * asked.itemsize
 
 
@@ -138,9 +138,9 @@ def padded(length: int) -> int:
     return -(-length * SUM // ALIGNMENT) * ALIGNMENT
 
 
-def window_bytes(wholes: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
-    """Return the bytes of a node's window, from elements: the wholes once, the buffers of each rank."""
-    return max(1, sum(map(padded, wholes)) + ranks * sum(map(padded, buffers)))
+def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int:
+    """Return the bytes of a node's window, from elements: the full arrays once, the buffers of each rank."""
+    return max(1, sum(map(padded, full)) + ranks * sum(map(padded, buffers)))
 
 
 # ------------------------------------------------------------------------------------------- transports
@@ -179,7 +179,7 @@ class Transport:
         """Return bytes of pinned memory of the host that a rank's transfers go through."""
         if not self.stages or ranks == 1:
             return 0
-        return TRANSFERS * STAGED_DEPTH * 2 * staged_piece(ranks - 1) * (ranks - 1)
+        return TRANSFERS * STAGED_DEPTH * 2 * staged_chunk(ranks - 1) * (ranks - 1)
 
 
 SERIAL = Transport("serial", "", "one process, no communication", spans_nodes=False)
@@ -193,11 +193,11 @@ NODES = Transport(
     takes=by_chain,
 )
 GPU_MPI = Transport(
-    "mpi", "mpi", "mpi", on_gpu=True, adds=True, takes=partial(on_gpus, AWARE_DEPTH, AWARE_PIECE)
+    "mpi", "mpi", "mpi", on_gpu=True, adds=True, takes=partial(on_gpus, AWARE_DEPTH, AWARE_CHUNK)
 )
 STAGED = Transport("staged", "staged", "staged", on_gpu=True, stages=True, takes=through_host)
 NCCL = Transport(
-    "nccl", "nccl", "nccl", on_gpu=True, adds=True, takes=partial(on_gpus, NCCL_DEPTH, NCCL_PIECE)
+    "nccl", "nccl", "nccl", on_gpu=True, adds=True, takes=partial(on_gpus, NCCL_DEPTH, NCCL_CHUNK)
 )
 
 TRANSPORTS = (SERIAL, MPI, SHARED, NODES, GPU_MPI, STAGED, NCCL)

@@ -20,7 +20,7 @@ class Meter:
     """Counters since the start of a transport; take the difference over a step.
 
     wait_seconds   seconds in waits for transfers and other ranks, with the work in a wait that completes one
-                   (adding pieces of a reduction), without transfers that move while layers compute
+                   (adding chunks of a reduction), without transfers that move while layers compute
     sent_bytes     slices of parameters, gradients and vectors given to other ranks, in a message or, where
                    memory is shared, by letting them read (gathers are free there)
     what           the collective of the last wait: its kind, and the label of what travels

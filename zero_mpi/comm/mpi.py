@@ -2,7 +2,7 @@
 
 The exact reduction sends each owner its slice point to point and lets it add the slices in the order of
 ranks, in float32: the same bits with every MPI library, and as fast as the library's Reduce_scatter or
-faster. It runs in pieces, so its receive buffers are small and stay in cache. Each purpose has a
+faster. It runs in chunks, so its receive buffers are small and stay in cache. Each purpose has a
 communicator of its own, so that parameters, gradients and control messages cannot meet.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from zero_mpi import environment
 from zero_mpi.arguments import instance, whole
 from zero_mpi.comm.base import DONE, Comm, Handle, ReduceScatter
-from zero_mpi.comm.kinds import EXACT_DEPTH, EXACT_PIECE
-from zero_mpi.comm.partition import Partition, Piece, others
+from zero_mpi.comm.kinds import EXACT_CHUNK, EXACT_DEPTH
+from zero_mpi.comm.partition import Chunk, Partition, others
 from zero_mpi.comm.start_mpi import MPI, mpi_type
 from zero_mpi.comm.topology import nodes_of
 from zero_mpi.comm.transfer import POLL_SECONDS, MessageComm, ProgressEngine, Running, Transfer
@@ -29,7 +29,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
 MOST_ELEMENTS = 1 << 30  # elements in one message: counts are C ints in older interfaces
-FAST_PIECE = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
+FAST_CHUNK = 1 << 20  # elements per call of the library's reductions: large ones are several times slower
 TAGS = 1 << 14
 
 
@@ -41,7 +41,7 @@ class MPIComm(MessageComm):
     poll      seconds between two looks of the thread
     patient   waits sleep instead of spinning, for the calls of a thread in the background
 
-    The other arguments are sizes, in elements: of one call, and of the pieces that a reduction goes in.
+    The other arguments are sizes, in elements: of one call, and of the chunks that a reduction goes in.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class MPIComm(MessageComm):
         threaded: bool | None = None,
         poll: float = POLL_SECONDS,
         most: int = MOST_ELEMENTS,
-        exact_piece: int = EXACT_PIECE,
-        fast_piece: int = FAST_PIECE,
+        exact_chunk: int = EXACT_CHUNK,
+        fast_chunk: int = FAST_CHUNK,
         patient: bool = False,
     ) -> None:
         world = MPI.COMM_WORLD if comm is None else comm
         instance("MPIComm: comm", world, MPI.Comm, "a communicator of mpi4py")
-        for name, value in (("most", most), ("exact_piece", exact_piece), ("fast_piece", fast_piece)):
+        for name, value in (("most", most), ("exact_chunk", exact_chunk), ("fast_chunk", fast_chunk)):
             whole(f"MPIComm: {name}", value, least=1)
         self.rank, self.size, self.exact = world.Get_rank(), world.Get_size(), exact
         self._parameters, self._gradients, self._control = world.Dup(), world.Dup(), world.Dup()
-        self._most, self._exact_piece, self._fast_piece = most, min(exact_piece, most), min(fast_piece, most)
+        self._most, self._exact_chunk, self._fast_chunk = most, min(exact_chunk, most), min(fast_chunk, most)
         self._patient = patient
         self._tags = count()
         self._scratch: dict[tuple[int, Any], list[Array]] = defaultdict(list)  # by contributors and type
@@ -100,9 +100,9 @@ class MPIComm(MessageComm):
 
         def running() -> Running:
             kind, requests = mpi_type(full), []
-            for piece in partition.cut(self._most):
-                send = MPI.IN_PLACE if shard is None else [shard[piece.of_slice(partition, self.rank)], kind]
-                receive = [full[piece.start : piece.stop], piece.counts, piece.offsets, kind]
+            for chunk in partition.cut(self._most):
+                send = MPI.IN_PLACE if shard is None else [shard[chunk.of_slice(partition, self.rank)], kind]
+                receive = [full[chunk.start : chunk.stop], chunk.counts, chunk.offsets, kind]
                 requests.append(self._parameters.Iallgatherv(send, receive))
             yield requests
 
@@ -126,39 +126,39 @@ class MPIComm(MessageComm):
         return self.start(running, "reduce_scatter", label)
 
     def _exact_reduce(self, asked: ReduceScatter) -> Running:
-        """Reduce in rounds: post the next piece, wait for the oldest, add its slices in rank order."""
+        """Reduce in rounds: post the next chunk, wait for the oldest, add its slices in rank order."""
         full, partition, contributors = asked.full, asked.partition, asked.contributors
-        tag, size = next(self._tags) % TAGS, self._exact_piece
+        tag, size = next(self._tags) % TAGS, self._exact_chunk
         starts = range(0, max(partition.counts), size)
-        free = self._scratch[contributors, full.dtype]  # rooms for a piece from each contributor
-        rooms = [
+        free = self._scratch[contributors, full.dtype]  # buffers for a chunk from each contributor
+        slots = [
             free.pop() if free else empty(contributors * size, full.dtype).reshape(contributors, size)
             for _ in starts[:EXACT_DEPTH]
         ]
         posted: list[list[Any]] = []
         for number in range(len(starts) + EXACT_DEPTH - 1):
             if number < len(starts):
-                posted.append(self._post(full, rooms[number % EXACT_DEPTH], partition, starts[number], tag))
+                posted.append(self._post(full, slots[number % EXACT_DEPTH], partition, starts[number], tag))
             done = number - (EXACT_DEPTH - 1)
             if 0 <= done < len(starts):
                 yield posted.pop(0)
-                room, start = rooms[done % EXACT_DEPTH], starts[done]
-                mine = partition.span(self.rank, start, size)
-                length = mine.stop - mine.start
+                slot, start = slots[done % EXACT_DEPTH], starts[done]
+                part = partition.span(self.rank, start, size)
+                length = part.stop - part.start
                 parts = [
-                    full[mine] if rank == self.rank else room[rank, :length] for rank in range(contributors)
+                    full[part] if rank == self.rank else slot[rank, :length] for rank in range(contributors)
                 ]
                 ordered_sum(asked.out[start : start + length], parts, asked.accumulate)
-        free.extend(rooms)
+        free.extend(slots)
 
-    def _post(self, full: Array, room: Array, partition: Partition, start: int, tag: int) -> list[Any]:
-        """Post receives into `room` (contributors, piece), then sends."""
-        contributors, size = room.shape
-        mine = partition.span(self.rank, start, size)
-        length, kind = mine.stop - mine.start, mpi_type(full)
+    def _post(self, full: Array, slot: Array, partition: Partition, start: int, tag: int) -> list[Any]:
+        """Post receives into `slot` (contributors, chunk), then sends."""
+        contributors, size = slot.shape
+        part = partition.span(self.rank, start, size)
+        length, kind = part.stop - part.start, mpi_type(full)
         neighbours = others(self.rank, self.size)
         requests = [
-            self._gradients.Irecv([room[source, :length], kind], source, tag)
+            self._gradients.Irecv([slot[source, :length], kind], source, tag)
             for source in reversed(neighbours)
             if length and source < contributors
         ]
@@ -170,11 +170,11 @@ class MPIComm(MessageComm):
 
     def _fast_reduce(self, asked: ReduceScatter) -> Running:
         full, kind, requests, received = asked.full, mpi_type(asked.full), [], []
-        for piece in asked.partition.cut(self._fast_piece):
-            target = asked.out[piece.of_slice(asked.partition, self.rank)]
+        for chunk in asked.partition.cut(self._fast_chunk):
+            target = asked.out[chunk.of_slice(asked.partition, self.rank)]
             arrives = empty(target.size, full.dtype) if asked.accumulate else target
-            send = [full[piece.start : piece.stop], kind]
-            requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], piece.counts, MPI.SUM))
+            send = [full[chunk.start : chunk.stop], kind]
+            requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], chunk.counts, MPI.SUM))
             received.append((target, arrives))
         yield requests
         if asked.accumulate:
@@ -185,7 +185,7 @@ class MPIComm(MessageComm):
         self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
 
         def running() -> Running:
-            kind, step = mpi_type(array), self._fast_piece
+            kind, step = mpi_type(array), self._fast_chunk
             yield [
                 self._gradients.Iallreduce(MPI.IN_PLACE, [array[start : start + step], kind], MPI.SUM)
                 for start in range(0, array.size, step)
@@ -205,7 +205,7 @@ class MPIComm(MessageComm):
         return self.start(running(), "broadcast", label)
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
     ) -> None:
         assert piece.stop - piece.start <= self._most, "cut the buffer smaller"
         send = None if part is None else [part, mpi_type(part)]
@@ -246,7 +246,7 @@ class MPIComm(MessageComm):
 
     # ------------------------------------------------------------------------------- other transports
 
-    def over(self, comm: Any) -> MPIComm:
+    def with_comm(self, comm: Any) -> MPIComm:
         return MPIComm(comm, threaded=False)
 
     def background(self) -> Comm:

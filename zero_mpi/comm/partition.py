@@ -1,4 +1,4 @@
-"""Partitions of a flat array among ranks: the slice of each rank, and the pieces that it travels in."""
+"""Partitions of a flat array among ranks: the slice of each rank, and the chunks that it travels in."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Partition:
         """Return the number of elements that other ranks own."""
         return self.length - self.counts[rank]
 
-    def cut(self, most: int) -> Iterator[Piece]:
-        """Yield the buffer in contiguous pieces of at most `most` elements."""
+    def cut(self, most: int) -> Iterator[Chunk]:
+        """Yield the buffer in contiguous chunks of at most `most` elements."""
         for start in range(0, self.length, most):
             stop = min(start + most, self.length)
             inside = [min(max(bound, start), stop) - start for bound in self.bounds]
             counts = tuple(b - a for a, b in pairwise(inside))
-            yield Piece(start, stop, counts, tuple(inside[:-1]))
+            yield Chunk(start, stop, counts, tuple(inside[:-1]))
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +72,7 @@ def dealt_out(length: int, parts: int, quantum: int) -> Partition:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A segment [start, stop) of a flat buffer: per rank, how much of it and where, from `start`."""
 
     start: int
@@ -81,7 +81,7 @@ class Piece:
     offsets: tuple[int, ...]
 
     def of_slice(self, partition: Partition, rank: int) -> slice:
-        """Return the part of `rank`'s slice that is in the piece, counted from the slice's own beginning."""
+        """Return the part of `rank`'s slice that is in the chunk, counted from the slice's own beginning."""
         first = self.start + self.offsets[rank] - partition.bounds[rank]
         return slice(first, first + self.counts[rank])
 

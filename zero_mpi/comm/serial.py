@@ -8,7 +8,7 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory
 from zero_mpi.comm.kinds import SERIAL
-from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.arrays import BufferPool, address
 from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.device.types import Array
@@ -21,10 +21,10 @@ class SerialComm(Comm):
     kind = SERIAL
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         zeros = device.in_use().zeros
-        return ModuleMemory([zeros(whole.length) for whole in wholes], BufferPool())  # the slice is the whole
+        return ModuleMemory([zeros(one.length) for one in full], BufferPool())  # the slice is the whole
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if shard is not None:
@@ -52,7 +52,7 @@ class SerialComm(Comm):
         return DONE
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
     ) -> None:
         assert room is not None, "the root needs room for the piece"
         room[...] = part

@@ -30,7 +30,7 @@ class Topology:
     members: tuple[tuple[int, ...], ...]
     rank: int
 
-    @cached_property  # found once: a sum asks with each of its pieces, and nodes may be thousands
+    @cached_property  # found once: a sum asks with each of its chunks, and nodes may be thousands
     def node(self) -> int:
         """The number of this rank's node."""
         return next(number for number, ranks in enumerate(self.members) if self.rank in ranks)

@@ -1,7 +1,7 @@
 """Transfers of several steps, as generators that any idle thread pushes on.
 
 A generator yields what it needs next: a list of MPI requests that must be complete, or a function that says
-whether something has come about (a counter in shared memory has risen). So a reduction in pieces, or one that
+whether something has come about (a counter in shared memory has risen). So a reduction in chunks, or one that
 goes on from node to node, moves by a thread, by a test between layers, or in the wait of its owner.
 
 Neither MPICH nor Open MPI moves a nonblocking collective unless somebody calls into the library. Where a core
@@ -26,7 +26,7 @@ from zero_mpi.telemetry import spans
 
 Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
 Running = Iterator[Needed]
-LOOK_SECONDS = 2e-5  # seconds between looks at something that is no request
+CHECK_SECONDS = 2e-5  # seconds between looks at something that is no request
 POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a busier or an adaptive poll hid no more
 
 
@@ -39,13 +39,13 @@ def has_come(needed: Needed) -> bool:
 def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
     """Lend an object from a list of free ones, or a new one; it is free again afterwards."""
     try:  # another thread may be here as well
-        room = free.pop()
+        lent = free.pop()
     except IndexError:
-        room = new()
+        lent = new()
     try:
-        yield room
+        yield lent
     finally:
-        free.append(room)
+        free.append(lent)
 
 
 class Transfer(Handle):
@@ -103,7 +103,7 @@ class Transfer(Handle):
                 MPI.Request.Waitall(needed)
                 return True
             while not needed():
-                time.sleep(LOOK_SECONDS)
+                time.sleep(CHECK_SECONDS)
             return True
 
         with self._meter.waiting(self.kind, self.label), self._lock:
@@ -167,7 +167,7 @@ class MessageComm(Comm):
     """A transport of messages, on which those of nodes are built."""
 
     @abstractmethod
-    def over(self, comm: Any) -> MessageComm:
+    def with_comm(self, comm: Any) -> MessageComm:
         """Return a transport over another communicator, such as that of a node; whoever waits pushes it."""
 
     @abstractmethod

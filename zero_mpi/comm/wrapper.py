@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_mpi import environment
 from zero_mpi.comm.base import DONE, Comm, Handle, ModuleMemory, ReduceScatter, wait_until
-from zero_mpi.comm.partition import Partition, Piece
+from zero_mpi.comm.partition import Chunk, Partition
 from zero_mpi.device.types import Array
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given:
 class CommWrapper(Comm):
     """Wrapper that hands every call on to `inner`.
 
-    `on_collective` sees all that is collective first, `wrapped` the handles of transfers, and `beside` the
+    `on_collective` sees all that is collective first, `wrapped` the handles of transfers, and `wrap` the
     other transports that `inner` makes.
     """
 
@@ -45,7 +45,7 @@ class CommWrapper(Comm):
         """Return what the caller gets for a handle of the inner transport."""
         return inner
 
-    def beside(self, other: Comm) -> Comm:
+    def wrap(self, other: Comm) -> Comm:
         """Wrap another transport of these ranks, or of some of them, in the same way. Collective."""
         return other
 
@@ -93,7 +93,7 @@ class CommWrapper(Comm):
         return self.wrapped(self._inner.broadcast(array, root, label))
 
     def gather(
-        self, part: Array | None, room: Array | None, piece: Piece, root: int = 0, label: str = ""
+        self, part: Array | None, room: Array | None, piece: Chunk, root: int = 0, label: str = ""
     ) -> None:
         self.on_collective("gather", label, f"elements {piece.start} to {piece.stop}", f"root {root}")
         self._inner.gather(part, room, piece, root, label)
@@ -107,11 +107,11 @@ class CommWrapper(Comm):
     )
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        lengths = f"wholes {[whole.length for whole in wholes]}"
+        lengths = f"full arrays {[one.length for one in full]}"
         self.on_collective("memory", "", lengths, f"buffers {list(buffers)}", f"gathers {list(gathers)}")
-        return self._inner.memory(wholes, buffers, gathers)
+        return self._inner.memory(full, buffers, gathers)
 
     def progress(self) -> None:
         self._inner.progress()
@@ -124,11 +124,11 @@ class CommWrapper(Comm):
 
     def background(self) -> Comm:
         self.on_collective("background")
-        return self.beside(self._inner.background())
+        return self.wrap(self._inner.background())
 
     def split(self, group: int) -> Comm:
         self.on_collective("split")
-        return self.beside(self._inner.split(group))
+        return self.wrap(self._inner.split(group))
 
     def shard_group(self) -> Comm:
         self.on_collective("shard_group")
@@ -136,7 +136,7 @@ class CommWrapper(Comm):
         if group is self._inner:
             return self
         if self._group is None or self._group[0] is not group:
-            self._group = group, self.beside(group)
+            self._group = group, self.wrap(group)
         return self._group[1]
 
 

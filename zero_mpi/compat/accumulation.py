@@ -28,14 +28,14 @@ class GradAccum(Accumulator):
     def __init__(self, module: ShardedModule, steps: int) -> None:
         instance("GradAccum: module", module, ShardedModule, "a ShardedModule")
 
-        def look() -> tuple[Rounds, dict[str, object]]:
+        def prepare() -> tuple[Rounds, dict[str, object]]:
             try:
                 rounds = Rounds(steps, module.comm.rank, module.comm.size)
             except ValueError as error:
                 raise ValueError(f"GradAccum: {error}") from None
             return rounds, {"the number of micro-batches": rounds.micro_batches}
 
-        super().__init__(module, agreed(module.comm, "this GradAccum", look))
+        super().__init__(module, agreed(module.comm, "this GradAccum", prepare))
         self.begin()
 
     def begin(self) -> None:
@@ -50,14 +50,14 @@ class GradAccum(Accumulator):
         return self.round == len(self.rounds)
 
     @property
-    def _coming(self) -> int:
+    def _next_round(self) -> int:
         """Number of the next round: 0 if the step before is complete or its gradients were cleared."""
         return 0 if self.complete or self._since != self.module.forgotten else self.round
 
     @property
     def next_micro_batch(self) -> int | None:
         """Number of the micro-batch that this rank computes next; None: it has none in the next round."""
-        return self.rounds.mine(self._coming)
+        return self.rounds.micro_batch(self._next_round)
 
     def __iter__(self) -> Iterator[int | None]:
         """Yield this rank's micro-batch, or None, of each remaining round of the step.
@@ -68,13 +68,13 @@ class GradAccum(Accumulator):
         """
         self._check_ready()
         while True:
-            coming, forgotten = self._coming, self.module.forgotten
-            yield self.rounds.mine(coming)
-            if self.round == coming + 1 and self.complete:
+            number, forgotten = self._next_round, self.module.forgotten
+            yield self.rounds.micro_batch(number)
+            if self.round == number + 1 and self.complete:
                 return
-            if self.round != coming + 1 and self.module.forgotten == forgotten:
+            if self.round != number + 1 and self.module.forgotten == forgotten:
                 raise ValueError(
-                    f"round {coming} of {len(self.rounds)} was not accumulated; expected one call of "
+                    f"round {number} of {len(self.rounds)} was not accumulated; expected one call of "
                     "GradAccum.accumulate for each micro-batch of the loop, also where it is None"
                 )
 
@@ -126,7 +126,7 @@ class GradAccum(Accumulator):
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
         """Run a round; it begins a new step if the one before is complete or was cleared."""
-        if self._coming == 0:
+        if self._next_round == 0:
             self.begin()
         self._inside = True
         loss = super().run_round(work)
@@ -140,12 +140,12 @@ class GradAccum(Accumulator):
     def _check_turn(self, given: Any, wanted: str) -> None:
         """Raise ValueError unless a round can begin and `given` is None just on ranks without micro-batch."""
         self._check_ready()
-        mine = self.next_micro_batch
-        if (given is None) != (mine is None):
+        micro_batch = self.next_micro_batch
+        if (given is None) != (micro_batch is None):
             raise ValueError(
-                f"round {self._coming} of {len(self.rounds)}: rank {self.rounds.rank} "
-                f"{'has no' if mine is None else 'needs a'} micro-batch; pass "
-                f"{'None' if mine is None else wanted}"
+                f"round {self._next_round} of {len(self.rounds)}: rank {self.rounds.rank} "
+                f"{'has no' if micro_batch is None else 'needs a'} micro-batch; pass "
+                f"{'None' if micro_batch is None else wanted}"
             )
 
     def _check_ready(self) -> None:

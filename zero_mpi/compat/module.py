@@ -141,7 +141,7 @@ class ShardedModule(engine.ShardedModule):
         """Add gradients by name, as a backward would; None: this rank has none in this round. Collective."""
         self._begin()
         actions = without(GATHERING, self._schedule_of(last).backward)
-        self._descend(actions, GivenGradients(self, gradients), contributors, last)
+        self._descend(actions, ExternalGradients(self, gradients), contributors, last)
 
     def _begin(self) -> None:
         if self.unfilled:
@@ -360,12 +360,12 @@ class ShardedLinear(ShardedModule):
         return super().backward(dy, contributors=contributors, last=last)
 
 
-class GivenGradients(MicroBatch):
+class ExternalGradients(MicroBatch):
     """A micro-batch whose gradients were computed elsewhere. Backward adds each of them once."""
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._given_gradients, self._added = gradients or {}, set[int]()
+        self._external, self._added = gradients or {}, set[int]()
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
@@ -375,10 +375,10 @@ class GivenGradients(MicroBatch):
         self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        for unit in (self.module.units[each] for each in {*numbers} - self._added if self._given_gradients):
+        for unit in (self.module.units[each] for each in {*numbers} - self._added if self._external):
             for name, total in unit.gradients().items():
                 first = unit.unit.firsts.get(name, 0)
-                given = self._given_gradients[name].reshape(-1)[first : first + total.size]
+                given = self._external[name].reshape(-1)[first : first + total.size]
                 given = device.in_use().from_host(given).reshape(total.shape)
                 total += (given * self.module.loss_scale.factor).astype(total.dtype)
         self._added.update(numbers)

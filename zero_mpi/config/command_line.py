@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_mpi.cli.parser import KINDS, Parser, with_choices
 from zero_mpi.config.bounds import check
-from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, spelled, told
+from zero_mpi.config.settings import ALIASES, FIELDS, LENGTH, Config, default_text, spelled
 from zero_mpi.config.toml import read_toml
 
 METAVARS = {  # metavars of --help; the others are N, X, TEXT, and NAME for choices
@@ -66,7 +66,7 @@ def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     text, kind = with_choices(about["text"], about["choices"]), about["kind"]
     if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
         text += f" (default: {field.default})"
-    text += told(field.name)
+    text += default_text(field.name)
     common = {"help": text.replace("%", "%%")}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}

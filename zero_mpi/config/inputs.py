@@ -172,18 +172,18 @@ def tokenizer_of_ids(
 
     Raises UsageError if ids stand for other tokens in the flags' tokenizer than in that of the files.
     """
-    beside = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
-    if not beside:
+    pairs = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
+    if not pairs:
         return None
-    flag, chosen = "--data", with_template(beside[0][1], config.chat_template)
+    flag, chosen = "--data", with_template(pairs[0][1], config.chat_template)
     if config.tokenizer is not None or init is not None:
         flag = f"--tokenizer {config.tokenizer}" if config.tokenizer else f"--init {config.init}"
         chosen = fitting_tokenizer(config, init, model)
     elif config.vocab_size not in (None, chosen.vocab_size):
         raise UsageError(
-            f"--vocab-size {config.vocab_size}: {beside[0][0]} has {chosen.vocab_size} tokens: leave it out"
+            f"--vocab-size {config.vocab_size}: {pairs[0][0]} has {chosen.vocab_size} tokens: leave it out"
         )
-    for path, tokenizer in beside:
+    for path, tokenizer in pairs:
         check_same_tokens(shown(flag), chosen, path, tokenizer)
     return chosen
 
@@ -281,9 +281,9 @@ def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
     """Return the tokenizer that came with a model: in its keys, or in a tokenizer.json beside it."""
-    beside = source.path / TOKENIZER_JSON
-    if is_file(beside) and not has_tokenizer(source):
-        return tokenizer_from_json(beside, model.vocab_size)
+    path = source.path / TOKENIZER_JSON
+    if is_file(path) and not has_tokenizer(source):
+        return tokenizer_from_json(path, model.vocab_size)
     return tokenizer_from_metadata(source.metadata, str(source.path))
 
 
@@ -293,11 +293,11 @@ def carried_keys(init: HuggingFaceFolder, model: ModelConfig) -> dict[str, objec
     llama.cpp, `generate` and `export` still have to read its checkpoints. If the folder has no tokenizer, or
     one that keys cannot describe, warn and return the key that tells llama.cpp to work without a tokenizer.
     """
-    beside = init.path / TOKENIZER_JSON
+    path = init.path / TOKENIZER_JSON
     problem = f"{init.path} has no {TOKENIZER_JSON}"
     try:
-        if beside.exists():
-            return tokenizer_from_json(beside, model.vocab_size).metadata()
+        if path.exists():
+            return tokenizer_from_json(path, model.vocab_size).metadata()
     except UsageError as error:
         problem = str(error)
     log.warning("%s: checkpoints will have no tokenizer, so they cannot generate text", problem)

@@ -41,7 +41,7 @@ def batch_size(windows: int) -> int:
     return 16 if windows >= FEW_WINDOWS else 8 if 2 * windows >= FEW_WINDOWS else 4
 
 
-def told(name: str) -> str:
+def default_text(name: str) -> str:
     """Return the default of a setting in the tables above, for `--help`; empty for another setting."""
     if name in ANY:
         return f" (default: {ANY[name]}{'' if name == 'warmup' else ', or chosen for the conversations'})"
@@ -275,7 +275,7 @@ class Config:
     # fmt: on
 
     def __post_init__(self) -> None:
-        self.bits = self.bits or portable.asked()
+        self.bits = self.bits or portable.requested()
         self.unsaid = {name for name in ("lr", *LENGTH, *ANY) if getattr(self, name) is None}
         if self.init is None or not self.unsaid >= LENGTH:
             self.unsaid -= LENGTH

@@ -47,9 +47,9 @@ class FileSpan:
     dtype: np.dtype[Any]
     length: int  # bytes of the full file, when it was first checked
 
-    def read(self, first: int, room: NDArray[Any]) -> None:
-        """Fill `room` with ids from `first` on; raises JobError if the file has changed."""
-        view, at = room.view(np.uint8).data, self.start + first * self.dtype.itemsize
+    def read(self, first: int, buffer: NDArray[Any]) -> None:
+        """Fill `buffer` with ids from `first` on; raises JobError if the file has changed."""
+        view, at = buffer.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
             file = opened(self.path, self.length).file
             if fill(file.fileno(), view, at) < len(view):
@@ -126,17 +126,17 @@ class TokenSpans:
 
     def read(self, starts: Places, sizes: Places) -> Ids:
         """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on."""
-        room, done = np.empty(int(sizes.sum()), self.dtype), 0
+        buffer, done = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
-                here = room[done : done + count]
+                here = buffer[done : done + count]
                 done += count
                 given = here if span.dtype == self.dtype else np.empty(count, span.dtype)
                 span.read(at, given)
                 self._check(given, span, at)
                 if given is not here:
                     here[...] = given
-        return room
+        return buffer
 
     def held(self) -> Ids:
         """Return all ids, read into memory."""

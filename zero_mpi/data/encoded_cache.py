@@ -77,7 +77,7 @@ def through(
         unreadable(error)
     if base is not None and batches.cached and is_large:
         entry = base / name_of(files, settings, batches.beat)
-        kept = found(entry, vocab, batches.beat)
+        kept = load_entry(entry, vocab, batches.beat)
         if kept is None:
             shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
             with suppress(OSError):  # disk full, or no permission
@@ -85,7 +85,7 @@ def through(
                 if entry.name != name_of(files, settings, batches.beat):
                     shutil.rmtree(entry, ignore_errors=True)
                     raise UsageError("--data changed while it was read: start again")
-                kept = found(entry, vocab, batches.beat)
+                kept = load_entry(entry, vocab, batches.beat)
     if kept is not None:
         return kept
     notes = list[str]()
@@ -178,7 +178,7 @@ def sealed(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, DIGEST: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
+def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     """Return documents and notes of an entry, with ids left in its files; None if it is damaged.
 
     Only files whose digests are unchanged since they were written are used.
@@ -187,8 +187,8 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
         about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
         if not isinstance(about, dict) or sealed(about) != about:
             return None
-        kind, told = np.dtype(about["dtype"]), about["documents"]
-        total = sum(size for _, size, *_ in told)
+        kind, listed = np.dtype(about["dtype"]), about["documents"]
+        total = sum(size for _, size, *_ in listed)
         is_longer = any((entry / name).stat().st_size > total * kind.itemsize for name in (IDS, COUNTED))
         if is_longer or any(digest_of(entry / name, beat) != was for name, was in about["sha256"].items()):
             return None  # files that have grown to gigabytes are not read
@@ -198,7 +198,7 @@ def found(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
-    for name, size, digest, ends in told:
+    for name, size, digest, ends in listed:
         part = slice(at, at + size)
         at += size
         counts = None if counted is None else counted[part]

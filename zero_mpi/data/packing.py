@@ -70,8 +70,8 @@ def windows_over(
     return PackedWindows(stream, context, packing == DOCUMENTS, bos)
 
 
-def best_fit(sizes: Places, room: int) -> Places:
-    """Return the window (P,) of each piece, all of at most `room`; windows are numbered as they are opened.
+def best_fit(sizes: Places, limit: int) -> Places:
+    """Return the window (P,) of each piece, all of at most `limit`; windows are numbered as they are opened.
 
     Windows are looked up by their free positions; one bit per number of them shows if such a window exists.
     """
@@ -86,7 +86,7 @@ def best_fit(sizes: Places, room: int) -> Places:
             number = windows[left].pop()
             lefts ^= (not windows[left]) << left
         else:
-            left, number, count = room, count, count + 1
+            left, number, count = limit, count, count + 1
         found.append(number)
         left -= size
         windows.setdefault(left, []).append(number)
@@ -221,12 +221,12 @@ class PairWindows(PackedWindows):
         begins = np.append(0, stream.ends[:-1]).astype(np.int64)
         lengths = np.maximum(stream.ends - begins - 1, 0)
         of_pairs = lengths.reshape(-1, 2)
-        room = np.maximum(context // 2, context - of_pairs.min(axis=1))
-        sizes = np.minimum(lengths, np.repeat(room, 2))
+        limit = np.maximum(context // 2, context - of_pairs.min(axis=1))
+        sizes = np.minimum(lengths, np.repeat(limit, 2))
         targets = counted_within(stream.counted, begins + 1, sizes)
         whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # each side has an answer
         kept = np.repeat(whole, 2) & (sizes > 0)
-        cut, empty = (of_pairs > room[:, None]).any(axis=1), ~whole
+        cut, empty = (of_pairs > limit[:, None]).any(axis=1), ~whole
         self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
         numbers = np.flatnonzero(kept)
         pairs, place = np.unique(numbers // 2, return_inverse=True)

@@ -243,9 +243,9 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     """
     tokens = [file for file in files if format_of(*file) is not None]
     chosen = {path for _, path in tokens}
-    beside = {path.with_suffix(".idx") for path in chosen if path.suffix == ".bin"}
+    indexes = {path.with_suffix(".idx") for path in chosen if path.suffix == ".bin"}
     texts = [
-        path for _, path in files if path not in chosen | beside and path.name not in (MANIFEST, TOKENIZER)
+        path for _, path in files if path not in chosen | indexes and path.name not in (MANIFEST, TOKENIZER)
     ]
     if tokens and texts:
         raise UsageError(

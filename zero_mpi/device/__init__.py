@@ -48,8 +48,8 @@ def use(name: str, on_node: int = 0) -> Device:
     count = 0 if name == "cpu" else gpus()
     if name == "cuda" and not count:
         raise UsageError(f"--device cuda: {why_no_gpu()}")
-    told = environment.local_rank()
-    return adopt(Cuda((on_node if told is None else told) % count) if count else HOST)
+    local_rank = environment.local_rank()
+    return adopt(Cuda((on_node if local_rank is None else local_rank) % count) if count else HOST)
 
 
 def claim(name: str) -> None:

@@ -40,7 +40,7 @@ def address(x: Array) -> int:
     return int(x.data.ptr) if device.is_cupy(x) else int(x.ctypes.data)
 
 
-def beside(x: Array, other: Array) -> Array:
+def to_device_of(x: Array, other: Array) -> Array:
     """Return `x` where `other` lies: itself, or a copy on the GPU."""
     return device.in_use().from_host(x) if device.is_cupy(other) else x
 
@@ -54,7 +54,7 @@ def side_by_side(parts: tuple[Array, ...]) -> Array | None:
     for part in parts:
         lengths = part.shape[:-2]
         steps = zip(lengths, part.strides, joint.strides, strict=False)
-        if lengths != joint.shape[:-1] or any(mine != whole for n, mine, whole in steps if n > 1):
+        if lengths != joint.shape[:-1] or any(step != whole for n, step, whole in steps if n > 1):
             return None
         if address(part) != place:
             return None

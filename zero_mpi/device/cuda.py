@@ -52,7 +52,7 @@ class Cuda:
         self.number = number
         self._threads = threading.local()
         self.choose()
-        self.stream, self._beside = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self.stream, self._copies = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._fetched: CudaMark | None = None
         self.stream.__enter__()  # for good: one that `use` has chosen is forgotten after the next `with`
 
@@ -123,14 +123,14 @@ class Cuda:
         `before_update` has to be called before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
-        self._beside.wait_event(self.mark().event)
+        self._copies.wait_event(self.mark().event)
         for target, source in pairs:
             if isinstance(source, self.cupy.ndarray):
                 places = target.ctypes.data, source.data.ptr, source.nbytes
-                runtime.memcpyAsync(*places, runtime.memcpyDeviceToHost, self._beside.ptr)
+                runtime.memcpyAsync(*places, runtime.memcpyDeviceToHost, self._copies.ptr)
             else:
                 target[...] = source
-        self._fetched = self.mark(self._beside)
+        self._fetched = self.mark(self._copies)
         return self._fetched
 
     def before_update(self) -> None:

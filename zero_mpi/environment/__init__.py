@@ -85,9 +85,9 @@ def node_cores(environ: Mapping[str, str] = os.environ) -> int:
 
     A bound rank sees only its own cores; its launcher's process on the node, or Slurm, knows all cores.
     """
-    told, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
-    if told.isdigit():
-        count = max(count, int(told))
+    given, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
+    if given.isdigit():
+        count = max(count, int(given))
     elif under_launcher(environ):
         with contextlib.suppress(OSError):
             count = max(count, len(os.sched_getaffinity(os.getppid())))

@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
     available: int  # memory available without swapping, as the system says
     group_memory: int | None  # limit of the control group
-    group_room: int | None  # what is left of that limit
+    group_free: int | None  # what is left of that limit
     group_cores: float | None
     address_space: int | None
     data: int | None  # private memory that can be written to
@@ -36,10 +36,10 @@ class Limits(NamedTuple):
 
     @property
     def memory(self) -> int:
-        return self.available if self.group_room is None else min(self.available, self.group_room)
+        return self.available if self.group_free is None else min(self.available, self.group_free)
 
 
-def look() -> Limits:
+def read_limits() -> Limits:
     """Return the limits of this process."""
     names = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
     soft = [resource.getrlimit(getattr(resource, name))[0] for name in names]
@@ -77,8 +77,8 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
         quota = processor_time(folder)
         if quota is not None:
             cores.append(quota)
-    room, limit = min(memory, default=(None, None))
-    return limit, room, min(cores, default=None)
+    free, limit = min(memory, default=(None, None))
+    return limit, free, min(cores, default=None)
 
 
 def folders(groups: Path, own: Path) -> Iterator[Path]:

@@ -61,14 +61,14 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         active = True
 
 
-def asked(environ: MutableMapping[str, str] = os.environ) -> str:
+def requested(environ: MutableMapping[str, str] = os.environ) -> str:
     """Return the setting of the environment; native if there is none."""
     return environ.get(VARIABLE) or NATIVE
 
 
 def claim(bits: str) -> None:
     """Restart this program pinned, if `bits` asks for it and it is not; call this before MPI starts."""
-    if bits == PORTABLE and asked() != PORTABLE:
+    if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
         again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], again)

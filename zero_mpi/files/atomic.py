@@ -18,20 +18,20 @@ from zero_mpi.errors import naming
 from zero_mpi.files.open import open_in_place, refusing
 
 
-def write_whole(path: Path, content: str | bytes, beside: str = "partial") -> None:
+def write_whole(path: Path, content: str | bytes, suffix: str = "partial") -> None:
     """Replace a file's content; on failure raise OSError with its name and leave the file unchanged.
 
-    `beside` ends the name of the temporary file, `.NAME.partial`: writers that may write at the
+    `suffix` ends the name of the temporary file, `.NAME.partial`: writers that may write at the
     same time need different ones.
     """
-    with replacing(path, beside) as partial:
+    with replacing(path, suffix) as partial:
         write_to_disk(partial, content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
+def replacing(path: Path, suffix: str = "partial") -> Iterator[Path]:
     """Yield a place for content that is written in pieces, then put it in place like `write_whole`."""
-    partial = partial_of(path, beside)
+    partial = partial_of(path, suffix)
     try:
         yield partial
         os.replace(partial, path)
@@ -43,17 +43,17 @@ def replacing(path: Path, beside: str = "partial") -> Iterator[Path]:
         raise
 
 
-def partial_of(path: Path, beside: str = "partial") -> Path:
+def partial_of(path: Path, suffix: str = "partial") -> Path:
     """Return the name of a file while it is being written."""
-    return path.with_name(f".{path.name}.{beside}")
+    return path.with_name(f".{path.name}.{suffix}")
 
 
-def write_output(path: Path, content: str, beside: str = "partial") -> None:
+def write_output(path: Path, content: str, suffix: str = "partial") -> None:
     """Write like `write_whole` to a user's path; a device or pipe there is not replaced. Raises OSError."""
     if is_device(path):
         write_to_device(path, content.encode())
     else:
-        write_whole(path, content, beside)
+        write_whole(path, content, suffix)
 
 
 def write_json(what: str, path: Path | str, found: object) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import quoted, shown
 
-MAX_WHOLE = (1 << 63) - 1  # largest value of all whole-number types but UINT64
+MAX_INTEGER = (1 << 63) - 1  # largest value of all whole-number types but UINT64
 MOST_SIZE = (1 << 31) - 1  # largest size in a model: sizes are UINT32 there, and llama.cpp counts with INT32
 ARCHITECTURE, TOKENIZER, TEMPLATE = (
     "general.architecture",
@@ -52,9 +52,9 @@ class GGUFKeys:
     def flag(self, key: str) -> bool | None:
         return self.checked(key, "true or false", lambda value: isinstance(value, bool))
 
-    def whole(self, key: str, least: int = 0, most: int = MAX_WHOLE, expected: str = "") -> int | None:
+    def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
         """Return the integer of a key, of any width, from `least` to `most`."""
-        limits = f"of at least {least}" if most in (MAX_WHOLE, MOST_SIZE) else f"from {least} to {most}"
+        limits = f"of at least {least}" if most in (MAX_INTEGER, MOST_SIZE) else f"from {least} to {most}"
         what = expected or f"a whole number {limits}"
         value = self.checked(key, what, lambda value: is_whole(value) and least <= value <= most)
         return None if value is None else int(value)
@@ -82,7 +82,7 @@ class GGUFKeys:
         value = self.checked(key, "an array of texts", fits)
         return None if value is None else list(value)
 
-    def wholes(self, key: str, count: int) -> list[int] | None:
+    def integers(self, key: str, count: int) -> list[int] | None:
         value = self.checked(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
         return None if value is None else value.tolist()
 
@@ -113,7 +113,7 @@ class GGUFKeys:
     def token_id(self, name: str, vocabulary: int) -> int | None:
         """Return `tokenizer.ggml.NAME_token_id`, below the size of the vocabulary."""
         key = f"tokenizer.ggml.{name}_token_id"
-        return self.whole(key, 0, vocabulary - 1, f"an id below {vocabulary}")
+        return self.integer(key, 0, vocabulary - 1, f"an id below {vocabulary}")
 
 
 def is_row(value: Any, kinds: str, count: int | None = None) -> bool:

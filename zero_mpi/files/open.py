@@ -126,11 +126,11 @@ def open_in_place(path: str | os.PathLike[str], flags: int, links: int = 1) -> i
     raise OSError(errno.EMLINK, f"expected a file with one name, found {what}", os.fspath(path))
 
 
-def fill(handle: int, room: memoryview, at: int) -> int:
-    """Fill `room` with bytes from a place of an open file on. Returns the number: fewer if the file ends."""
+def fill(handle: int, view: memoryview, at: int) -> int:
+    """Fill `view` with bytes from a place of an open file on. Returns the number: fewer if the file ends."""
     done = 0
-    while done < len(room):
-        got = os.preadv(handle, [room[done:]], at + done)
+    while done < len(view):
+        got = os.preadv(handle, [view[done:]], at + done)
         if not got:
             break
         done += got
@@ -143,13 +143,13 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str
         if os.fstat(file.fileno()).st_size > most:
             raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
         try:
-            parts, room = [], most + 1
-            while room and (part := file.read(min(room, READ_AT_ONCE))):
+            parts, left = [], most + 1
+            while left and (part := file.read(min(left, READ_AT_ONCE))):
                 parts.append(part)
-                room -= len(part)
+                left -= len(part)
         except OSError as error:
             raise FileError(f"{shown(path)}: cannot be read: {error.strerror}") from None
-    if not room:
+    if not left:
         raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
     return b"".join(parts)
 

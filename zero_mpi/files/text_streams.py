@@ -195,8 +195,8 @@ def _value(text: bytes) -> Any:
     try:
         return parse_json(text.rstrip(b"\r\n"), unique=True)
     except ValueError as error:
-        told, count = PLACE.subn(r" at \1", str(error))
-        raise ValueError(f"no JSON: {told}" if count else told) from None
+        where, count = PLACE.subn(r" at \1", str(error))
+        raise ValueError(f"no JSON: {where}" if count else where) from None
 
 
 def is_text(value: Any) -> bool:

@@ -3,7 +3,7 @@
 `stopping.start` installs signal handlers before it imports a command. `world` starts the command on all ranks
 and ends them together; `connect` does the same for a script. `consistency` names ranks that differ.
 
-Errors. Rank 0 checks files and the like, and all ranks get the result (`World.on_root`, `World.together`;
+Errors. Rank 0 checks files and the like, and all ranks get the result (`World.on_root`, `World.run_on_all`;
 `comm.agree` works over any transport). Bad input is one line from rank 0 and status 2 on all ranks. Any other
 error is printed with its rank and aborts the job (`ending`). If all ranks fail at once, later ranks wait a
 moment and are ended before they repeat the same message.

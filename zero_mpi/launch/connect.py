@@ -75,7 +75,7 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
 def settings(timeout: Any, check: Any) -> tuple[float, dict[str, object]]:
     """Return the limit of a wait in seconds, and the facts that ranks must share; raise ValueError."""
     instance("connect: check", check, bool, "True or False")
-    limit, bits = time_limit(timeout), portable.asked()
+    limit, bits = time_limit(timeout), portable.requested()
     if bits not in portable.CHOICES:
         raise ValueError(f"{portable.VARIABLE}={bits}: expected one of {', '.join(portable.CHOICES)}")
     if bits == portable.PORTABLE:

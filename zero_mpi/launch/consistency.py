@@ -38,9 +38,9 @@ def check(comm: Comm, facts: Facts, remedy: str) -> None:
     same(comm, lambda: (None, facts), remedy)
 
 
-def same(comm: Comm, look: Callable[[], tuple[T, Facts]], remedy: str) -> T:
-    """Return the first item of look()'s pair; raise if look() fails on a rank or facts differ. Collective."""
-    return alike(comm, look, REFUSALS, remedy=f"; {remedy}")
+def same(comm: Comm, prepare: Callable[[], tuple[T, Facts]], remedy: str) -> T:
+    """Return the first item of prepare()'s pair; raise if it fails on a rank or facts differ. Collective."""
+    return alike(comm, prepare, REFUSALS, remedy=f"; {remedy}")
 
 
 def check_installation(world: World) -> None:

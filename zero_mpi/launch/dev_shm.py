@@ -1,6 +1,6 @@
 """Segments of MPI libraries in /dev/shm: checks for free space, and removes the segments of killed jobs.
 
-Free space is checked before MPI starts (`check_room`). MPICH dies of a segmentation fault without a message
+Free space is checked before MPI starts (`check_space`). MPICH dies of a segmentation fault without a message
 if /dev/shm is too small for the segment that all ranks of a node share: in containers it has 64 MiB by
 default. UCX uses most of it, for messages that MPICH can carry by itself; so if space is short, UCX is
 configured to use none. All ranks of a node decide alike: the segment is made after all have checked.
@@ -40,7 +40,7 @@ REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer r
 removed: list[int] = []  # bytes of the files that this process has removed at its start
 
 
-def check_room(environ: MutableMapping[str, str] = os.environ) -> None:
+def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise UsageError if MPI has no space to start; choose settings that need less if it is short."""
     # PMI_FD is set by MPICH and its relatives; Open MPI takes 0.1 MB per rank
     problem = find_problem(environ) if "PMI_FD" in environ else ""

@@ -36,7 +36,7 @@ PATIENCE = 2.0  # seconds for the MPI library to end the job; another thread may
 
 LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orterun", "orted")  # the parents of ranks
 HOLD = 120.0  # seconds at most: if the ranks cannot save, the launcher must end the job
-LOOK = 0.2  # seconds between two looks at the ranks of the node
+POLL = 0.2  # seconds between two looks at the ranks of the node
 LATER = 5.0  # further seconds until another process continues the launcher, if no rank has done so
 
 _is_over = threading.Event()  # set when there is nothing left to wait for
@@ -94,7 +94,7 @@ def hold_launcher() -> None:
 def _watch(pid: int, ranks: set[int]) -> None:
     deadline = time.monotonic() + HOLD
     while ranks <= ranks_below(pid) and time.monotonic() < deadline:
-        if _is_over.wait(LOOK):
+        if _is_over.wait(POLL):
             return
     release_launcher()
 

@@ -39,13 +39,13 @@ if TYPE_CHECKING:  # a supervisor reads locks, and loads neither NumPy nor MPI
 
 NAME = ".lock"
 EVERY = 2.0  # seconds between signs of life of a holder
-LOOK = 0.2  # seconds between looks at a file that another job holds
+POLL = 0.2  # seconds between looks at a file that another job holds
 SLOW = 2.0  # seconds for a look: if it takes longer the file system hangs, and the holder may wait for it too
 PATIENCE = 20.0  # seconds without a sign of life after which a holder on another machine is dead
 SETTLE = 5.0  # seconds without a sign of life after which a refused lock still counts as held
 LEAVE = 60.0  # seconds for a holder of the same batch job (requeued, or its previous step) to end
 GRACE = 3.0  # seconds that a job has to end by itself once its folder is lost
-ROOM = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
+SIZE = 1024  # bytes of a record: always the same number, so that a renewal needs no space on a full disk
 ANY = 1 << 62  # hard links of our own file: a backup may have made them
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 THE_MACHINES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors that another --out would not fix: status 1
@@ -76,7 +76,7 @@ class Record:
         return f"process {self.pid} on {shown(self.host, 80)}{job}, since {shown(self.since, 40)}"
 
     def packed(self) -> bytes:
-        return json.dumps(asdict(self)).encode().ljust(ROOM - 1) + b"\n"
+        return json.dumps(asdict(self)).encode().ljust(SIZE - 1) + b"\n"
 
 
 def unpacked(raw: bytes) -> Record | None:
@@ -103,7 +103,7 @@ def find(path: Path, links: int = 1) -> int:
 
 def read(handle: int) -> bytes:
     """Return the bytes of a record."""
-    return os.pread(handle, ROOM, 0)
+    return os.pread(handle, SIZE, 0)
 
 
 def write(handle: int, record: Record) -> None:
@@ -147,7 +147,7 @@ def is_at(handle: int, path: Path) -> bool:
 # ------------------------------------------------------------------------------------------ taking the lock
 
 
-def create(path: Path, mine: Record) -> int | None:
+def create(path: Path, record: Record) -> int | None:
     """Create the file if there is none; return the handle that keeps its lock, or None."""
     try:
         handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -155,8 +155,8 @@ def create(path: Path, mine: Record) -> int | None:
         return None
     try:
         while lock(handle) is False:  # another process is testing the lock
-            time.sleep(LOOK / 10)
-        write(handle, mine)
+            time.sleep(POLL / 10)
+        write(handle, record)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -165,17 +165,17 @@ def create(path: Path, mine: Record) -> int | None:
     return handle
 
 
-def take(path: Path, mine: Record) -> int:
+def take(path: Path, record: Record) -> int:
     """Return the handle that keeps the lock of a folder. Raise UsageError, or OSError with the file's name.
 
     An existing file is read again and again, until it is free, or its holder shows a sign of life.
     """
     seen: bytes | None = None  # content of the file at the previous look
     begun = since = time.monotonic()
-    is_told = False
+    is_logged = False
     with naming(path):
-        while (handle := create(path, mine)) is None:
-            started, found = time.monotonic(), look(path, mine)
+        while (handle := create(path, record)) is None:
+            started, found = time.monotonic(), try_take(path, record)
             if isinstance(found, int):
                 return found
             if found is None:
@@ -187,23 +187,23 @@ def take(path: Path, mine: Record) -> int:
                 seen, since = raw, now
             quiet = now - since
             if lives or (locked is False and quiet > SETTLE):
-                if not (holder and mine.job and holder.job == mine.job and now - begun < LEAVE):
+                if not (holder and record.job and holder.job == record.job and now - begun < LEAVE):
                     who = holder or "the lock file does not say which"
                     raise UsageError(
                         f"--out {path.parent}: another job is using this folder: {who}; wait until it ends, "
                         f"or use another --out; if you are sure that it is dead, delete {path}"
                     )
             elif locked is not False and quiet > PATIENCE:
-                put_aside(path, raw, mine)
-            elif locked is not False and not is_told and (holder or quiet > 0):  # not being created
-                is_told = True
+                put_aside(path, raw, record)
+            elif locked is not False and not is_logged and (holder or quiet > 0):  # not being created
+                is_logged = True
                 left = f"{path} was left by {holder or 'an unknown job'}"
                 log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
-            time.sleep(LOOK)
+            time.sleep(POLL)
         return handle
 
 
-def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
+def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | None:
     """Look once: return the handle if we got the file, else (locked, its content); None: the file is gone.
 
     We get it if the lock is granted and its holder was on this machine, hence is dead.
@@ -218,19 +218,19 @@ def look(path: Path, mine: Record) -> int | tuple[bool | None, bytes] | None:
         holder = unpacked(raw)
         if not is_at(handle, path):
             return None
-        if holder and (holder.token == mine.token or (locked and holder.machine == mine.machine)):
-            write(handle, mine)
+        if holder and (holder.token == record.token or (locked and holder.machine == record.machine)):
+            write(handle, record)
             closing.pop_all()
             return handle
         return locked, raw
 
 
-def put_aside(path: Path, raw: bytes, mine: Record) -> None:
+def put_aside(path: Path, raw: bytes, record: Record) -> None:
     """Remove the file of a dead job, whose content is `raw`; if another job was faster, its file stays."""
-    aside = path.with_name(f"{NAME}-{mine.token}")
+    aside = path.with_name(f"{NAME}-{record.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
-        if aside.read_bytes()[:ROOM] != raw:
+        if aside.read_bytes()[:SIZE] != raw:
             with contextlib.suppress(OSError):  # no hard links: that job makes a new file
                 os.link(aside, path)
         os.unlink(aside)
@@ -242,8 +242,8 @@ def put_aside(path: Path, raw: bytes, mine: Record) -> None:
 class RunLock:
     """Folder that is ours from `take` to `release`. lost: why no longer; at_loss: called after GRACE."""
 
-    def __init__(self, path: Path, mine: Record, handle: int) -> None:
-        self._path, self._mine = path, mine
+    def __init__(self, path: Path, record: Record, handle: int) -> None:
+        self._path, self._own_record = path, record
         # The folder is kept open so that no later one gets its inode's number.
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
         self._folder, self.lost = os.fstat(self._handles[1]), ""
@@ -256,15 +256,15 @@ class RunLock:
     @classmethod
     def take(cls, out: Path, job: str = "") -> RunLock:
         """Lock an existing folder. Raise UsageError if another job has it, or OSError."""
-        path, mine = out / NAME, Record(since=utc(), job=job)
-        return cls(path, mine, take(path, mine))
+        path, record = out / NAME, Record(since=utc(), job=job)
+        return cls(path, record, take(path, record))
 
     def release(self) -> None:
         self._over.set()
         if not self.lost:
             self._thread.join(SLOW)  # the disk may hang
         with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
-            if record is not None and record.token == self._mine.token:
+            if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
         self._forget()
 
@@ -292,9 +292,9 @@ class RunLock:
                     self.at_loss()
                 return
 
-    def look(self) -> str:
+    def why_lost(self) -> str:
         """Check the folder now; return why it is no longer ours, or an empty text."""
-        for pause in (LOOK, 0.0):  # a network file system may be wrong for a moment
+        for pause in (POLL, 0.0):  # a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
                     return self.lost
@@ -307,17 +307,17 @@ class RunLock:
 
     def _give_sign(self) -> None:
         """Renew the record, if it is ours; create the file again if it is gone and the folder is not."""
-        if self.look():
+        if self.why_lost():
             return
         try:
             with self._record() as (handle, record):
-                if record is not None and record.token != self._mine.token:
+                if record is not None and record.token != self._own_record.token:
                     self.lost = f"the run folder {self._path.parent} was taken over by {record}"
                 elif record is not None:
-                    self._mine = replace(self._mine, beat=record.beat + 1)
-                    write(handle, self._mine)
+                    self._own_record = replace(self._own_record, beat=record.beat + 1)
+                    write(handle, self._own_record)
         except FileNotFoundError:
-            new = create(self._path, self._mine)
+            new = create(self._path, self._own_record)
             if new is not None:
                 os.close(self._handles[0])
                 self._handles[0] = new
@@ -326,12 +326,12 @@ class RunLock:
 class Hold:
     """Run folder of a job, on each rank; rank 0 holds its lock.
 
-    lost: why the folder is no longer ours, as far as this rank knows, or empty; look: the same, checked now.
+    lost: why the folder is no longer ours, as this rank knows, or empty; why_lost: the same, checked now.
     """
 
     def __init__(self, world: World, lock: RunLock | None) -> None:
         self._world, self._lock = world, lock
-        self.look: Callable[[], str] = lock.look if lock is not None else str
+        self.why_lost: Callable[[], str] = lock.why_lost if lock is not None else str
 
     @property
     def lost(self) -> str:
@@ -339,7 +339,7 @@ class Hold:
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the folder is lost, or rank 0 has a problem with it. Collective."""
-        said = self._world.comm.broadcast_object(self.look() or problem)
+        said = self._world.comm.broadcast_object(self.why_lost() or problem)
         if said:
             raise JobError(said)
 
@@ -352,7 +352,7 @@ def take_folder(world: World, out: Path) -> Hold:
     lock: RunLock | None = world.on_root(lambda: make_and_take(out))
     if lock is not None:
         world.at_end.append(lambda status, reason: lock.release())
-        world.comm.lost = lock.look
+        world.comm.lost = lock.why_lost
         text = "zero_mpi: {}; ending the job".format
         lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
     return Hold(world, lock)

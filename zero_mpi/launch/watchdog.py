@@ -8,7 +8,7 @@ Ranks without progress exchange their states through small files in a shared fol
 answer a message may be inside the MPI library. A rank that has waited for a while writes its state there (it
 signs), others that find the folder sign as well, and the first of them reads what all have started. If two
 ranks have started different collectives under one number, or one has ended before a collective that another
-has started, then waiting cannot help (`in_vain`), and one of them prints that and ends the job. Otherwise a
+has started, then waiting cannot help (`why_stuck`), and one of them prints that and ends the job. Otherwise a
 rank without progress past the limit prints the report for all. A rank that was stopped, or whose host is
 lost, has not signed, which identifies it. Ages are corrected by the file system's clock, since the clocks of
 hosts differ. Each file's name contains its job.
@@ -44,7 +44,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.launch.ending import DRAIN, FAILED, end_surely, say
 
 STATUS = 86  # exit status of a job that was ended for lack of progress
-LOOK = 0.5  # seconds between looks
+POLL = 0.5  # seconds between looks
 GRACE = 5.0  # seconds past the limit after which a rank ends itself, without a report on the others
 CALL, JOIN = 5.0, 0.5  # seconds of a wait after which a rank starts a roll call, and joins one
 MOST_PAUSE = 60.0  # seconds between two comparisons, at most
@@ -145,14 +145,14 @@ class RankReports:
 # ------------------------------------------------------------------------------------- waits in vain
 
 
-class Vain(NamedTuple):
+class Stuck(NamedTuple):
     """Reason why waiting cannot help, and the exit status of the job."""
 
     reason: str
     status: int = FAILED
 
 
-def in_vain(found: Mapping[int, RankState]) -> Vain | None:
+def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
     """Return why ranks wait in vain, as far as these states show it; None if they do not."""
     count = max((len(state.started) for state in found.values()), default=0)
     comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
@@ -163,7 +163,7 @@ def in_vain(found: Mapping[int, RankState]) -> Vain | None:
             if odd is not None:
                 rank, usual = list(started)[odd[0]], odd[1]
                 alike = named([other for other in started if started[other] == usual])
-                return Vain(
+                return Stuck(
                     f"the ranks start different collectives: number {number} (from 0) is "
                     f"{shown(started[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
                     "start the same in the same order"
@@ -176,7 +176,7 @@ def in_vain(found: Mapping[int, RankState]) -> Vain | None:
             if waiting:
                 what = shown(of_ranks[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
-                return Vain(
+                return Stuck(
                     f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "
                     f"in {what}",
                     status or FAILED,
@@ -265,10 +265,10 @@ class Watchdog:
         self._doing, self._since = "start", time.perf_counter()
         self._reports: RankReports | None = None
         self._places: Sequence[str] = []
-        self._tell: Callable[[int, str], None] = lambda *end: None
+        self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
         self._signed: float | None = None  # the value of `_changed` when this rank signed
-        self._pause, self._compares_at = LOOK / 2, 0.0  # between comparisons, ever longer
+        self._pause, self._compares_at = POLL / 2, 0.0  # between comparisons, ever longer
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
@@ -289,7 +289,7 @@ class Watchdog:
         out: Path,
         comm: Comm,
         folder: str = FOLDER,
-        tell: Callable[[int, str], None] = lambda *end: None,
+        at_end: Callable[[int, str], None] = lambda *end: None,
     ) -> None:
         """Let the ranks exchange states from now on, through a folder in `out`. Collective.
 
@@ -297,7 +297,7 @@ class Watchdog:
         """
         self._places = comm.allgather_object(f"process {os.getpid()} on {platform.node()}")
         job = comm.broadcast_object(f"{self._places[0]}, {time.time_ns()}")
-        self._tell, self._reports = tell, RankReports(out, comm.rank, job, folder)
+        self._at_end, self._reports = at_end, RankReports(out, comm.rank, job, folder)
         if comm.rank == 0:
             self._reports.clear()  # files of a job that was killed during a roll call
 
@@ -334,9 +334,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         before = time.perf_counter()
-        while not self._over.wait(look := min(LOOK, self.limit / 16)):
+        while not self._over.wait(interval := min(POLL, self.limit / 16)):
             now = time.perf_counter()
-            if now - before > look + min(SUSPENDED, self.limit / 2):
+            if now - before > interval + min(SUSPENDED, self.limit / 2):
                 self._since = now  # the process was stopped: this is no lack of progress
             before, changed = now, self._changed
             with contextlib.suppress(OSError):  # files do not work: the other thread needs none
@@ -356,9 +356,9 @@ class Watchdog:
         if self._signed is not None and now >= self._compares_at:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._compares_at = now + self._pause
-            vain = in_vain(reports.read()) if reports.is_first() else None  # only one rank compares
-            if vain is not None:
-                self._speak(changed, age, vain)
+            stuck = why_stuck(reports.read()) if reports.is_first() else None  # only one rank compares
+            if stuck is not None:
+                self._speak(changed, age, stuck)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
         """Return whether this rank must sign: after a long wait, or a short one if others have signed."""
@@ -371,9 +371,9 @@ class Watchdog:
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
-        self._signed, self._pause, self._compares_at = changed, LOOK / 2, 0.0
+        self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
-    def _speak(self, changed: float, age: float, vain: Vain | None = None) -> None:
+    def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
         """Print the states of all ranks and end the job, unless another rank does."""
         reports = self._reports
         if reports is None:
@@ -383,16 +383,16 @@ class Watchdog:
         if not reports.claim():
             time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
-        if vain is not None:
-            time.sleep(min(LOOK, self.limit / 8))  # so that ranks that reach the same point are named too
+        if stuck is not None:
+            time.sleep(min(POLL, self.limit / 8))  # so that ranks that reach the same point are named too
         self._sign(reports, changed)
         states = reports.read()
-        found = in_vain(states) or vain
-        found = found or Vain(f"no progress for {age:.1f} s: {verdict(states, len(self._places))}", STATUS)
+        found = why_stuck(states) or stuck
+        found = found or Stuck(f"no progress for {age:.1f} s: {verdict(states, len(self._places))}", STATUS)
         lines = [f"{found.reason}; ending the job", *report(states, self._places)]
         said = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
         say(said.removesuffix("\n"))
-        self._tell(found.status, found.reason)
+        self._at_end(found.status, found.reason)
         time.sleep(DRAIN)
         reports.clear()
         end_surely(self._kill, found.status)
@@ -401,7 +401,7 @@ class Watchdog:
 
     def _last_resort(self) -> None:
         late = False
-        while not self._over.wait(LOOK):
+        while not self._over.wait(POLL):
             age = time.perf_counter() - self._changed
             if late and age > self.limit + GRACE:
                 self._end(age)

@@ -49,11 +49,11 @@ class StopAwareComm(CommWrapper):
 
     def allgather_object(self, value: Any) -> list[Any]:
         with self.meter.waiting("the agreement of all ranks"):
-            told = self._inner.allgather_object((signals.word(), value, self.lost()))
-        if why := told[0][2]:
+            answers = self._inner.allgather_object((signals.word(), value, self.lost()))
+        if why := answers[0][2]:
             raise JobError(why)
-        signals.agreed([word for word, *_ in told])
-        return [theirs for _, theirs, _ in told]
+        signals.agreed([word for word, *_ in answers])
+        return [theirs for _, theirs, _ in answers]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         with self.meter.waiting("the word of rank 0"):
@@ -90,7 +90,7 @@ class World:
 
         return MPIComm(node_communicator(self.mpi.COMM_WORLD), threaded=False)
 
-    def tell(self, status: int, reason: str = "") -> None:
+    def report_end(self, status: int, reason: str = "") -> None:
         """Call the listeners in `at_end`, the last one first, as it may depend on earlier ones."""
         for listener in reversed(self.at_end):
             listener(status, reason)
@@ -106,31 +106,31 @@ class World:
         """End all ranks without an agreement, from any thread; print `text` first."""
         if text:
             say(text)
-        self.tell(status, reason)
+        self.report_end(status, reason)
         if text and self.mpi is not None:
             time.sleep(DRAIN)
         self.kill(status)
 
-    def together(self, action: Callable[[], Any]) -> Any:
+    def run_on_all(self, action: Callable[[], Any]) -> Any:
         """Return action() of this rank; if it raises UsageError or JobError on any rank, all raise the first.
 
         `action` must not communicate, and is not called if the folder is lost. A signal before the first step
         ends it. This and the next methods are collective.
         """
-        return agree.together(self.comm, lambda: self._unless_over(action))
+        return agree.run_on_all(self.comm, lambda: self._unless_over(action))
 
     def _unless_over(self, action: Callable[[], Any]) -> Any:
         return None if self.comm.lost() else signals.cut_short(action)
 
     def on_root(self, action: Callable[[], Any]) -> Any:
-        """Call action() on rank 0 only; return its result there, None elsewhere; raise like `together`."""
-        return self.together(lambda: action() if self.rank == 0 else None)
+        """Call action() on rank 0 only; return its result there, None elsewhere; raise like `run_on_all`."""
+        return self.run_on_all(lambda: action() if self.rank == 0 else None)
 
-    def from_root(self, action: Callable[[], Any]) -> Any:
-        """Call action() on rank 0 only; return its result on all ranks; raise like `together`."""
+    def run_on_root(self, action: Callable[[], Any]) -> Any:
+        """Call action() on rank 0 only; return its result on all ranks; raise like `run_on_all`."""
         return self.results(lambda: action() if self.rank == 0 else None)[0]
 
-    def from_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
+    def run_on_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
         """Return action(beat) of rank 0 on all ranks; each `beat()` is progress of the waiting ranks."""
         due = 0.0
 
@@ -150,10 +150,10 @@ class World:
             finally:
                 self.comm.broadcast_object(False)
 
-        return self.comm.broadcast_object(agree.together(self.comm, work))
+        return self.comm.broadcast_object(agree.run_on_all(self.comm, work))
 
     def results(self, action: Callable[[], Any]) -> list[Any]:
-        """Return action() of every rank, in rank order; raise like `together`."""
+        """Return action() of every rank, in rank order; raise like `run_on_all`."""
         return agree.results(self.comm, lambda: self._unless_over(action))
 
     def node_by_node(self, action: Callable[[], Any]) -> None:
@@ -173,7 +173,7 @@ def find_world() -> World:
 
     Raise UsageError if MPI cannot start.
     """
-    dev_shm.check_room()
+    dev_shm.check_space()
     if environment.under_launcher():  # ranks would wait in MPI_Init for a rank that has ended
         faulthandler.dump_traceback_later(MPI_START, exit=True)
     try:
@@ -277,7 +277,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     sys.stderr.flush()
     fine = status in (0, REQUEUE)
     if world.rank == 0 and not fine:
-        world.tell(status, problem)
+        world.report_end(status, problem)
     if world.shutdown is not None:
         records.ended = 0 if fine else None
         with world.meter.waiting(END):
@@ -288,7 +288,7 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     for close in world.closing:
         close()
     if world.rank == 0 and fine:  # now all ranks have reached this point
-        world.tell(status, problem)
+        world.report_end(status, problem)
     if world.shutdown is not None and status == REQUEUE:
         meet(world, PATIENCE)  # rank 0 calls its listeners first: a released launcher may end all ranks
     ending.release_launcher()

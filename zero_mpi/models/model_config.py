@@ -157,7 +157,7 @@ class ModelKeys:
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return the positive integer at ARCH.NAME, or `default`; without a default the key is required."""
-        return self._given(name, self.keys.whole(f"{self.arch}.{name}", 1, MOST_SIZE), default)
+        return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
         """Return the string at ARCH.NAME; None if there is none."""

@@ -105,7 +105,7 @@ class GraniteMoE(Granite):
 
     @classmethod
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        shared = keys.keys.whole(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
+        shared = keys.keys.integer(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
         return super().own_fields(keys, tensors, read) | {SHARED: shared}
 
     def metadata(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Gemma3(RotaryModel):
     def own_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
         keys.require(PATTERN, PERIOD)
         keys.require(BASE, LOCAL_BASE)
-        return {"sliding_window": keys.keys.whole(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0}
+        return {"sliding_window": keys.keys.integer(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0}
 
     def metadata(self) -> dict[str, Any]:
         return super().metadata() | {f"{self.arch}.{WINDOW}": np.uint32(self.sliding_window)}

@@ -247,7 +247,7 @@ class RotaryModel(ModelConfig):
         width = keys.size("feed_forward_length")
         if not cls.may_have_experts:
             keys.refuse(("expert_count",))
-        if not cls.needs_experts and not keys.keys.whole(f"{cls.arch}.expert_count", 0, MOST_SIZE):
+        if not cls.needs_experts and not keys.keys.integer(f"{cls.arch}.expert_count", 0, MOST_SIZE):
             return {"feed_forward_length": width}
         if "blk.0.ffn_gate.0.weight" in tensors:
             raise UsageError("blk.0.ffn_gate.0.weight: a tensor for each expert; convert the model again")

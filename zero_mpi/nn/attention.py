@@ -279,7 +279,7 @@ class CausalAttention(Layer):
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         q, k, v = x
         start, stop = cache.position, cache.position + k.shape[1]
-        keys, values = cache.room(self, k, v, stop)
+        keys, values = cache.extend(self, k, v, stop)
         keys[:, start:stop], values[:, start:stop] = k, v
         return ops.causal_attention(
             q, keys[:, :stop], values[:, :stop], self.scale, self._begins(p, q, start)

@@ -110,7 +110,7 @@ class BatchContext:
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
-class Given(dict[str, Array]):
+class StageWeights(dict[str, Array]):
     """Weights of a stage by name, with the micro-batch that they are used on.
 
     turns   function that brings stacked parameters here, a part at a time; None: they are here
@@ -120,15 +120,15 @@ class Given(dict[str, Array]):
         self,
         weights: Weights,
         batch: BatchContext,
-        turns: Callable[[Given, Gradients], Turns] | None = None,
+        turns: Callable[[StageWeights, Gradients], Turns] | None = None,
     ) -> None:
         super().__init__(weights)
         self.batch, self.turns = batch, turns
 
 
 def batch_of(p: Weights) -> BatchContext:
-    """Return the micro-batch that weights are used on; an empty one for weights that are no `Given`."""
-    return p.batch if isinstance(p, Given) else BatchContext()
+    """Return the micro-batch that weights are used on; an empty one for other weights."""
+    return p.batch if isinstance(p, StageWeights) else BatchContext()
 
 
 def turns(p: Weights, g: Gradients | None = None) -> Turns:
@@ -138,4 +138,4 @@ def turns(p: Weights, g: Gradients | None = None) -> Turns:
     of a part end with its turn.
     """
     gradients = {} if g is None else g
-    return p.turns(p, gradients) if isinstance(p, Given) and p.turns else [(slice(None), p, gradients)]
+    return p.turns(p, gradients) if isinstance(p, StageWeights) and p.turns else [(slice(None), p, gradients)]

@@ -251,7 +251,7 @@ def turned(to: Program, layer: RoPE, x: Any) -> Any:
 def attended(to: Program, layer: CausalAttention, x: Any) -> Array:
     """Record attention, and the new position of its cache."""
     q, k, v = x
-    stored = to.cache.room(layer, k[:, None], v[:, None], to.capacity)
+    stored = to.cache.extend(layer, k[:, None], v[:, None], to.capacity)
     capacity = stored[0].shape[1]
     for new, old in zip((k, v), stored, strict=True):
         to.step([to.code.KEEP, 1, address(new), to.place(old), new[0].size, capacity])

@@ -17,7 +17,7 @@ class Cache:
     position: int = 0
     entries: dict[int, Any] = field(default_factory=dict)
 
-    def room(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
+    def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
         """Return arrays for `stop` keys and values of a layer like k and v (B, T, ...), with those stored."""
         stored = self.entries.get(id(layer))
         if stored is None or stored[0].shape[1] < stop:

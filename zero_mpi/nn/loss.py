@@ -15,7 +15,7 @@ import numpy as np
 from zero_mpi import device, ops
 from zero_mpi.arguments import FLOATING, UNCOUNTED, WHOLE, array, number
 from zero_mpi.device import is_cupy
-from zero_mpi.device.arrays import Scalar, beside, pool_of
+from zero_mpi.device.arrays import Scalar, pool_of, to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.nn.fusions import loss_alone, loss_and_backward
 from zero_mpi.nn.layer import Gradients, Layer, Weights
@@ -34,7 +34,7 @@ def cross_entropy(logits: Array, targets: Array, scale: float | None = None) -> 
     if scale is None:
         scale = 1.0 / max(1, int((targets != UNCOUNTED).sum()))
     scale = number("cross_entropy: scale", scale)
-    loss, dlogits = ops.cross_entropy(logits, beside(targets, logits), scale)
+    loss, dlogits = ops.cross_entropy(logits, to_device_of(targets, logits), scale)
     return loss, dlogits
 
 
@@ -137,10 +137,10 @@ class Segment:
         first, last = (counted[0], counted[-1]) if counted.size else (0, 0)
         size, start, stop = targets.shape[1], span.start + int(first), span.start + int(last) + 1
         step = -(-size // ROW_STEPS)
-        room = min(size, 1 << (stop - start - 1).bit_length(), -(-(stop - start) // step) * step)
-        first = min(start, size - room)
-        self.part = row, slice(first, first + room)
-        kept = np.full(room, UNCOUNTED, np.int64)
+        length = min(size, 1 << (stop - start - 1).bit_length(), -(-(stop - start) // step) * step)
+        first = min(start, size - length)
+        self.part = row, slice(first, first + length)
+        kept = np.full(length, UNCOUNTED, np.int64)
         kept[start - first : stop - first] = targets[row, start:stop]
         self.targets = device.in_use().from_host(kept)
 

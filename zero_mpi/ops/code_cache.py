@@ -57,8 +57,8 @@ def key() -> str:
         *map(installed, PACKAGES),
     ):
         digest.update(text.encode() + b"\0")
-    beside = [SOURCES.parent / name for name in ("elementary.py", "block_kinds.py", "../arguments.py")]
-    for path in [*beside, *sorted(SOURCES.parent.glob("*reference.py")), *sorted(SOURCES.glob("*.py"))]:
+    sources = [SOURCES.parent / name for name in ("elementary.py", "block_kinds.py", "../arguments.py")]
+    for path in [*sources, *sorted(SOURCES.parent.glob("*reference.py")), *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.read_bytes() + b"\0")
     return f"numba-{installed('numba')}-{digest.hexdigest()[:12]}"
 

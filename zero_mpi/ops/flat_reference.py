@@ -16,7 +16,7 @@ from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of them stay in the second-level cache
-PIECE = 1 << 18  # elements unpacked at a time, a multiple of every block: temporaries stay small
+CHUNK = 1 << 18  # elements unpacked at a time, a multiple of every block: temporaries stay small
 
 # The order in which gradients of biases and norms are summed over rows: one sum over thousands of rows loses
 # a bit when their number grows fourfold. Of each LANES * LANE_ROWS rows, row i goes to lane i mod LANES, and
@@ -114,9 +114,9 @@ def dequantize(raw: Array, kind: str, out: Array) -> None:
         if kind in PLAIN:
             out[...] = raw.view(PLAIN[kind])
             return
-        for start in range(0, out.size, PIECE):
-            piece = raw[block.bytes_of(start) : block.bytes_of(start + PIECE)]
-            out[start : start + PIECE] = unpacked(piece, GGMLQuantizationType[kind])
+        for start in range(0, out.size, CHUNK):
+            chunk = raw[block.bytes_of(start) : block.bytes_of(start + CHUNK)]
+            out[start : start + CHUNK] = unpacked(chunk, GGMLQuantizationType[kind])
 
 
 def column_sums(x: Array) -> Array:

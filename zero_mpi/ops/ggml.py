@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zero_mpi.errors import UsageError
 
 VARIABLE, PACKAGE, FILE = "ZERO_MPI_GGML", "libggml", "lib64/libggml-base.so"
-PIECE = 1 << 18  # elements read at a time where they are rounded afterwards
+CHUNK = 1 << 18  # elements read at a time where they are rounded afterwards
 SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
 CALLS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_row_size": (SIZE, [ctypes.c_int, ctypes.c_int64]),
@@ -69,8 +69,8 @@ def dequantize(raw: NDArray[np.uint8], kind: str, out: NDArray[Any]) -> bool:
     call, (block, nbytes) = reader(kind), GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if call is None:
         return False
-    for start in range(0, out.size, PIECE):
-        part = out[start : start + PIECE]
+    for start in range(0, out.size, CHUNK):
+        part = out[start : start + CHUNK]
         values = part if part.dtype == np.float32 else np.empty(part.size, np.float32)
         call(raw[start // block * nbytes :].ctypes.data, values.ctypes.data, part.size)
         if values is not part:

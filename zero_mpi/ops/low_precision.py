@@ -28,12 +28,12 @@ LOW = (BFLOAT16, FLOAT16)
 class Roles:
     """Low arguments and results of an operation.
 
-    told_by     the index of the argument whose type decides
+    type_from     the index of the argument whose type decides
     rounded     the indices of low results; None: the only result
     written     arguments that are written to; a result that is one of them is not copied
     """
 
-    told_by: int
+    type_from: int
     rounded: tuple[int, ...] | None
     written: tuple[str, ...]
 
@@ -43,12 +43,12 @@ ROLES: dict[str, Roles] = {}  # by name of an operation
 
 def add_roles(definition: Callable[..., Any], expected: Signature) -> None:
     """Add the roles of an operation to `ROLES`, as its signature gives them."""
-    told_by = next(entry.name for entry in expected.entries if entry.kind == "same")
+    type_from = next(entry.name for entry in expected.entries if entry.kind == "same")
     low = tuple(
         place for place, result in enumerate(expected.results) if result.axes and result.kind == "same"
     )
     written = tuple(entry.name for entry in expected.entries if entry.written)
-    place = list(signature(definition).parameters).index(told_by)
+    place = list(signature(definition).parameters).index(type_from)
     ROLES[definition.__name__] = Roles(place, low if len(expected.results) > 1 else None, written)
 
 
@@ -70,11 +70,11 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
     roles = ROLES.get(name)
     if roles is None:
         return operation
-    names, told_by = list(signature(operation).parameters), roles.told_by
+    names, type_from = list(signature(operation).parameters), roles.type_from
 
     @wraps(operation)
     def either(*given: Any, **named: Any) -> Any:
-        kind = given[told_by].dtype
+        kind = given[type_from].dtype
         if kind.itemsize != 2 or kind in native:
             return operation(*given, **named)
         return run_low(operation, roles, dict(zip(names, given, strict=False)) | named)
@@ -85,7 +85,7 @@ def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] =
 
 def run_low(operation: Callable[..., Any], roles: Roles, given: dict[str, Any]) -> Any:
     """Run the operation on widened arguments; round its results to the type of the deciding argument."""
-    kind = list(given.values())[roles.told_by].dtype
+    kind = list(given.values())[roles.type_from].dtype
     wide = {name: widened(value) for name, value in given.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow to infinity
         result = operation(**wide)

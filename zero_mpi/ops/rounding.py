@@ -11,7 +11,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import ggml
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
 
-PIECE = 1 << 18  # elements rounded at a time, a multiple of every block
+CHUNK = 1 << 18  # elements rounded at a time, a multiple of every block
 
 
 def round_to(kind: str, values: Array, out: Array) -> None:
@@ -21,6 +21,6 @@ def round_to(kind: str, values: Array, out: Array) -> None:
         return
     block, type = BLOCK_KINDS[kind].elements, GGMLQuantizationType[kind]
     make = quantize if ggml.reader(kind) is None else ggml.quantize  # these give the same bytes
-    for start in range(0, values.size, PIECE):
-        rows = np.asarray(values[start : start + PIECE]).reshape(-1, block)
-        ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + PIECE])
+    for start in range(0, values.size, CHUNK):
+        rows = np.asarray(values[start : start + CHUNK]).reshape(-1, block)
+        ops.dequantize(make(rows, type).reshape(-1), kind, out[start : start + CHUNK])

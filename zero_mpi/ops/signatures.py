@@ -78,10 +78,10 @@ def checked(
     It raises ValueError if its arrays do not fit. It is made from source text, so that a call looks at each
     array once, makes no list of its arguments, and calls no other function in between.
     """
-    looks = []
+    facts = []
     for entry in expected.entries:
-        look = f"({entry.name}.shape, {entry.name}.dtype)" if entry.axes else entry.name
-        looks.append(f"{entry.name} is not None and {look}" if entry.optional else look)
+        fact = f"({entry.name}.shape, {entry.name}.dtype)" if entry.axes else entry.name
+        facts.append(f"{entry.name} is not None and {fact}" if entry.optional else fact)
     taken = inspect.signature(definition)
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in taken.parameters.values()]
     parameters = str(taken.replace(parameters=plain, return_annotation=taken.empty))[1:-1]
@@ -90,7 +90,7 @@ def checked(
     given = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in others]
     call = f"versions[{first.name}.__class__]({', '.join((first.name, *given))})"
     known = {"seen": seen, "versions": versions}
-    return eval(f"lambda {parameters}: seen({', '.join(looks)}) or {call}", known)
+    return eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", known)
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:

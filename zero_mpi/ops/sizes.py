@@ -43,10 +43,10 @@ def gradients_like(q: Array, k: Array, v: Array, take: Take) -> tuple[Array, Arr
     joint = side_by_side((q, k, v))
     if joint is None:
         return take(q.shape, q.dtype), take(k.shape, k.dtype), take(v.shape, v.dtype)
-    room = take((*q.shape[:2], joint.shape[-1]), q.dtype)
+    buffer = take((*q.shape[:2], joint.shape[-1]), q.dtype)
     first = q.shape[2] * q.shape[3]
     second = first + k.shape[2] * k.shape[3]
-    dq, dk, dv = room[..., :first], room[..., first:second], room[..., second:]
+    dq, dk, dv = buffer[..., :first], buffer[..., first:second], buffer[..., second:]
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 

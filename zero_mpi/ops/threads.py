@@ -117,13 +117,13 @@ def shared(product: Callable[..., Array]) -> Callable[..., Array]:
         lead = c.shape[:-2] or c.shape
         axis = lead.index(max(lead))
         parts = slices(c.shape[axis], c.size * a.shape[-1] // LEAST_PRODUCT, EVEN_ROWS if c.ndim == 2 else 1)
-        run([partial(product, **piece(part, axis, a=a, b=b, c=c, **more)) for part in parts])
+        run([partial(product, **cut_product(part, axis, a=a, b=b, c=c, **more)) for part in parts])
         return c
 
     return multiply
 
 
-def piece(part: slice, axis: int, **of: Any) -> dict[str, Any]:
+def cut_product(part: slice, axis: int, **of: Any) -> dict[str, Any]:
     """Return the arguments of a product for a part of c (..., M, N) along one of its axes."""
     place, lead, rows, columns = (slice(None),) * axis + (part,), of["c"].ndim > 2, axis == 0, axis == 1
     cuts = {"a": lead or rows, "b": lead or columns, "c": True, "plus": True, "bias": columns}

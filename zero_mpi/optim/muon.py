@@ -86,9 +86,9 @@ class Muon(MatrixRule):
         stack = gradient[: math.prod(shape)].reshape(-1, *shape[-2:])
         fused = (rows for pattern, rows in self.parts.items() if fnmatchcase(name, pattern))
         rows = next(fused, shape[-2:-1])
-        for whole in stack:
+        for full in stack:
             for part, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
-                matrix = whole[end - part : end]
+                matrix = full[end - part : end]
                 matrix[...] = self.orthogonal(matrix)
                 matrix *= np.float32(lr * SCALES[self.scale](*matrix.shape))
 
@@ -117,8 +117,8 @@ class Muon(MatrixRule):
 def norm(x: Array) -> float:
     """Return the Euclidean norm of a matrix, its squares summed in float64 in one fixed order."""
     flat = x.reshape(-1)
-    whole = flat.size // QUANTUM * QUANTUM
-    sums = [ops.chunk_squares(flat[:whole], QUANTUM)] if whole else []
-    if flat.size > whole:
-        sums.append(ops.chunk_squares(flat[whole:], flat.size - whole))
+    full = flat.size // QUANTUM * QUANTUM
+    sums = [ops.chunk_squares(flat[:full], QUANTUM)] if full else []
+    if flat.size > full:
+        sums.append(ops.chunk_squares(flat[full:], flat.size - full))
     return math.sqrt(sum(float(device.in_use().to_host(each).sum()) for each in sums))

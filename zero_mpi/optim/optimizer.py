@@ -65,7 +65,7 @@ class ShardedOptimizer:
         scales = {"lr_scale": lr_scale or {}, "decay_scale": decay_scale or {}}
         settings = {"lr": lr, "weight_decay": weight_decay, "ema": ema, "offload": offload, **scales}
 
-        def look() -> tuple[Offload | None, Facts]:
+        def prepare() -> tuple[Offload | None, Facts]:
             self.check(module, rules, settings)
             facts: dict[str, object] = {"rules": {pattern: rule.type for pattern, rule in rules.items()}}
             for pattern, rule in rules.items():
@@ -73,7 +73,7 @@ class ShardedOptimizer:
             facts |= settings | {name: [*values.items()] for name, values in scales.items()}
             return make_offload(offload), facts
 
-        self._offload = agreed(module.comm, f"this {what}", look)
+        self._offload = agreed(module.comm, f"this {what}", prepare)
         self.module, self.rules = module, dict(rules)
         self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
         self._chosen: dict[str, Rule] = {}  # by name, so that patterns are not matched in every step
@@ -212,7 +212,7 @@ class ShardedOptimizer:
         parameters, gradients, _ = unit.updated
         rates, quantum, low = self._rates[unit.name], unit.unit.quantum, unit.parameters.low
         decay = self.weight_decay * rates.decays
-        for part, p, states in self._pieces(unit, parameters):
+        for part, p, states in self._chunks(unit, parameters):
             for here, factor, rule in rates.within(part):
                 own = slice(here.start - part.start, here.stop - part.start)
                 runs = slice(here.start // quantum, -(-here.stop // quantum))
@@ -221,8 +221,8 @@ class ShardedOptimizer:
                 kept = {name: states[name][own] for name in names}
                 yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
 
-    def _pieces(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
-        """Yield a unit's parameters and states on the device: all at once, or by pieces if offloaded."""
+    def _chunks(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
+        """Yield a unit's parameters and states on the device: all at once, or by chunks if offloaded."""
         kept = self.states[unit.name]
         if not isinstance(kept, HostState):
             yield slice(0, parameters.size), parameters, kept

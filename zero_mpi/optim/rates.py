@@ -53,16 +53,16 @@ def unit_rates(
     factor_of   name -> factor of the learning rate
     decays      name pattern -> factor of the decay; the last match wins
     """
-    part, whole = unit.updated[2], unit.unit
-    here = slice(part.start // whole.quantum, -(-part.stop // whole.quantum))
+    part, full = unit.updated[2], unit.unit
+    here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
     of_chunks, updates = list[float](), list[tuple[float, Rule]]()
-    for name, param in whole.params.items():
-        count = whole.chunks(name)
+    for name, param in full.params.items():
+        count = full.chunks(name)
         of_chunks += [matched(decays, name, float(param.decays))] * count
         updates += [(factor_of(name), rule_of(name))] * count
     segments, start = list[tuple[slice, float, Rule]](), 0
     for (factor, rule), same in groupby(updates[here]):
-        stop = start + whole.quantum * sum(1 for _ in same)
+        stop = start + full.quantum * sum(1 for _ in same)
         segments.append((slice(start, stop), factor, rule))
         start = stop
     return UnitRates(device.in_use().from_host(np.array(of_chunks[here], np.float64)), tuple(segments))

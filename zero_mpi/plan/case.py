@@ -152,7 +152,7 @@ class Case:
         return self.per_node if self.hybrid else self.ranks
 
     @property
-    def shares_wholes(self) -> bool:
+    def shares_full(self) -> bool:
         """True if the full parameters, of which ranks own slices, are one array for all owners."""
         return not self.transport.spans_nodes or (self.hybrid and self.transport == kinds.NODES)
 
@@ -186,9 +186,9 @@ class Case:
     @property
     def layout_config(self) -> LayoutConfig:
         names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
-        whole = whole_matrices(self.optimizer, self.model)
+        full = whole_matrices(self.optimizer, self.model)
         named = {name: getattr(self, name) for name in names}
-        return LayoutConfig(**named, stored=self.model.stored, whole=whole)
+        return LayoutConfig(**named, stored=self.model.stored, whole=full)
 
     @cached_property
     def layout(self) -> Layout:

@@ -64,7 +64,7 @@ class FakeMemory:
     """Counts the memory of fake arrays, and the cost of making them; `plan.workspaces` has its subclasses.
 
     held, small   bytes of recycled blocks; peak bytes of the arrays that are too small for such blocks
-    logits        bytes of the largest piece of logits, which is one of the recycled blocks
+    logits        bytes of the largest chunk of logits, which is one of the recycled blocks
     flop, moved   floating-point operations of products; bytes that go through other operations
     """
 

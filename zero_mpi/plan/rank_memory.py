@@ -22,7 +22,7 @@ from zero_mpi.data.token_formats import token_files
 from zero_mpi.launch.dev_shm import WITH_UCX
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements
-from zero_mpi.optim.offload import ROOMS, piece_of
+from zero_mpi.optim.offload import BUFFER_SETS, chunk_of
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.simulate import KERNELS, simulate
 from zero_mpi.sharding.host_masters import NONE, STATE
@@ -102,11 +102,11 @@ def plan_memory(case: Case) -> Memory:
         accumulates=case.strategy.shards_moments and len(rounds) > 1,
         replicated=case.hybrid,
     )
-    pieces = [min(case.updated(unit, own), piece_of(unit.quantum)) for unit, own in case.trained]
+    chunks = [min(case.updated(unit, own), chunk_of(unit.quantum)) for unit, own in case.trained]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
         **kept,
-        rooms=ROOMS * case.offloaded * BYTES * max(pieces, default=0),
+        rooms=BUFFER_SETS * case.offloaded * BYTES * max(chunks, default=0),
         gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
         unpacked=seen.unpacked,
         gradient_buffers=buffers if case.transport.shares_memory else seen.gradient_buffers,
@@ -127,7 +127,7 @@ def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
     states = state_count(unit, case.qat) * (own if unit.whole else updated)
     # Unless an allreduce sums in place, a slice has its own buffer and is then gathered into the full array.
     summed = unit.length + own * (not case.allreduces)
-    if case.strategy.shards_moments or case.shares_wholes:
+    if case.strategy.shards_moments or case.shares_full:
         summed = own
     # Per chunk: two sums of squares (in slices), and whether it decays (in the updated elements).
     numbers = 2 * -(-own // quantum) + -(-updated // quantum)
@@ -150,7 +150,7 @@ def saved_bytes(case: Case, unit: Unit, own: int) -> int:
 
 def keeps_slices(case: Case) -> bool:
     """Return whether a rank counts only its slices of parameters."""
-    shared = case.shares_wholes and case.strategy.shards_moments
+    shared = case.shares_full and case.strategy.shards_moments
     return shared or case.strategy.shards_parameters
 
 
@@ -158,10 +158,10 @@ def node_shared(case: Case) -> int:
     """Return a node's bytes in shared windows: parameters, or gathers, once; gradients per rank; counters."""
     if not case.transport.shares_memory:
         return 0
-    layout, wholes = case.layout, list[int]()
-    if case.shares_wholes:
-        wholes = [whole.length for whole in layout.wholes(case.owners)]
-    once = layout.gathers if case.shares_gathers else wholes
+    layout, full = case.layout, list[int]()
+    if case.shares_full:
+        full = [whole.length for whole in layout.full(case.owners)]
+    once = layout.gathers if case.shares_gathers else full
     return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
 
@@ -217,7 +217,7 @@ def private(case: Case, memory: Memory) -> int:
     if case.on_gpu:
         return memory.host
     shared = memory.gathered * case.shares_gathers + memory.gradient_buffers * case.transport.shares_memory
-    if case.transport.shares_memory and case.shares_wholes:
+    if case.transport.shares_memory and case.shares_full:
         shared += memory.parameters if case.strategy.shards_moments else memory.gradients
     return memory.total - shared
 

@@ -107,11 +107,11 @@ class ScriptedComm(SimulatedComm):
         return ScriptedComm(self.case, self.script, self.case.owners)
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         """Return memory as the transport does: full parameters where the owners see one array."""
-        empty, shared = device.in_use().empty, self.case.shares_wholes
-        return ModuleMemory([empty(w.length) if shared and w.length else None for w in wholes], BufferPool())
+        empty, shared = device.in_use().empty, self.case.shares_full
+        return ModuleMemory([empty(w.length) if shared and w.length else None for w in full], BufferPool())
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         what, _, name = label.partition(" ")

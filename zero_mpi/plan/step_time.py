@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zero_mpi.checkpoint.parallel_write import assigned
 from zero_mpi.comm import kinds
-from zero_mpi.comm.kinds import EXACT_PIECE, chain_piece
+from zero_mpi.comm.kinds import EXACT_CHUNK, chain_chunk
 from zero_mpi.files.file_systems import OF_MANY
 from zero_mpi.plan import rank_memory
 from zero_mpi.plan import simulate as script
@@ -161,7 +161,7 @@ def slowest(case: Case, machine: Machine) -> Link:
 
 def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> float:
     """Return the seconds to gather a unit on all its owners; with shared memory nothing travels."""
-    if case.shares_wholes or case.ranks == 1:
+    if case.shares_full or case.ranks == 1:
         return 0.0
     partition = case.partitions[unit]
     own, length = itemsize * partition.counts[0], itemsize * partition.length
@@ -197,20 +197,20 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
         return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
     inside = itemsize * own * (mates - 1) * machine.node.beta
     between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
-    pieces = -(-own // EXACT_PIECE)
-    return pieces * slowest(case, machine).alpha + max(inside, between) + added * case.exact
+    chunks = -(-own // EXACT_CHUNK)
+    return chunks * slowest(case, machine).alpha + max(inside, between) + added * case.exact
 
 
 def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
-    """Return the cost of passing a unit's sum from node to node in pieces; back too, if all nodes want it.
+    """Return the cost of passing a unit's sum from node to node in chunks; back too, if all nodes want it.
 
-    A node between two others then sends both ways over its link. Sums are float32; no piece is longer than
-    the slice of its owner, which has `own` elements. The last piece has to pass all links, which meanwhile
-    carry other lanes' pieces and the next unit's.
+    A node between two others then sends both ways over its link. Sums are float32; no chunk is longer than
+    the slice of its owner, which has `own` elements. The last chunk has to pass all links, which meanwhile
+    carry other lanes' chunks and the next unit's.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
-    piece = BYTES * min(chain_piece(case.nodes), own)
-    links = hops * (link.alpha + piece * link.beta)
+    chunk = BYTES * min(chain_chunk(case.nodes), own)
+    links = hops * (link.alpha + chunk * link.beta)
     added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
     way = nbytes * link.beta
     back = way if case.nodes > 2 else 0.0  # two nodes send in opposite directions

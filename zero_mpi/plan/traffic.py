@@ -20,7 +20,7 @@ from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import NUMBER
 from zero_mpi.sharding.actions import Gather
 
-Given = tuple[Array, Array]  # (inside, between), int64 elements of each rank
+Sent = tuple[Array, Array]  # (inside, between), int64 elements of each rank
 FLAGS = 3  # numbers that `train` adds to the losses: whether to stop, whether a save failed, whether to save
 
 
@@ -44,11 +44,11 @@ class Route:
     def owned(self, partition: Partition) -> Array:
         return np.array(partition.counts, np.int64)
 
-    def gathered(self, partition: Partition) -> Given:
+    def gathered(self, partition: Partition) -> Sent:
         own = self.owned(partition)
         return own * self.mates, own * (self.ranks - 1 - self.mates)
 
-    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
         """Return what ranks send in a reduction with `contributors` active ranks, `first` of its step."""
         own = self.owned(partition)
         on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
@@ -65,11 +65,11 @@ class Lanes(Route):
 
     passes_sums = True
 
-    def gathered(self, partition: Partition) -> Given:
+    def gathered(self, partition: Partition) -> Sent:
         own = self.owned(partition)
         return 0 * own, own * (self.nodes - 1)
 
-    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
         own = self.owned(partition)
         carried = np.bincount(self.local, own).astype(np.int64)[self.local]
         last = (contributors - 1) // self.per_node
@@ -93,11 +93,11 @@ class ByNode(Route):
     def owned(self, partition: Partition) -> Array:
         return np.array(partition.counts, np.int64)[self.local]
 
-    def gathered(self, partition: Partition) -> Given:
+    def gathered(self, partition: Partition) -> Sent:
         own = self.owned(partition)
         return own * (0 if self.shared else self.per_node - 1), 0 * own
 
-    def reduced(self, partition: Partition, contributors: int, first: bool) -> Given:
+    def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
         own = self.owned(partition)
         last = (contributors - 1) // self.per_node
         neighbours = (self.node > 0).astype(np.int64) + (self.node < self.nodes - 1)
@@ -108,7 +108,7 @@ class ByNode(Route):
 def routes_of(case: Case) -> tuple[Route, Route]:
     """Return the routes of gathers and of reductions; over NODES, full parameters are gathered straight."""
     if case.hybrid:
-        by_node = ByNode(case.ranks, case.per_node, case.shares_wholes)
+        by_node = ByNode(case.ranks, case.per_node, case.shares_full)
         return by_node, by_node
     direct = Route(case.ranks, case.per_node, not case.exact)
     if not case.passes_sums:
@@ -156,7 +156,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
         if unit.trainable and case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
         elif unit.trainable:
-            if not case.strategy.shards_moments and not case.shares_wholes:
+            if not case.strategy.shards_moments and not case.shares_full:
                 # Each rank updates the full unit, so sums (float32) are gathered, and Muon's directions.
                 gradients += case.sum_bytes * gathered * (1 + unit.whole)
             for kind, count in kinds.items():
@@ -171,7 +171,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
 def gathers_of(case: Case) -> Sequence[int]:
     """Return how often each unit's parameters are gathered in a step; shared memory needs no gathers."""
     units = case.layout.units
-    if case.shares_wholes or not case.strategy.shards_moments:
+    if case.shares_full or not case.strategy.shards_moments:
         return [0] * len(units)
     if not case.strategy.shards_parameters:
         return [int(unit.trainable) for unit in units]  # once, after the update

@@ -43,15 +43,15 @@ class Compiled(FakeMemory):
         """Return dq, dk and dv, and whether the weights are computed again."""
         again, tile = kept[0] is None, low_tile(q, k)
         size = tile or sizes.BLOCK * k.shape[1]
-        rooms = [self.take((size,))]
-        rooms += [self.take((size,), q.dtype) for _ in range(again + bool(tile))]
+        buffers = [self.take((size,))]
+        buffers += [self.take((size,), q.dtype) for _ in range(again + bool(tile))]
         gradients = sizes.gradients_like(q, k, v, self.take)
         if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
             sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
             for x in (k, v):
                 length = sequences * heads * x.shape[1] * x.shape[3]
-                rooms += [self.take((length,)), self.take((length,), x.dtype)]
-        del rooms
+                buffers += [self.take((length,)), self.take((length,), x.dtype)]
+        del buffers
         return gradients, again
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:
@@ -116,9 +116,9 @@ class OnGPU(Compiled):
         rows, width = x.size // x.shape[-1], sizes.logit_width(w.shape[0])
         dx = self.take(x.shape, x.dtype) if need_dx else None
         logits = self.take((sizes.logit_rows(rows, width * x.itemsize), width), x.dtype)
-        whole = w if width == len(w) else self.take((width, *w.shape[1:]), w.dtype)
+        full = w if width == len(w) else self.take((width, *w.shape[1:]), w.dtype)
         self.take((len(logits),), np.float64)
-        del whole
+        del full
         return logits, dx
 
     def norm_sums(self, x: Array, count: int) -> None:

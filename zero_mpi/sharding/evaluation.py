@@ -92,10 +92,10 @@ def dealt_out(
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
         losses = no_losses(count)
         for number in range(len(rounds)):
-            if (mine := rounds.mine(number)) is None:
+            if (micro_batch := rounds.micro_batch(number)) is None:
                 idle()
             else:
-                compute(mine, losses)
+                compute(micro_batch, losses)
             if after is not None:
                 after(rounds.contributors(number))
         return module.comm.sum_vector(device.in_use().to_host(losses))

@@ -32,7 +32,7 @@ class Rounds:
     def __len__(self) -> int:
         return -(-self.micro_batches // self.ranks)
 
-    def mine(self, number: int) -> int | None:
+    def micro_batch(self, number: int) -> int | None:
         """Return this rank's micro-batch in round `number`; None where it has none."""
         index = number * self.ranks + self.rank
         return index if index < self.micro_batches else None
@@ -64,7 +64,7 @@ class Accumulator:
         """Yield for each round of a step the number of this rank's micro-batch, or None."""
         self.begin()
         for number in range(len(self.rounds)):
-            yield self.rounds.mine(number)
+            yield self.rounds.micro_batch(number)
 
     def begin(self) -> None:
         self.round, self.losses = 0, no_losses(self.rounds.micro_batches)
@@ -91,16 +91,16 @@ class Accumulator:
 
     def run_round(self, work: Callable[[int, bool], Scalar | None]) -> Scalar | None:
         """Run work(number of contributors, whether the round is the step's last), and keep its loss."""
-        mine, last = self.rounds.mine(self.round), self.round == len(self.rounds) - 1
+        micro_batch, last = self.rounds.micro_batch(self.round), self.round == len(self.rounds) - 1
         self.module.tallies.micro_batches = self.rounds.micro_batches
         if spans.active is not None:
-            spans.active.begin_micro_batch(mine)
+            spans.active.begin_micro_batch(micro_batch)
         with spans.during(spans.STEPS, "round", str(self.round)):
             loss = work(self.rounds.contributors(self.round), last)
         if spans.active is not None:
             spans.active.begin_micro_batch(None)
-        if mine is not None and loss is not None:
-            self.losses[mine] = loss
+        if micro_batch is not None and loss is not None:
+            self.losses[micro_batch] = loss
         self.round += 1
         return loss
 

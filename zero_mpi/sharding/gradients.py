@@ -183,9 +183,9 @@ def make_gradients(unit: Unit, context: Context, memory: Array | None) -> Gradie
     if context.strategy.shards_moments:
         return SlicedGradients(unit, context, zeros(part.stop - part.start))
     if memory is not None:
-        whole = as_kind(memory, unit.length, kind)
-        return SharedGradients(unit, context, whole[part], read_only(whole))
-    whole = zeros(unit.length)
+        full = as_kind(memory, unit.length, kind)
+        return SharedGradients(unit, context, full[part], read_only(full))
+    full = zeros(unit.length)
     if accumulates_locally(context.comm, context.strategy):
-        return AllreducedGradients(unit, context, whole[part], whole)
-    return ReplicatedGradients(unit, context, zeros(part.stop - part.start), whole)
+        return AllreducedGradients(unit, context, full[part], full)
+    return ReplicatedGradients(unit, context, zeros(part.stop - part.start), full)

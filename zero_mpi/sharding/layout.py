@@ -121,16 +121,16 @@ class Layout:
     buffers: tuple[int, ...]
     gathers: tuple[int, ...]
 
-    def wholes(self, ranks: int) -> list[Partition]:
+    def full(self, ranks: int) -> list[Partition]:
         """Return the partition of each unit's array that ranks share: parameters, else summed gradients.
 
         A replicated unit that is frozen shares nothing: it has no gradient.
         """
         units = self.dealt(ranks).units
         if self.config.strategy.shards_moments:
-            return [unit.in_room(ranks, self.config.precision.compute) for unit in units]
+            return [unit.gathered_split(ranks, self.config.precision.compute) for unit in units]
         kind = self.config.precision.master
-        return [unit.in_room(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
+        return [unit.gathered_split(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
     def dealt(self, ranks: int) -> Layout:
         """Return the layout for `ranks` ranks: each parameter that is whole has an owner."""
@@ -247,8 +247,8 @@ class Lending:
         for action in actions:
             match action:
                 case Gather(unit) if unit not in self._full and unit not in self._unpacked:
-                    self._full[unit] = self.parameters.take(self._units[unit].room(kind))
-                case Wait(unit) if unit in self._full and self._units[unit].room_unpacked(kind):
+                    self._full[unit] = self.parameters.take(self._units[unit].gathered_size(kind))
+                case Wait(unit) if unit in self._full and self._units[unit].unpacked_size(kind):
                     self.parameters.give(self._full.pop(unit))
                     self._unpacked.add(unit)
                 case Release(unit) if unit in self._full:

@@ -100,7 +100,7 @@ class ShardedModule:
         offload_masters: bool = False,
         auxiliary: Mapping[str, float] | None = None,
     ) -> None:
-        def look() -> tuple[tuple[Layout, Callable[[int], Array] | None], Facts]:
+        def prepare() -> tuple[tuple[Layout, Callable[[int], Array] | None], Facts]:
             self.stages, checked = self.checked(stages, config)
             check_reduction(comm, checked.precision, bool(checked.stored))
             masters = masters_on_host(checked.precision) if offload_masters else None
@@ -109,7 +109,7 @@ class ShardedModule:
             facts |= {"exact": comm.exact, "offload_masters": bool(offload_masters)}
             return (layout, masters), facts | {"auxiliary": self.tallies.scales}
 
-        layout, masters = agreed(comm, f"this {type(self).__name__}", look)
+        layout, masters = agreed(comm, f"this {type(self).__name__}", prepare)
         config = layout.config
         self.params, self.comm, self.strategy = stage_params(self.stages), comm, config.strategy
         self.config, self.precision = config, config.precision
@@ -117,16 +117,16 @@ class ShardedModule:
         self.uses, self.parts, self.schedule = layout.uses, layout.parts, layout.schedule
         # The ranks that shards are dealt out to: of each node if nodes hold replicas.
         by_node = comm.replicates_by_node and not self.strategy.shards_moments
-        self.owners = comm.shard_group() if self.strategy.within_nodes or by_node else comm
-        memory = self.owners.memory(layout.wholes(self.owners.size), layout.buffers, layout.gathers)
+        self.group = comm.shard_group() if self.strategy.within_nodes or by_node else comm
+        memory = self.group.memory(layout.full(self.group.size), layout.buffers, layout.gathers)
         self.parameter_pool, self.gradient_pool = memory.gathers, memory.buffers
         self.unpacked_pool = BufferPool()
         pools = memory.gathers, memory.buffers, self.unpacked_pool
-        context = Context(self.owners, self.strategy, *pools, self.precision, masters)
+        context = Context(self.group, self.strategy, *pools, self.precision, masters)
         self._read = context.read
-        dealt = layout.dealt(self.owners.size).units
+        dealt = layout.dealt(self.group.size).units
         self.units = [
-            ShardedUnit(unit, context, room) for unit, room in zip(dealt, memory.wholes, strict=True)
+            ShardedUnit(unit, context, array) for unit, array in zip(dealt, memory.full, strict=True)
         ]
         self._forward: MicroBatch | None = None  # whose backward is to come
         self._synced, self._graphs = False, graphs_for(self)
@@ -249,7 +249,7 @@ class ShardedModule:
             unit.release()
             unit.parameters.wait_update()
         if self._read:
-            self.owners.barrier_readers()
+            self.group.barrier_readers()
             self._read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
@@ -262,8 +262,8 @@ class ShardedModule:
 
     @cached_property
     def _squares(self) -> SquaresSum:
-        runs = runs_of([sharded.unit for sharded in self.units], self.params, self.owners.size)
-        return SquaresSum(runs, self.owners.rank)
+        runs = runs_of([sharded.unit for sharded in self.units], self.params, self.group.size)
+        return SquaresSum(runs, self.group.rank)
 
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the full summed gradient, without the loss scale. Collective.
@@ -275,13 +275,13 @@ class ShardedModule:
             unit.wait_reduce()
             if unit.unit.trainable and unit.gradient.sum.size:
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
-        total = self.owners.sum_vector(self._squares.part(squares))
+        total = self.group.sum_vector(self._squares.part(squares))
         self._read.clear()  # no rank has the sum before all have come here
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
         """Announce an update of all units, and start to bring it to ranks that keep the full parameters."""
-        self.owners.signal_written()
+        self.group.signal_written()
         if self.strategy.shards_moments:  # otherwise every rank has updated everything
             for unit in self.units:
                 if unit.unit.trainable:
@@ -291,7 +291,7 @@ class ShardedModule:
         """Bring what was written into master shards to all ranks, in low precision rounded. Collective."""
         for unit in self.units:
             unit.parameters.publish()
-        self.owners.signal_written()
+        self.group.signal_written()
 
     def update_buffers(self) -> None:
         """Let layers update their buffers by the sums of the step, except frozen ones. Collective."""
@@ -313,7 +313,7 @@ class ShardedModule:
                     found = device.in_use().to_host(unit.parameters.master_shard[segment.where])
                     start = together.offsets[segment.name] + segment.offset
                     total[start : start + found.size] = found
-        total = self.owners.sum_vector(total).astype(self.precision.master)
+        total = self.group.sum_vector(total).astype(self.precision.master)
         return together.views(total)
 
     def zero_gradients(self) -> None:
@@ -329,11 +329,11 @@ class ShardedModule:
         Ranks need the same seed, unless each keeps all parameters: `DDP.broadcast_parameters` may follow.
         """
 
-        def look() -> tuple[int, dict[str, object]]:
+        def prepare() -> tuple[int, dict[str, object]]:
             number = whole("initialize: seed", seed)
             return number, {"seed": number if self.strategy.shards_moments else "of each rank"}
 
-        seed = agreed(self.comm, "initialize", look)
+        seed = agreed(self.comm, "initialize", prepare)
         self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
@@ -348,7 +348,7 @@ class ShardedModule:
                     for target, part in unit.parameters.filled:
                         fill(unit, target, part, read, names)
         finally:  # a rank that cannot read must not leave the others waiting
-            self.owners.signal_written()
+            self.group.signal_written()
 
     def load_stored(self, read: ReadBytes) -> None:
         """Fill what is kept in the blocks of a file by read(name, start, out); see `load_slices`.
@@ -361,7 +361,7 @@ class ShardedModule:
                 if isinstance(unit.parameters, BlockParameters):
                     unit.parameters.load(read)
         finally:
-            self.owners.signal_written()
+            self.group.signal_written()
 
 
 def fill(

@@ -74,9 +74,9 @@ class SquaresSum:
         self.size = starts.size + alone.size
         lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(alone)])
         starts = np.concatenate([starts, alone])
-        mine = np.append([[0], [0], [0]], runs[:3, runs[3] == rank], 1)
-        mine = mine[:, np.argsort(mine[0], kind="stable")]
-        first, end, at = mine[:, np.searchsorted(mine[0], starts, "right") - 1]
+        own = np.append([[0], [0], [0]], runs[:3, runs[3] == rank], 1)
+        own = own[:, np.argsort(own[0], kind="stable")]
+        first, end, at = own[:, np.searchsorted(own[0], starts, "right") - 1]
         self._places = np.flatnonzero((first <= starts) & (starts + lengths <= end) & (lengths > 0))
         segments = [x[self._places] for x in (starts - first + at, lengths)]
         self._segments = device.in_use().from_host(np.stack(segments))
@@ -85,8 +85,8 @@ class SquaresSum:
         """Return what this rank sends, of its values in the order of units: zeros in the places of others."""
         sent = np.zeros(self.size)
         if self._places.size:
-            mine = namespace(values[0]).concatenate(values)
-            sent[self._places] = device.in_use().to_host(pairwise_sums(mine, self._segments))
+            joined = namespace(values[0]).concatenate(values)
+            sent[self._places] = device.in_use().to_host(pairwise_sums(joined, self._segments))
         return sent
 
     def total(self, sent: Array) -> float:

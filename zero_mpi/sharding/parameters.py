@@ -268,7 +268,7 @@ class BlockParameters(Parameters):
         if self.unit.stacks:
             return
         kind = self.context.precision.compute
-        self._memory = self.context.unpacked.take(self.unit.room_unpacked(kind))
+        self._memory = self.context.unpacked.take(self.unit.unpacked_size(kind))
         self.full = as_kind(self._memory, self.unit.length, kind)
         for name, view in self.views().items():
             self._unpack(name, view)

@@ -10,7 +10,7 @@ from typing import Any
 from zero_mpi import device
 from zero_mpi.arguments import came
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.batch import BatchContext, Documents, Given, Packed
+from zero_mpi.nn.batch import BatchContext, Documents, Packed, StageWeights
 from zero_mpi.nn.layer import Gradients, Weights
 from zero_mpi.nn.linear import without_adapters
 from zero_mpi.nn.loss import HeadLoss
@@ -50,12 +50,12 @@ class MicroBatch:
         self.losses: list[Scalar] = []
         self.rest: Iterator[Action] = iter(())  # which `run` has not done; a stage does it up to its turn
 
-    def _given(self, stage: int, reads: bool = True) -> Given:
+    def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
         """Return what a stage's layer is given beside its input; no weights where none are gathered."""
         self.batch.stage = stage
         weights = self.module.weights_of(stage) if reads else {}
         turns = partial(self._turns, stage) if stage in self.module.parts else None
-        return Given(weights if self.adapted else without_adapters(weights), self.batch, turns)
+        return StageWeights(weights if self.adapted else without_adapters(weights), self.batch, turns)
 
     def turn(self, turn: Turn) -> None: ...
 
@@ -67,7 +67,7 @@ class MicroBatch:
             if isinstance(action, Turn):
                 return action
 
-    def _turns(self, stage: int, p: Given, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
+    def _turns(self, stage: int, p: StageWeights, g: Gradients) -> Iterator[tuple[slice, Weights, Gradients]]:
         """Yield the parts of a stage's stacked parameters, each after the actions before its turn."""
         parts, units, label = self.module.parts[stage], self.module.units, self.module.stages[stage].scope
         for _ in parts.members:
@@ -87,7 +87,7 @@ class MicroBatch:
         """Compute x of the next stage."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self._given(stage)
+        layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         with spans.computing("forward", self.module.stages[stage].scope):
             self.x, saved = layer.forward(weights, self.x)
         if self.keeps:
@@ -98,7 +98,7 @@ class MicroBatch:
         if self.is_idle:
             return
         layer, factor = self.module.stages[stage].layer, self.module.loss_scale.factor
-        weights, gradients = self._given(stage), self.module.gradients_of(stage)
+        weights, gradients = self._stage_weights(stage), self.module.gradients_of(stage)
         assert self.loss_of is not None, "a micro-batch has a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
             self.loss, self.dy = self.loss_of.train(layer, weights, self.x, gradients, factor)
@@ -108,7 +108,7 @@ class MicroBatch:
         """Compute the loss of each part alone; rows that no part has are never made into logits."""
         if self.is_idle:
             return
-        layer, weights = self.module.stages[stage].layer, self._given(stage)
+        layer, weights = self.module.stages[stage].layer, self._stage_weights(stage)
         assert self.loss_of is not None, "a micro-batch has a loss"
         with spans.computing("loss", self.module.stages[stage].scope):
             self.losses = self.loss_of.evaluate(layer, weights, self.x)
@@ -118,13 +118,13 @@ class MicroBatch:
         if self.is_idle:
             return
         layer, saved = self.module.stages[stage].layer, self.saved.pop(stage)
-        weights = self._given(stage, layer.backward_reads_params)
+        weights = self._stage_weights(stage, layer.backward_reads_params)
         gradients = self.module.gradients_of(stage)
         with spans.computing("backward", self.module.stages[stage].scope):
             self.dy = layer.backward(weights, saved, self.dy, gradients)
 
     def progress(self) -> None:
-        self.module.owners.progress()
+        self.module.group.progress()
 
 
 def as_input(x: Any) -> Any:

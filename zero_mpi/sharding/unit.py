@@ -90,19 +90,19 @@ class Unit:
             return Partition(length, ranks, quantum, ends=self.ends)
         return dealt_out(length, ranks, quantum)
 
-    def room(self, compute: Any) -> int:
+    def gathered_size(self, compute: Any) -> int:
         """Return the float32 elements that gathered parameters take, for this type of computing."""
         return floats(self.length, compute)
 
-    def room_unpacked(self, compute: Any) -> int:
+    def unpacked_size(self, compute: Any) -> int:
         """Return the float32 elements of arrays unpacked for layers; 0 if these read what was gathered."""
         return 0
 
-    def in_room(self, ranks: int, compute: Any) -> Partition:
-        """Return the partition of `room` among ranks."""
-        room, quantum = self.room(compute), floats(self.quantum, compute)
+    def gathered_split(self, ranks: int, compute: Any) -> Partition:
+        """Return the partition of `gathered_size` among ranks."""
+        size, quantum = self.gathered_size(compute), floats(self.quantum, compute)
         ends = tuple(floats(end, compute) for end in self.ends)
-        return Partition(room, ranks, quantum, ends=ends) if ends else dealt_out(room, ranks, quantum)
+        return Partition(size, ranks, quantum, ends=ends) if ends else dealt_out(size, ranks, quantum)
 
     def kept_bytes(self, compute: Any) -> int:
         """Return the bytes per element of a slice."""
@@ -153,10 +153,10 @@ def units_by_scope(
     """Return one unit a scope, in the model's order; what is frozen or whole in it is a unit of its own."""
     units = []
     for scope, names in by_scope(stages, params).items():
-        for kind, (end, trainable, whole) in KINDS.items():
+        for kind, (end, trainable, full) in KINDS.items():
             chosen = {name: params[name] for name in names if kind_of(name) == kind}
             if chosen:
-                units.append(Unit(scope + end, chosen, QUANTUM, trainable, whole))
+                units.append(Unit(scope + end, chosen, QUANTUM, trainable, full))
     return units
 
 
@@ -200,9 +200,9 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
 
     The largest `cost` is placed first, each on the rank that has least so far, over all units together.
     """
-    whole = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
+    full = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
     load, owner = [0] * ranks, dict[str, int]()
-    for unit, name, param in sorted(whole, key=lambda each: -cost(each[2].shape)):
+    for unit, name, param in sorted(full, key=lambda each: -cost(each[2].shape)):
         owner[unit.label(name)] = rank = load.index(min(load))
         load[rank] += cost(param.shape)
 
@@ -239,17 +239,17 @@ class BlockUnit(Unit):
         """Return the bytes of one parameter's blocks."""
         return self.kinds[name].bytes_of(self.params[name].size)
 
-    def room(self, compute: Any) -> int:
+    def gathered_size(self, compute: Any) -> int:
         return self.words.length
 
-    def room_unpacked(self, compute: Any) -> int:
+    def unpacked_size(self, compute: Any) -> int:
         return 0 if self.stacks else floats(self.length, compute)
 
     @property
     def dealt(self) -> tuple[int, int]:
         return self.words.length, WORDS
 
-    def in_room(self, ranks: int, compute: Any) -> Partition:
+    def gathered_split(self, ranks: int, compute: Any) -> Partition:
         return self.partition(ranks)
 
     def kept_bytes(self, compute: Any) -> int:
@@ -291,8 +291,8 @@ def part_units(
         chosen = [name for name in names if kind == (STORED if name in stored else kind_of(name))]
         params = {name: replace(one[name], shape=(last - first, *one[name].shape[1:])) for name in chosen}
         firsts = {name: first * one[name].size for name in chosen}
-        end, trainable, whole = KINDS[kind]
-        unit = Unit(f"{scope} [{first}:{last}]{end}", params, QUANTUM, trainable, whole, firsts=firsts)
+        end, trainable, full = KINDS[kind]
+        unit = Unit(f"{scope} [{first}:{last}]{end}", params, QUANTUM, trainable, full, firsts=firsts)
         held = {name: stored[name] for name in chosen if name in stored}
         return BlockUnit(**vars(unit), kinds=held, stacks=True) if held else unit
 

@@ -41,10 +41,10 @@ class Energy:
                 if (zone / "name").read_text().startswith(COUNTED):
                     most = int((zone / "max_energy_range_uj").read_text())
                     found.append(Counter(zone / "energy_uj", 1e-6, most))
-        self.look()
+        self.count()
         self._joules = 0.0
 
-    def look(self) -> None:
+    def count(self) -> None:
         """Count the energy used since the last look; call often, since processors' counters wrap around."""
         try:
             self._joules += sum(counter.used() for counter in self._counters)

@@ -25,7 +25,7 @@ class Caution(str):
     """Note that is logged as a warning."""
 
 
-def tell(note: str) -> None:
+def log_note(note: str) -> None:
     """Log a note, as a warning if it is a `Caution`."""
     (warning if isinstance(note, Caution) else info)("%s", note)
 

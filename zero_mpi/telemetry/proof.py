@@ -122,7 +122,7 @@ def digest_after(before: str, body: bytes) -> str:
 
 
 @dataclass
-class KeptProof:
+class ProofPrefix:
     """Part of a chain that stays at a resume."""
 
     head: str = FIRST
@@ -133,9 +133,9 @@ class KeptProof:
     late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saved, after a dropped line
 
 
-def kept_until(path: Path, step: int) -> KeptProof:
+def kept_up_to(path: Path, step: int) -> ProofPrefix:
     """Return the sound lines of a file up to a step; none if the run begins at its first step. FileError."""
-    kept, over = KeptProof(), False
+    kept, over = ProofPrefix(), False
     if step == 0 or not exists(path):
         return kept
     try:
@@ -158,7 +158,7 @@ class Proof:
     """Writer of the file, on rank 0. Raises OSError. head: the digest of everything computed so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
-        kept = kept_until(path, beginning.step)
+        kept = kept_up_to(path, beginning.step)
         self.head = kept.head
         self._file = open(path, "ab", buffering=0, opener=open_in_place)  # noqa: SIM115 (closed by close)
         self._file.truncate(kept.end)
@@ -166,7 +166,7 @@ class Proof:
             self._append(step, SAVED, value)
         self._begin(kept, beginning)
 
-    def _begin(self, kept: KeptProof, now: JobStart) -> None:
+    def _begin(self, kept: ProofPrefix, now: JobStart) -> None:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(now.run))
         goes_on = kept.tip == (now.step, now.origin)

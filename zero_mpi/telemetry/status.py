@@ -101,7 +101,7 @@ class Status:
         if self._lost():
             return
         try:
-            write_whole(self._path, text, beside=str(self._rank))
+            write_whole(self._path, text, suffix=str(self._rank))
         except OSError:
             with contextlib.suppress(OSError):
                 overwrite(self._path, text)

@@ -53,7 +53,7 @@ from zero_mpi.train.trainer import Trainer, is_over, say_over
 def command(world: World, arguments: Sequence[str]) -> int:
     """Do the full run on this rank. Return the exit status, 75 if the run was asked to stop."""
     check_installation(world)
-    config: Config = world.together(lambda: parse(arguments))
+    config: Config = world.run_on_all(lambda: parse(arguments))
     if config.dry_run:
         signals.enter(PREPARING)
         return show(world, config)
@@ -85,7 +85,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     folder = take_folder(world, out)
     watchdog = Watchdog(world.rank, config.timeout, world.kill)
     outcome = Outcome(out, world, config.steps or 0, folder)
-    watchdog.gather(out, world.comm, tell=outcome.end)
+    watchdog.gather(out, world.comm, at_end=outcome.end)
     world.closing.append(watchdog.stop)
     world.at_end.append(lambda status, reason: watchdog.clear())
     outcome.open()
@@ -105,12 +105,12 @@ def show(world: World, config: Config) -> int:
     alone = world.size == 1 and not environment.under_launcher()
     write(world.on_root(lambda: [*lines(spec, case, why, alone)]) or ())
 
-    def check_room() -> None:
-        if spec.no_room:
-            raise UsageError(spec.no_room)
+    def check_memory() -> None:
+        if spec.memory_problem:
+            raise UsageError(spec.memory_problem)
         write(f"note       {note}" for note in check_disk(spec.config, spec.model))
 
-    world.on_root(check_room)
+    world.on_root(check_memory)
     return 0
 
 
@@ -154,18 +154,18 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if problem and spec.config.strategy == "hybrid-shard":
         raise UsageError(f"--strategy hybrid-shard: {problem}; use full-shard")
     settings = replace(spec.config, device=device.in_use().name)
-    case: Case = world.together(lambda: make_case(settings, spec.model, world.size, nodes))
+    case: Case = world.run_on_all(lambda: make_case(settings, spec.model, world.size, nodes))
     if world.mpi is None:
         case = replace(case, transport_wanted=kinds.SERIAL)
     if case.transport.shares_memory:
-        from zero_mpi.comm.shared.memory import MARGIN, room_problem
+        from zero_mpi.comm.shared.memory import MARGIN, space_problem
 
         needed = plan_memory(case).node_shared + MARGIN
-        here = room_problem(needed) if world.node.rank == 0 else ""
+        here = space_problem(needed) if world.node.rank == 0 else ""
         found = world.comm.allgather_object(here)
         problem = problem or next((text for text in found if text), "")
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
-    world.together(lambda: check_sums(case))
+    world.run_on_all(lambda: check_sums(case))
     return case, problem
 
 

@@ -228,10 +228,10 @@ def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[st
     notes.append(log.Caution(text))
 
 
-def names(mine: Machine, usual: Machine) -> tuple[str, str]:
+def names(ours: Machine, usual: Machine) -> tuple[str, str]:
     """Return texts for two machines: the names that differ, or else the trial itself."""
-    keys = [key for key in mine if key != TRIAL and mine[key] != usual.get(key)] or [TRIAL]
-    here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (mine, usual))
+    keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
+    here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
     return here, there
 
 

@@ -18,7 +18,7 @@ from zero_mpi import device
 from zero_mpi.cli.text import size
 from zero_mpi.comm import kinds
 from zero_mpi.config.settings import Config
-from zero_mpi.environment.limits import Limits, look
+from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.models.model_config import elements
@@ -31,7 +31,7 @@ ASK = "request more (Slurm: --mem, containers: --memory)"
 
 
 @dataclass(frozen=True)
-class NodeRoom:
+class NodeInfo:
     """Memory of a host: its name, its ranks, the limit of all and of each, and what each uses now."""
 
     name: str
@@ -41,12 +41,12 @@ class NodeRoom:
     written: int
 
 
-def nodes_of(world: World) -> list[NodeRoom]:
+def nodes_of(world: World) -> list[NodeInfo]:
     """Return the memory of all nodes, on all ranks. Collective."""
-    room = None
+    host = None
     if world.node.rank == 0:
-        room = NodeRoom(platform.node(), world.node.size, look(), status("VmSize"), status("VmData"))
-    return [node for node in world.comm.allgather_object(room) if node is not None]
+        host = NodeInfo(platform.node(), world.node.size, read_limits(), status("VmSize"), status("VmData"))
+    return [node for node in world.comm.allgather_object(host) if node is not None]
 
 
 def status(name: str) -> int:
@@ -55,7 +55,7 @@ def status(name: str) -> int:
     return int(line[1]) << 10 if line else 0
 
 
-def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, ranks: int) -> str:
+def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, ranks: int) -> str:
     """Return why some node lacks memory for the run, or an empty text."""
     if device.in_use().name != "cpu":
         return ""  # the planned memory lies on the GPU, which reports itself when it is full
@@ -76,7 +76,7 @@ def find_problem(nodes: list[NodeRoom], config: Config, model: ModelConfig, rank
     return ""
 
 
-def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
+def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, shared: int) -> str:
     """Return why this node lacks memory, or an empty text.
 
     arrays and text: bytes that each rank takes; shared: further bytes that its node takes
@@ -98,10 +98,10 @@ def node_problem(node: NodeRoom, model: ModelConfig, arrays: int, text: int, sha
     return ""
 
 
-def refusal(node: NodeRoom, model: ModelConfig, what: str, needed: int) -> str:
+def refusal(node: NodeInfo, model: ModelConfig, what: str, needed: int) -> str:
     """Return one line: what is planned, what is allowed, and the remedy."""
     limits = node.limits
-    by_group = limits.group_room is not None and limits.group_room <= limits.available
+    by_group = limits.group_free is not None and limits.group_free <= limits.available
     by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
     allowed = by if by_group else f"{size(limits.memory)} are free"
     return (

@@ -199,7 +199,7 @@ class PreferenceObjective(Objective):
         self.preference, self.keeps = preference, preference.has_reference and not adapted
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
-        self._reads = (as_it_is, mismatched) if preference.is_unpaired else (as_it_is,)
+        self._reads = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
         self._kept: dict[int, Floats] = {}  # by windows: sums (kinds, sides)
 
     def keep(self) -> Floats:
@@ -222,7 +222,7 @@ class PreferenceObjective(Objective):
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         step = self._with_reference(cast(PairWindows, loader.windows), loader.batches())
-        sums = step.measure(self.module, as_it_is)
+        sums = step.measure(self.module, unchanged)
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
@@ -240,7 +240,7 @@ class PreferenceObjective(Objective):
         return step
 
 
-def as_it_is(pairs: PairBatch) -> PairBatch:
+def unchanged(pairs: PairBatch) -> PairBatch:
     """Return a micro-batch unchanged."""
     return pairs
 

@@ -262,7 +262,7 @@ class RankFigures(Observer):
 
     def ends(self, step: StepMade) -> None:
         if self._energy is not None:
-            self._energy.look()
+            self._energy.count()
         if not (self._logs(step.number) or "val_loss" in step.record):
             return
         at_work, (computed, waited) = device.in_use(), self.pace.take()
@@ -272,14 +272,14 @@ class RankFigures(Observer):
             waited,
             None if self._energy is None else self._energy.take(),
         )
-        told: list[RankReport] = self._world.comm.allgather_object(own)
-        seconds = [one.seconds for one in told]
-        step.record["memory_bytes"] = [one.memory for one in told]
+        reports: list[RankReport] = self._world.comm.allgather_object(own)
+        seconds = [one.seconds for one in reports]
+        step.record["memory_bytes"] = [one.memory for one in reports]
         step.record["micro_batch_seconds"] = seconds
-        step.record["waited_seconds"] = [one.waited for one in told]
+        step.record["waited_seconds"] = [one.waited for one in reports]
         if self._world.rank == 0:
             self._say(self._slow.saw(seconds))
-        joules = [one.joules for one in told if one.joules is not None]
+        joules = [one.joules for one in reports if one.joules is not None]
         if joules:
             step.record["joules"] = sum(joules)
             self._joules, self._hosts = self._joules + sum(joules), len(joules)

@@ -59,7 +59,7 @@ class RunSpec:
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # loader of the steps, on the rank that has the text
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
-    no_room: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
+    memory_problem: str = ""  # why memory does not suffice, which a dry run prints at its end; on rank 0
 
     @property
     def weights(self) -> dict[str, WeightSource | None]:
@@ -89,7 +89,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     number = world.node.rank
     if checkpoint is not None:
         begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
-    read = partial(look, config, checkpoint, number, begun)
+    read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # all have read the same model
     notes += spec.notes
@@ -112,7 +112,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     return replace(spec, notes=tuple(notes))
 
 
-def look(
+def read_inputs(
     config: Config, checkpoint: resume.ResumePoint | None, number: int, begun: str | None
 ) -> tuple[RunSpec, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
@@ -162,7 +162,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
     """
     nodes, on_root = memory_check.nodes_of(world), list[RunSpec]()
 
-    def no_room(config: Config) -> str:
+    def memory_problem(config: Config) -> str:
         problem = memory_check.find_problem(nodes, config, spec.model, world.size)
         if problem and not config.dry_run:
             raise UsageError(problem)
@@ -170,13 +170,13 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
     def read(beat: Beat) -> tuple[Config, str, str, dict[str, object]]:
         trackers.check(spec.config)
-        problem = no_room(spec.config)
+        problem = memory_problem(spec.config)
         corpus = read_corpus(spec.config, spec.model, spec.tokenizer, Batches(beat, cached))
         packing = " ".join(packing_of(spec.config, part.stream) for part in corpus.parts)
         config, loader, held_out = fitted(spec, corpus)
         if config.teacher is not None:
             check_teacher(config.teacher, corpus, spec.model, spec.tokenizer)
-        problem = problem or no_room(config)
+        problem = problem or memory_problem(config)
         if config.patience is not None and not held_out:
             raise UsageError(f"--patience {config.patience}: there is too little data for a validation set")
         keys = {}
@@ -186,10 +186,10 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
             resume.check_resume(
                 spec.checkpoint, description.of_text(spec.description, config, corpus.sha256, packing, keys)
             )
-        on_root.append(replace(spec, corpus=corpus, loader=loader, no_room=problem))
+        on_root.append(replace(spec, corpus=corpus, loader=loader, memory_problem=problem))
         return config, corpus.sha256, packing, keys
 
-    config, *found = world.from_root_with_beat(read)
+    config, *found = world.run_on_root_with_beat(read)
     described = description.of_text(spec.description, config, *found)
     return replace(on_root[0] if on_root else spec, config=config, description=described)
 
@@ -288,7 +288,7 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     """
     kind = precision_named(config.precision).compute
     if config.bits == PORTABLE:
-        world.together(check_pins)
+        world.run_on_all(check_pins)
     world.node_by_node(lambda: ops.prepare(announce if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), description.machine_facts(threads, kind)))
     description.check_bits(machines, config.reduction == "exact", notes)

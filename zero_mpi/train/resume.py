@@ -73,9 +73,9 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
     among the ranks, so all ranks must agree on each one that is tried.
     """
     faults: list[str] = []
-    for folder in world.from_root(lambda: look(config, out)):
+    for folder in world.run_on_root(lambda: resumable_folders(config, out)):
         try:
-            point: ResumePoint = world.together(partial(open_checked, folder, world))
+            point: ResumePoint = world.run_on_all(partial(open_checked, folder, world))
         except UsageError as error:
             faults.append(str(error))
             continue
@@ -87,7 +87,7 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
     return None
 
 
-def look(config: Config, out: Path) -> list[Path]:
+def resumable_folders(config: Config, out: Path) -> list[Path]:
     """Return the folders to resume from, the best first; a run removes the remains of interrupted saves.
 
     Links are followed; a folder whose links form a circle is returned as it is.

@@ -33,7 +33,7 @@ SLOW_DISK = 200e6  # bytes per second; assumed rate of the first save
 class Saving(Observer):
     """Writes checkpoints, keeps the watchdog quiet meanwhile, and announces complete ones."""
 
-    def __init__(self, session: Session, watchdog: Watchdog, told: Events, records: Records) -> None:
+    def __init__(self, session: Session, watchdog: Watchdog, sink: Events, records: Records) -> None:
         config = session.config
         self.saver = Saver(
             session.out,
@@ -46,7 +46,7 @@ class Saving(Observer):
             tick=self._tick,
         )
         log.debug("checkpoints: %s", self.saver.writers.about)
-        self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, told
+        self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, sink
         self._records = records
         self._runs_wait = False
         self.saved_step = session.progress.step if session.resumed is not None else -1
@@ -143,16 +143,16 @@ class EarlyStop(Observer):
         """Return whether the run ends here; all ranks agree."""
         return self.best.is_used_up(self._patience)
 
-    def tell(self, step: int, out: Path, told: Events) -> None:
+    def report(self, step: int, out: Path, sink: Events) -> None:
         """Report at the end of a run which step was best, and whether lack of improvement ended the run."""
         if self.best == Best():
             return
         ended = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
         log.info("%s; %s", ended, self.described(out))
         if self.is_over():
-            told.reason = f"stopped early, {reason(self.best)}"
+            sink.reason = f"stopped early, {reason(self.best)}"
             about = {"val_loss": self.best.loss, "best_step": self.best.step} if self.best.step else {}
-            told.note(events.EARLY_STOP, evaluations=self.best.since, **about)
+            sink.note(events.EARLY_STOP, evaluations=self.best.since, **about)
 
     def described(self, out: Path) -> str:
         """Return the best loss and the place of its checkpoint, for messages."""

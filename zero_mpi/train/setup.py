@@ -94,13 +94,13 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
 
     def on_nodes_of(ranks: int) -> Needs:
         if strategy.within_nodes or not strategy.shards_moments:
-            return Needs(wholes=layout.wholes(ranks), buffers=layout.buffers)
+            return Needs(full=layout.full(ranks), buffers=layout.buffers)
         return Needs(buffers=layout.buffers, gathers=layout.gathers)
 
     try:
         try:
-            wholes = layout.wholes(world.size)
-            return TransportChoice(SharedComm(wholes=wholes, buffers=layout.buffers), fast=not exact)
+            full = layout.full(world.size)
+            return TransportChoice(SharedComm(full=full, buffers=layout.buffers), fast=not exact)
         except NodesApart:
             return TransportChoice(NodesComm(needs=on_nodes_of), fast=not exact)
     except NoSharedMemory as error:
@@ -166,20 +166,20 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
     """Return why ranks cannot read the files themselves, the same for all; "" if they can. Collective."""
-    told = comm.allgather_object((platform.node(), looked_at(in_files)))
-    rank = next((rank for rank, (_, seen) in enumerate(told) if seen != told[0][1]), None)
+    views = comm.allgather_object((platform.node(), inspected(in_files)))
+    rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
     if rank is None:
         return ""
     nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files)
     path = next(span.path for spans in in_files for span in spans.spans)
     return (
-        f"rank {rank} on {told[rank][0]} cannot see {shown(path)}, which rank 0 on {told[0][0]} reads. So "
+        f"rank {rank} on {views[rank][0]} cannot see {shown(path)}, which rank 0 on {views[0][0]} reads. So "
         f"each rank keeps {nbytes / 2**20:,.0f} MiB of token ids; to save memory, use a folder that all "
         "hosts share (for text: ZERO_MPI_CACHE)"
     )
 
 
-def looked_at(in_files: Sequence[TokenSpans]) -> str:
+def inspected(in_files: Sequence[TokenSpans]) -> str:
     """Return a fingerprint of the ids' files as this rank sees them; empty if they cannot be read."""
     try:
         return " ".join(spans.sampled_digest().hex() for spans in in_files)
@@ -313,15 +313,15 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
         read = finite(init.read, init.path)
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
         seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
-        world.together(lambda: module.load_slices(rounded(read, seen), loose))
+        world.run_on_all(lambda: module.load_slices(rounded(read, seen), loose))
     file = None if init is None else gguf_of(init)
     if file is not None and spec.model.stored:
-        world.together(lambda: module.load_stored(finite_blocks(file)))
+        world.run_on_all(lambda: module.load_stored(finite_blocks(file)))
     if start is not None:
-        return world.together(lambda: load_state(start.files, optimizer))
+        return world.run_on_all(lambda: load_state(start.files, optimizer))
     adapter = spec.adapter
     if adapter is not None:
-        world.together(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
+        world.run_on_all(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
     elif init is None or spec.model.lora is not None:
         module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
     optimizer.begin()
@@ -364,7 +364,7 @@ def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, obj
             with writing():
                 write_whole(path, hashlib.sha256(about + data).digest() + data)
 
-    kept: Any = world.from_root(read)
+    kept: Any = world.run_on_root(read)
     if kept is None:
         fill_parameters(world, optimizer, replace(spec, checkpoint=None))
         kept = objective.keep()

@@ -62,13 +62,13 @@ class Steps:
     def rounds(self, number: int) -> None:
         """Run forward and backward of all micro-batches of a step, each on the rank that it is dealt to."""
         self.losses = self.session.objective.step(number)
-        for mine in self.accumulator:
-            if mine is None:
+        for micro_batch in self.accumulator:
+            if micro_batch is None:
                 self.accumulator.accumulate(None)
             else:
                 with self.pace:
                     with spans.during(spans.DATA, "read"):
-                        x, loss = self.losses.micro(mine)
+                        x, loss = self.losses.micro(micro_batch)
                     self.accumulator.accumulate(x, loss)
 
     def totals(self) -> tuple[float, bool]:

@@ -110,8 +110,8 @@ def case_of(start: Start) -> Case:
     """Return the case to plan: the settings of the run, with the values that `auto` has become."""
     session, ranks, kind = start.session, start.ranks, start.session.comm.kind
     nodes = (session.nodes or len(start.hosts)) if kind.spans_nodes else 1
-    if session.module.owners.size < ranks:
-        nodes = ranks // session.module.owners.size
+    if session.module.group.size < ranks:
+        nodes = ranks // session.module.group.size
     config = replace(session.config, device=device.in_use().name)
     case = make_case(config, session.model, ranks, nodes)
     return replace(case, transport_wanted=kind)
@@ -212,8 +212,8 @@ class Outcome:
 
     def __init__(self, out: Path, world: World, steps: int, folder: Hold | None = None) -> None:
         self.folder = folder or Hold(world, None)
-        self.status = Status(out, world.rank, world.size, steps, self.folder.look)
-        self.events = Events(out, world.rank, self.folder.look)
+        self.status = Status(out, world.rank, world.size, steps, self.folder.why_lost)
+        self.events = Events(out, world.rank, self.folder.why_lost)
         self._out, self._before = out, dict[str, Any]()
         world.at_end.append(self.end)
 

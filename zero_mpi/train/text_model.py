@@ -160,17 +160,17 @@ class TextModel:
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token")
         generator = np.random.default_rng(seed)
-        room = self.config.context_length
+        context = self.config.context_length
         history = [int(i) for i in prompt]
         known = len(self.ids)
-        if not known < len(history) <= room or history[:known] != self.ids:
+        if not known < len(history) <= context or history[:known] != self.ids:
             self.reset()
             known = 0
-        waiting = history[-max(1, room // 2) :] if len(history) > room else history[known:]
+        waiting = history[-max(1, context // 2) :] if len(history) > context else history[known:]
         for _ in range(tokens):
-            if self.decoder.cache.position + len(waiting) > room:
+            if self.decoder.cache.position + len(waiting) > context:
                 self.reset()
-                waiting = history[-max(1, room // 2) :]
+                waiting = history[-max(1, context // 2) :]
             logits = self.logits(waiting)[-1]
             chosen = choose(logits, generator, **draw)
             history.append(chosen)
@@ -191,9 +191,9 @@ class TextModel:
         All are computed at the same time, if the model can and their context is long enough.
         """
         rows = [np.asarray(prompt, np.int64) for prompt in prompts]
-        room = max(map(len, rows)) + tokens <= self.config.context_length and min(map(len, rows)) > 0
+        fits = max(map(len, rows)) + tokens <= self.config.context_length and min(map(len, rows)) > 0
         try:
-            batch = Batch(self.stages, self.weights, rows, tokens) if room else None
+            batch = Batch(self.stages, self.weights, rows, tokens) if fits else None
         except Unrecorded:
             batch = None
         found: list[list[int]] = [[] for _ in rows]

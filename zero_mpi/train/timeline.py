@@ -3,8 +3,8 @@
 Clocks: on one host all ranks read the same one. The offsets of other hosts' clocks are measured when
 recording starts and when it ends, and times in between are corrected as if they drifted evenly. Recording
 changes no bit and no order of collectives; what is collective here happens before the first step that is
-recorded and after the last. Each rank makes its own part of the text and sends it in pieces, so rank 0 needs
-memory for one piece.
+recorded and after the last. Each rank makes its own part of the text and sends it in chunks, so rank 0 needs
+memory for one chunk.
 
 The file is in the Trace Event Format, which Perfetto and chrome://tracing read (a document of the Chromium
 project). A rank is a process and a track one of its threads. Everything is a complete event ("X": `ts` and
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from zero_mpi import __version__, device
 from zero_mpi.arguments import instance
 from zero_mpi.comm import Comm
-from zero_mpi.comm.agree import together
+from zero_mpi.comm.agree import run_on_all
 from zero_mpi.comm.clock_sync import clock_offset
 from zero_mpi.comm.meter import meters
 from zero_mpi.errors import FileError, UsageError
@@ -37,10 +37,10 @@ from zero_mpi.files.atomic import partial_of, replacing, write_to_disk
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target, is_file, open_in_place, reason, refusing
 from zero_mpi.telemetry import spans
-from zero_mpi.telemetry.log import Caution, tell
+from zero_mpi.telemetry.log import Caution, log_note
 from zero_mpi.telemetry.spans import STEPS, TRACKS, SpanRecorder
 
-PIECE = 4 << 20  # bytes of text that are sent at once
+CHUNK = 4 << 20  # bytes of text that are sent at once
 AFTER = 2  # steps before the recorded ones by default: the first ones warm up
 COUNT = 3  # recorded steps by default
 GATHERS, REDUCTIONS, OTHERS = "gathers", "reductions", "other transfers"
@@ -110,8 +110,8 @@ class Timeline:
             for event in events_of(self.recorder, ended)
         ]
         first = min(event.begun for event in events)
-        told = comm.allgather_object((first, wrong, len(events), self.recorder.ends_in))
-        begins, wrongs, counts, ends = zip(*told, strict=True)
+        answers = comm.allgather_object((first, wrong, len(events), self.recorder.ends_in))
+        begins, wrongs, counts, ends = zip(*answers, strict=True)
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
         about = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(wrongs), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
@@ -128,11 +128,11 @@ class Timeline:
         return comm.broadcast_object(problem)
 
     def _parts(self, text: str) -> Iterator[bytes]:
-        """Yield the text of all ranks in pieces, on rank 0. Each request for the next piece is collective."""
+        """Yield the text of all ranks in chunks, on rank 0. Each request for the next chunk is collective."""
         for rank, size in enumerate(self.comm.allgather_object(len(text))):
-            for start in range(0, size, PIECE):
-                piece = text[start : start + PIECE] if self.comm.rank == rank else ""
-                yield "".join(self.comm.gather_object(piece) or ()).encode()
+            for start in range(0, size, CHUNK):
+                chunk = text[start : start + CHUNK] if self.comm.rank == rank else ""
+                yield "".join(self.comm.gather_object(chunk) or ()).encode()
             if rank + 1 < self.comm.size:
                 yield b",\n"
 
@@ -151,11 +151,11 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> int:
 def check_place(comm: Comm, path: Path) -> None:
     """Raise UsageError on all ranks if rank 0 cannot write to `path`. Collective.
 
-    Other output may go to a device (`files.atomic.write_output`). A timeline is written in pieces to a file
+    Other output may go to a device (`files.atomic.write_output`). A timeline is written in chunks to a file
     next to its target and then renamed, so the target must be a file.
     """
 
-    def look() -> None:
+    def check() -> None:
         if comm.rank == 0:
             check_target("--trace", path, "cannot write there")
             if os.path.exists(path) and not is_file(path):
@@ -164,7 +164,7 @@ def check_place(comm: Comm, path: Path) -> None:
                 write_to_disk(partial_of(path), b"")
                 partial_of(path).unlink()
 
-    together(comm, look)
+    run_on_all(comm, check)
 
 
 class Tracer:
@@ -221,7 +221,7 @@ class Tracer:
 
     def _say(self, note: str) -> None:
         if self._comm.rank == 0:
-            tell(note)
+            log_note(note)
 
 
 # ------------------------------------------------------------------------------------------- the events

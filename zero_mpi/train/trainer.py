@@ -68,18 +68,18 @@ class Trainer(Steps):
         config = session.config
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
         outcome.at(self.progress.step)
-        self.records: Records = world.together(partial(begin_records, session, world.rank))
+        self.records: Records = world.run_on_all(partial(begin_records, session, world.rank))
         self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
-        self.saving.saver.prepare = outcome.folder.look
+        self.saving.saver.prepare = outcome.folder.why_lost
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
 
     def observe(self, start: Start) -> list[Observer]:
         """Return the observers of each step, in their order."""
         session, config = self.session, self.session.config
-        meter, told = session.comm.meter, partial(setattr, self.outcome.status, "slow")
-        self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), told)
+        meter, on_slow = session.comm.meter, partial(setattr, self.outcome.status, "slow")
+        self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), on_slow)
         self.pace = self.rank_figures.pace
         # Where windows are packed, the amount of computation depends on the documents.
         is_known = isinstance(session.loader.windows, Windows)
@@ -131,7 +131,7 @@ class Trainer(Steps):
             )
             return REQUEUE
         self.divergence.check_end(self.progress.step)
-        self.early_stop.tell(self.progress.step, self.session.out, self.outcome.events)
+        self.early_stop.report(self.progress.step, self.session.out, self.outcome.events)
         self.close()
         return 0
 
@@ -193,7 +193,7 @@ class Trainer(Steps):
         for line in lines(start):
             log.info("%s", line)
         for note in [*session.notes, *map(log.Caution, cautions(start))]:
-            log.tell(note)
+            log.log_note(note)
         log.debug("BLAS: %s, threads of rank 0: %d", blas(), start.threads)
         for unit in session.module.units:
             own = unit.part.stop - unit.part.start
@@ -210,8 +210,8 @@ class Trainer(Steps):
             if self.session.config.preference is None and loss is not None:
                 targets = np.concatenate([batch.targets.ravel() for batch in held_out.batches()])
                 entropy = unigram_entropy(targets[targets != UNCOUNTED])
-                told = "validation loss %.4f nats per token; unigram entropy of the same text: %.4f"
-                log.info(told, loss, entropy)
+                line = "validation loss %.4f nats per token; unigram entropy of the same text: %.4f"
+                log.info(line, loss, entropy)
             signals.cut_short(partial(show_sample, self.session, self.progress.step, self.outcome.events))
         self.session.comm.barrier()
 

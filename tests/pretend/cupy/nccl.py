@@ -90,8 +90,8 @@ class NcclCommunicator:
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
     ) -> None:
         def call() -> Any:
-            room = message(recvbuf, count, datatype) if self._comm.Get_rank() == root else None
-            return self._comm.Ireduce(message(sendbuf, count, datatype), room, MPI.SUM, root)
+            buffer = message(recvbuf, count, datatype) if self._comm.Get_rank() == root else None
+            return self._comm.Ireduce(message(sendbuf, count, datatype), buffer, MPI.SUM, root)
 
         asked(stream, call)
 
@@ -101,8 +101,8 @@ class NcclCommunicator:
         given = recvcount * self._comm.Get_size()
 
         def call() -> Any:
-            room = message(recvbuf, recvcount, datatype)
-            return self._comm.Ireduce_scatter_block(message(sendbuf, given, datatype), room, MPI.SUM)
+            buffer = message(recvbuf, recvcount, datatype)
+            return self._comm.Ireduce_scatter_block(message(sendbuf, given, datatype), buffer, MPI.SUM)
 
         asked(stream, call)
 

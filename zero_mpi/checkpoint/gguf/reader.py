@@ -99,10 +99,10 @@ class GGUFFile(Readable):
             raise ValueError(f"tensor {name!r}: {found}")
         self.parts[info.part].bytes_at(info.offset + start, out)
 
-    def raw_pieces(self, name: str, size: int) -> Iterator[memoryview]:
+    def raw_chunks(self, name: str, size: int) -> Iterator[memoryview]:
         """Yield the stored bytes of a tensor in chunks of `size` bytes, the last one shorter."""
         info = self.spec(name)
-        return self.parts[info.part].pieces(info.offset, info.nbytes, size)
+        return self.parts[info.part].chunks(info.offset, info.nbytes, size)
 
     def spec(self, name: str) -> TensorInfo:
         if name not in self.tensors:

@@ -207,11 +207,11 @@ def _check_head(tensors: dict[str, TensorSpec], weights: SafetensorsModel, tied:
     if tied and HEAD in tensors and EMBEDDING in tensors:
         pair = [tensors.pop(HEAD), tensors[EMBEDDING]]
         names = [spec.source for spec in pair if isinstance(spec, HuggingFaceTensor)]
-        pieces = zip(*(weights.raw_pieces(name, 4 * CHUNK) for name in names), strict=False)
+        chunks = zip(*(weights.raw_chunks(name, 4 * CHUNK) for name in names), strict=False)
         if (
             pair[0].shape != pair[1].shape
             or pair[0].type != pair[1].type
-            or any(bytes(a) != bytes(b) for a, b in pieces)
+            or any(bytes(a) != bytes(b) for a, b in chunks)
         ):
             raise FileError("lm_head.weight differs from the embedding, but tie_word_embeddings is true")
 
@@ -317,9 +317,9 @@ def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) ->
 
 def head_of(factor: TensorSpec, target: str, keys: GGUFKeys) -> int:
     """Return the rows per head in the second factor of q or k; FileError if the base has no such heads."""
-    heads = keys.whole(f"{keys.architecture}.attention.head_count", 1) or 1
+    heads = keys.integer(f"{keys.architecture}.attention.head_count", 1) or 1
     if ".attn_k." in target:
-        heads = keys.whole(f"{keys.architecture}.attention.head_count_kv", 1) or heads
+        heads = keys.integer(f"{keys.architecture}.attention.head_count_kv", 1) or heads
     if factor.shape[0] % (2 * heads):
         raise FileError(
             f"tensor {show(factor.name)}: expected rows of the {heads} heads of the base, found "

@@ -1,4 +1,4 @@
-"""Transports for arrays on a GPU: `comm` works out exchanges and adds, a backend carries the pieces.
+"""Transports for arrays on a GPU: `comm` works out exchanges and adds, a backend carries the chunks.
 
 The `backends` are a CUDA-aware MPI (`--transport mpi`: it takes device memory), `staged` (through pinned
 memory of the host) and `nccl` (only where the user asks for it). `select` takes one. It takes the first one

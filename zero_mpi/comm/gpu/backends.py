@@ -6,9 +6,9 @@ exchange's buffers are received into only when the sums that read them are done,
 reductions (`fast`) block.
 
 *Staged*, by way of the host's memory: for every MPI library, and for several ranks on one GPU. An exchange's
-pieces are copied into pinned memory, sent, received into pinned memory and copied back. Each of these is the
+chunks are copied into pinned memory, sent, received into pinned memory and copied back. Each of these is the
 work of another part of the machine, so exchanges overlap: while one is in the MPI library the next is on its
-way to the host and the one before on its way back. A piece that goes to several ranks comes to the host once.
+way to the host and the one before on its way back. A chunk that goes to several ranks comes to the host once.
 The pinned memory is cut once and used again; sums are always in rank order.
 
 *NCCL*, where the user asks for it: all in the order of one stream, without the host. In exact mode NCCL only
@@ -24,13 +24,13 @@ from typing import Any
 
 from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, arrived, as_message, overlapped, passed
 from zero_mpi.comm.kinds import (
+    AWARE_CHUNK,
     AWARE_DEPTH,
-    AWARE_PIECE,
     GPU_MPI,
     LEAST_STAGE,
     NCCL,
+    NCCL_CHUNK,
     NCCL_DEPTH,
-    NCCL_PIECE,
     STAGE_BYTES,
     STAGED,
     STAGED_ALIGNED,
@@ -57,7 +57,7 @@ class CudaAwareBackend:
         comm: Any = None,
         *,
         most_bytes: int = MOST_BYTES,
-        summed: int = AWARE_PIECE,
+        summed: int = AWARE_CHUNK,
         depth: int = AWARE_DEPTH,
     ) -> None:
         self.streams, self.depth = streams, depth
@@ -75,16 +75,16 @@ class CudaAwareBackend:
             for number, exchange in enumerate(exchanges)
         )
         yield from overlapped(steps, self.depth)
-        for mark in read.values():  # the rooms go to the next reduction
+        for mark in read.values():  # the buffers go to the next reduction
             yield passed(mark)
 
     def _one(self, exchange: Exchange, tag: int, place: int, read: dict[int, Any]) -> Running:
         if place in read:
             yield passed(read.pop(place))
         self.streams.adopt()
-        requests = [self._comm.Irecv(as_message(room), source, tag) for room, source in exchange.receives]
-        for piece, targets in exchange.sends:
-            requests += [self._comm.Isend(as_message(piece), target, tag) for target in targets]
+        requests = [self._comm.Irecv(as_message(buffer), source, tag) for buffer, source in exchange.receives]
+        for chunk, targets in exchange.sends:
+            requests += [self._comm.Isend(as_message(chunk), target, tag) for target in targets]
         yield arrived(self.streams.adopt, requests)
         if exchange.then is not None:
             exchange.then()
@@ -92,10 +92,10 @@ class CudaAwareBackend:
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
         self.streams.adopt()
-        for piece in partition.cut(self.largest(full.itemsize, summed=False)):
-            given = [full[piece.start : piece.stop], MPI.FLOAT]
-            room = [target[piece.of_slice(partition, self._comm.Get_rank())], MPI.FLOAT]
-            self._comm.Reduce_scatter(given, room, piece.counts, MPI.SUM)
+        for chunk in partition.cut(self.largest(full.itemsize, summed=False)):
+            given = [full[chunk.start : chunk.stop], MPI.FLOAT]
+            receive = [target[chunk.of_slice(partition, self._comm.Get_rank())], MPI.FLOAT]
+            self._comm.Reduce_scatter(given, receive, chunk.counts, MPI.SUM)
 
     def sum_all(self, array: Array) -> None:
         self.streams.adopt()
@@ -132,22 +132,22 @@ class StagedBackend:
         self.streams, self.depth = streams, depth
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self._others = max(1, self._comm.Get_size() - 1)
-        self._piece_bytes = max(least_bytes, stage_bytes // self._others)
+        self._chunk_bytes = max(least_bytes, stage_bytes // self._others)
         self._rings: list[list[PinnedBuffers]] = []
 
     @property
     def about(self) -> str:
         """The pinned memory that a transfer takes, for messages."""
-        nbytes = self._piece_bytes * self._others * 2 * self.depth
+        nbytes = self._chunk_bytes * self._others * 2 * self.depth
         return f"{nbytes / 2**20:.0f} MiB of pinned memory per transfer"
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        elements = max(1, self._piece_bytes // itemsize)
+        elements = max(1, self._chunk_bytes // itemsize)
         return elements - elements % STAGED_ALIGNED if elements > STAGED_ALIGNED else elements
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
         def new() -> list[PinnedBuffers]:
-            return [PinnedBuffers(self.streams, self._piece_bytes * self._others) for _ in range(self.depth)]
+            return [PinnedBuffers(self.streams, self._chunk_bytes * self._others) for _ in range(self.depth)]
 
         with borrowed(self._rings, new) as ring:
             steps = (
@@ -158,20 +158,20 @@ class StagedBackend:
 
     def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
         yield passed(stage.free)
-        leaving = []  # (where a piece of an exchange will be, its target)
-        rooms = cut(stage.down, [piece for piece, _ in exchange.sends])
-        for (piece, targets), pinned in zip(exchange.sends, rooms, strict=True):
-            self.streams.fetch(pinned, piece)
+        leaving = []  # (where a chunk of an exchange will be, its target)
+        buffers = cut(stage.down, [chunk for chunk, _ in exchange.sends])
+        for (chunk, targets), pinned in zip(exchange.sends, buffers, strict=True):
+            self.streams.fetch(pinned, chunk)
             leaving += [(pinned, target) for target in targets]
         fetched = self.streams.fetched()
-        rooms = cut(stage.up, [room for room, _ in exchange.receives])
-        coming = list(zip(exchange.receives, rooms, strict=True))
-        requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in coming]
+        buffers = cut(stage.up, [buffer for buffer, _ in exchange.receives])
+        arriving = list(zip(exchange.receives, buffers, strict=True))
+        requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in arriving]
         yield passed(fetched)
         requests += [self._comm.Isend(as_message(pinned), target, tag) for pinned, target in leaving]
         yield arrived(self.streams.adopt, requests)
-        for (room, _), pinned in coming:
-            self.streams.bring(room, pinned)
+        for (buffer, _), pinned in arriving:
+            self.streams.bring(buffer, pinned)
         stage.free = self.streams.mark()
         if exchange.then is not None:
             exchange.then()
@@ -186,13 +186,13 @@ class StagedBackend:
         self._comm.Free()
 
 
-def cut(memory: Array, pieces: list[Array]) -> Iterator[Array]:
+def cut(memory: Array, chunks: list[Array]) -> Iterator[Array]:
     """Yield consecutive parts of memory as buffers, one per chunk."""
     start = 0
-    for piece in pieces:
-        assert start + piece.nbytes <= memory.nbytes, "a piece is longer than `largest`"
-        yield memory[start : start + piece.nbytes]
-        start += piece.nbytes
+    for chunk in chunks:
+        assert start + chunk.nbytes <= memory.nbytes, "a chunk is longer than `largest`"
+        yield memory[start : start + chunk.nbytes]
+        start += chunk.nbytes
 
 
 def load_nccl() -> Any:
@@ -212,14 +212,14 @@ class NcclBackend:
 
     in_order, kind, depth = True, NCCL, NCCL_DEPTH
 
-    def __init__(self, streams: GpuStreams, *, summed: int = NCCL_PIECE) -> None:
+    def __init__(self, streams: GpuStreams, *, summed: int = NCCL_CHUNK) -> None:
         self.streams, self._summed = streams, summed
         world = MPI.COMM_WORLD
         self._rank, self._size = world.Get_rank(), world.Get_size()
-        self._nccl = together(world, load_nccl)
+        self._nccl = run_on_all(world, load_nccl)
         name = world.bcast(self._nccl.get_unique_id() if self._rank == 0 else None)
         streams.adopt()
-        self._comm = together(world, lambda: self._join(name))
+        self._comm = run_on_all(world, lambda: self._join(name))
 
     def _join(self, name: Any) -> Any:
         """Return NCCL's communicator. All ranks call this at once; NCCL fails on all of them or on none."""
@@ -247,11 +247,11 @@ class NcclBackend:
             if exchange.sends or exchange.receives:
                 nccl, stream = self._nccl, self.streams.stream.ptr
                 nccl.groupStart()
-                for piece, targets in exchange.sends:
+                for chunk, targets in exchange.sends:
                     for target in targets:
-                        self._comm.send(address(piece), piece.nbytes, nccl.NCCL_UINT8, target, stream)
-                for room, source in exchange.receives:
-                    self._comm.recv(address(room), room.nbytes, nccl.NCCL_UINT8, source, stream)
+                        self._comm.send(address(chunk), chunk.nbytes, nccl.NCCL_UINT8, target, stream)
+                for buffer, source in exchange.receives:
+                    self._comm.recv(address(buffer), buffer.nbytes, nccl.NCCL_UINT8, source, stream)
                 nccl.groupEnd()
             if exchange.then is not None:
                 exchange.then()
@@ -279,7 +279,7 @@ class NcclBackend:
         self._comm.destroy()
 
 
-def together(world: Any, action: Callable[[], Any]) -> Any:
+def run_on_all(world: Any, action: Callable[[], Any]) -> Any:
     """Return action() of this rank; where it raises UsageError on one rank, all raise it."""
     result, problem = None, None
     try:

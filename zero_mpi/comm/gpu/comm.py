@@ -1,7 +1,7 @@
 """Collectives on device memory: what travels, to whom, and in which order it is added; a backend moves it.
 
 The exact reduction is that of the host (`comm.mpi`): each owner is sent its slice by every rank and adds the
-slices in rank order, in float32, piece by piece; so the bits are the same whatever carries them. Only
+slices in rank order, in float32, chunk by chunk; so the bits are the same whatever carries them. Only
 movement is asked of a backend, because no library reduces device memory everywhere, or bfloat16. Arrays of
 the host (vectors, objects, checkpoints, the corpus) go the way they always do.
 """
@@ -101,7 +101,7 @@ class DeviceComm(ProgressingWrapper):
         self.backend, self.streams, self._about = backend, streams, about
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag, self._others = 0, others(self.rank, self.size)
-        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for reductions
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for reductions
         self._arrivals: dict[int, list[Array]] = defaultdict(list)  # buffers by size, for sums of the library
 
     @property
@@ -136,7 +136,7 @@ class DeviceComm(ProgressingWrapper):
             yield passed(result.mark)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Return the places in every slice at which the pieces of an exchange begin."""
+        """Return the places in every slice at which the chunks of an exchange begin."""
         return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
 
     # -------------------------------------------------------------------------------------- gathers
@@ -157,14 +157,14 @@ class DeviceComm(ProgressingWrapper):
     def _gathers(
         self, shard: Array | None, full: Array, partition: Partition, starts: range
     ) -> Iterator[Exchange]:
-        """Yield exchanges in which every rank sends a piece of its slice to all others."""
+        """Yield exchanges in which every rank sends a chunk of its slice to all others."""
         own, neighbours = full[partition.part(self.rank)] if shard is None else shard, self._others
         for start in starts:
-            mine = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
-            pieces = [(full[partition.span(rank, start, starts.step)], rank) for rank in reversed(neighbours)]
+            part = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
+            chunks = [(full[partition.span(rank, start, starts.step)], rank) for rank in reversed(neighbours)]
             yield Exchange(
-                sends=[(mine, neighbours)] if mine.size else [],
-                receives=[(piece, rank) for piece, rank in pieces if piece.size],
+                sends=[(part, neighbours)] if part.size else [],
+                receives=[(chunk, rank) for chunk, rank in chunks if chunk.size],
             )
 
     # ----------------------------------------------------------------------------------- reductions
@@ -182,33 +182,33 @@ class DeviceComm(ProgressingWrapper):
         return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *of)
 
     def _exact_sums(self, asked: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
-        """Send a piece of each slice to its owner, which adds what comes from all ranks."""
+        """Send a chunk of each slice to its owner, which adds what comes from all ranks."""
         full, partition = asked.full, asked.partition
 
-        def new() -> list[Array]:  # for each exchange in flight, a piece from every other rank
+        def new() -> list[Array]:  # for each exchange in flight, a chunk from every other rank
             length = (self.size - 1) * starts.step
             return [self.streams.empty(length, full.dtype) for _ in range(self.backend.depth)]
 
-        def exchange(start: int, room: Array) -> Exchange:
-            step, mine = starts.step, partition.span(self.rank, start, starts.step)
-            length, gives = mine.stop - mine.start, self.rank < asked.contributors
+        def exchange(start: int, buffer: Array) -> Exchange:
+            step, part = starts.step, partition.span(self.rank, start, starts.step)
+            length, gives = part.stop - part.start, self.rank < asked.contributors
             given = {
-                rank: room[(rank - (rank > self.rank)) * step :][:length]
+                rank: buffer[(rank - (rank > self.rank)) * step :][:length]
                 for rank in reversed(self._others)
                 if length and rank < asked.contributors
             }
             theirs = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
-            parts = given | ({self.rank: full[mine]} if gives else {})
+            parts = given | ({self.rank: full[part]} if gives else {})
             ordered = [parts[rank] for rank in sorted(parts)]
             add = partial(self.streams.add, asked.out[start : start + length], ordered, asked.accumulate)
             return Exchange(
-                sends=[piece for piece in theirs if piece[0].size] if gives else [],
-                receives=[(piece, rank) for rank, piece in given.items()],
+                sends=[chunk for chunk in theirs if chunk[0].size] if gives else [],
+                receives=[(chunk, rank) for rank, chunk in given.items()],
                 then=add if length else None,
             )
 
-        with borrowed(self._rooms[full.dtype], new) as rooms:
-            exchanges = (exchange(start, rooms[n % len(rooms)]) for n, start in enumerate(starts))
+        with borrowed(self._buffers[full.dtype], new) as buffers:
+            exchanges = (exchange(start, buffers[n % len(buffers)]) for n, start in enumerate(starts))
             yield from self.backend.run(exchanges, tags)
 
     def _in_library(self, asked: ReduceScatter) -> Running:
@@ -256,12 +256,12 @@ class DeviceComm(ProgressingWrapper):
             return super().broadcast(array, root, label)
         flat = array.reshape(-1)
         starts = range(0, flat.size, self.backend.largest(array.itemsize, summed=False))
-        pieces = (flat[start : start + starts.step] for start in starts)
+        chunks = (flat[start : start + starts.step] for start in starts)
         exchanges = (
-            Exchange(sends=[(piece, self._others)])
+            Exchange(sends=[(chunk, self._others)])
             if self.rank == root
-            else Exchange(receives=[(piece, root)])
-            for piece in pieces
+            else Exchange(receives=[(chunk, root)])
+            for chunk in chunks
         )
         running = partial(self.backend.run, exchanges)
         return self._start(running, len(starts), Result(array), "broadcast", label)

@@ -1,4 +1,4 @@
-"""Transfers of device memory: streams, and exchanges of pieces that travel together, several at once.
+"""Transfers of device memory: streams, and exchanges of chunks that travel together, several at once.
 
 `comm` works out once, as a list of exchanges, which data travel where. A backend decides how they travel:
 straight from device memory, by way of pinned memory, or by NCCL. A backend runs each exchange as a
@@ -78,9 +78,9 @@ class GpuStreams:
         """Return a flat array of the device, kept forever."""
         self.adopt()
         with self.gpu.stream:  # its memory may still be in use by earlier computing
-            room = self.gpu.empty(size, dtype)
+            array = self.gpu.empty(size, dtype)
         self.follow(self.begin())
-        return room
+        return array
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy: target[...] = source, both on the device."""
@@ -111,9 +111,9 @@ class GpuStreams:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Pieces that are sent together (`sends`, with ranks) and rooms that ranks fill (`receives`, with ranks).
+    """Chunks to send (`sends`, with ranks) and buffers that ranks fill (`receives`, with ranks).
 
-    `then` launches the work on the rooms once they are filled.
+    `then` launches the work on the buffers once they are filled.
     """
 
     sends: Sequence[tuple[Array, Sequence[int]]] = ()
@@ -137,7 +137,7 @@ class Backend(Protocol):
         """Return the maximum chunk length of an exchange, in elements; `summed`: with sums."""
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        """Move the pieces of all exchanges and launch what follows; each exchange takes a tag."""
+        """Move the chunks of all exchanges and launch what follows; each exchange takes a tag."""
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
         """Set `target` to the library's sum over ranks of this rank's slice of their `full`. Collective."""
@@ -149,9 +149,9 @@ class Backend(Protocol):
         """Release what the backend holds. Collective."""
 
 
-def as_message(piece: Array) -> list[Any]:
-    """Return a piece, which is not empty, as a message of bytes: mpi4py knows no bfloat16."""
-    return [piece.view(np.uint8), MPI.BYTE]
+def as_message(chunk: Array) -> list[Any]:
+    """Return a chunk, which is not empty, as a message of bytes: mpi4py knows no bfloat16."""
+    return [chunk.view(np.uint8), MPI.BYTE]
 
 
 def passed(mark: Any) -> Callable[[], bool]:
@@ -162,11 +162,11 @@ def passed(mark: Any) -> Callable[[], bool]:
 def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
     """Return a function that tells whether requests are complete; MPI may copy device memory in it."""
 
-    def look() -> bool:
+    def are_complete() -> bool:
         adopt()
         return bool(MPI.Request.Testall(requests))
 
-    return look
+    return are_complete
 
 
 class RunningExchange:
@@ -192,15 +192,15 @@ class RunningExchange:
 
 def overlapped(runs: Iterable[Running], depth: int) -> Running:
     """Run generators, up to `depth` at once; one begins when the one `depth` before it has ended."""
-    coming = iter(runs)
-    under_way = deque(map(RunningExchange, islice(coming, depth)))
+    waiting = iter(runs)
+    under_way = deque(map(RunningExchange, islice(waiting, depth)))
     while under_way:
         # The needs of a step are checked here and not in the condition: an error then is the transfer's own.
         for step in under_way:
             step.push()
         if under_way[0].done:
             under_way.popleft()
-            under_way.extend(map(RunningExchange, islice(coming, 1)))
+            under_way.extend(map(RunningExchange, islice(waiting, 1)))
         else:
             yield partial(any_ready, [step for step in under_way if not step.done])
 
@@ -213,7 +213,7 @@ def any_ready(steps: Sequence[RunningExchange]) -> bool:
 class Tickets:
     """Queue of transfers: they begin in the order in which they were started, at most `most` at once.
 
-    There are as many rooms and pinned buffers. All ranks start transfers in one order, so the oldest one not
+    There are as many buffers, some pinned. All ranks start transfers in one order, so the oldest one not
     complete everywhere is in progress on every rank that has started it: none waits forever for its turn.
     """
 

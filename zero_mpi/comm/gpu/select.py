@@ -204,8 +204,8 @@ def site_says(environ: Mapping[str, str]) -> Iterator[Answer]:
 def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
     """Return the answer of a process that tried to send device memory."""
     lines, end = run_probe(command)
-    told = [json.loads(line) for line in lines]
-    if told and told[-1].get("takes_memory"):
-        return Answer(True, f"{said.why}, and {told[-1]['mpi']}")
-    problem = next((about[key] for about in reversed(told) for key in ("mpi", "error") if key in about), end)
+    facts = [json.loads(line) for line in lines]
+    if facts and facts[-1].get("takes_memory"):
+        return Answer(True, f"{said.why}, and {facts[-1]['mpi']}")
+    problem = next((about[key] for about in reversed(facts) for key in ("mpi", "error") if key in about), end)
     return Answer(False, f"{said.why}, but {problem}")

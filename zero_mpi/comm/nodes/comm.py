@@ -34,7 +34,7 @@ from zero_mpi.device.types import Array
 class Needs:
     """Arguments of a coming call of `memory`."""
 
-    wholes: Sequence[Partition] = ()
+    full: Sequence[Partition] = ()
     buffers: Sequence[int] = ()
     gathers: Sequence[int] = ()
 
@@ -60,8 +60,8 @@ class NodesComm(ProgressingWrapper):
             node.Free()
             raise NodesApart(problem)
         wanted = Needs() if needs is None else needs(self.topology.ranks_per_node)
-        wholes = [*wanted.wholes, *self._rooms(wanted.gathers)]
-        self._memory = NodeMemory(node, wholes, wanted.buffers)
+        full = [*wanted.full, *self._gather_buffers(wanted.gathers)]
+        self._memory = NodeMemory(node, full, wanted.buffers)
         self._flat = MPIComm(world, threaded=threaded)
         super().__init__(self._flat, self.topology.ranks_per_node)
         self.kind, self.exact = NODES, True  # also where `fast` would do
@@ -73,7 +73,7 @@ class NodesComm(ProgressingWrapper):
         self._started = self._launched = self._gathered = 0  # gathers
         self._released = 0  # shared buffers that this rank has given back
 
-    def _rooms(self, gathers: Sequence[int]) -> list[Partition]:
+    def _gather_buffers(self, gathers: Sequence[int]) -> list[Partition]:
         """Return partitions of buffers for gathered units: each rank of the node touches its part first."""
         return [Partition(length, self.topology.ranks_per_node, 1024) for length in gathers]
 
@@ -83,12 +83,12 @@ class NodesComm(ProgressingWrapper):
         return self._owners
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        arrays, slots = self._memory.allot(self._rooms(gathers), buffers)
+        arrays, slots = self._memory.allot(self._gather_buffers(gathers), buffers)
         pool = GatherPool(arrays, self._release)
         self._pools.add(pool)
-        return ModuleMemory([None] * len(wholes), slots, pool)
+        return ModuleMemory([None] * len(full), slots, pool)
 
     def _release(self) -> int:
         """Count one more buffer that was given back, so that the others see it. Returns their number."""

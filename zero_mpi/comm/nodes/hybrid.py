@@ -21,7 +21,7 @@ class ShardGroup(SharingWrapper):
     """The ranks of a node; `contributors` of a reduction counts ranks of the whole job."""
 
     def __init__(self, flat: MessageComm, sums: NodeSums) -> None:
-        super().__init__(flat.over(sums.node), sums.topology.ranks_per_node, sums.memory)
+        super().__init__(flat.with_comm(sums.node), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also where `fast` would do

@@ -2,7 +2,7 @@
 
 Ranks of the same position on their nodes form a lane. Each lane carries a part of a unit: on node 0 its rank
 adds what the ranks of its node contribute and sends the sum to node 1, which adds its own ranks to what came
-before, and passes it on: ((out + rank 0) + rank 1) + ..., piece by piece, so that all nodes are at work. A
+before, and passes it on: ((out + rank 0) + rank 1) + ..., chunk by chunk, so that all nodes are at work. A
 link carries an element once, however many ranks per node has. (To add within the nodes first would need no
 order between them, but it is another sum.) From the last node a sum goes to its owner; where every node has
 an owner, it goes back along the lane.
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.base import AllOf, Handle, ReduceScatter
-from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_piece
+from zero_mpi.comm.kinds import CHAIN_DEPTH, ENTRIES, POSTED, SUMMED, chain_chunk
 from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
 from zero_mpi.comm.start_mpi import mpi_type
@@ -65,9 +65,9 @@ class Sum:
     replicated: bool
     items: list[Item]  # those that this rank's lane carries, in the order in which it does
     last: int  # the last node with a rank that contributes
-    added: int = 0  # pieces that this rank has added so far
+    added: int = 0  # chunks that this rank has added so far
     lends: bool = False  # whether the sums that this rank lends are on their way
-    lent: dict[int, Any] = field(default_factory=dict)  # by piece: the request that sends `out` to node 0
+    lent: dict[int, Any] = field(default_factory=dict)  # by chunk: the request that sends `out` to node 0
     done: list[str] = field(default_factory=list)  # of the two parts of this rank
 
     def tag(self, kind: int) -> int:
@@ -88,10 +88,10 @@ class NodeSums:
         self, flat: MessageComm, topology: Topology, lane: Any, node: Any, memory: NodeMemory | None
     ) -> None:
         self.flat, self.topology, self.lane, self.node, self.memory = flat, topology, lane, node, memory
-        self.piece = chain_piece(topology.nodes)
+        self.chunk = chain_chunk(topology.nodes)
         self._started = 0
         self._settled = 0  # reductions in which this rank has done its parts
-        self._rooms: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
+        self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # buffers by type, for the next sums
 
     def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
         """Begin a reduction of `comm`, which pushes it where it waits; see `Sum`. Collective."""
@@ -117,22 +117,22 @@ class NodeSums:
             owners = [ranks[local] for ranks in self.topology.members]
             parts = [(home, partition.part(rank)) for home, rank in enumerate(owners)]
         return [
-            Item(start, min(start + self.piece, part.stop), home)
+            Item(start, min(start + self.chunk, part.stop), home)
             for home, part in parts
-            for start in range(part.start, part.stop, self.piece)
+            for start in range(part.start, part.stop, self.chunk)
         ]
 
     def _given(self, total: Sum) -> int:
         """Return the bytes that this rank sends to other nodes, and gives to other ranks of its own."""
         node, last = self.topology.node, total.last
-        whole = sum(item.length for item in total.items)
-        mine = sum(item.length for item in total.items if item.home in (None, node))
+        full = sum(item.length for item in total.items)
+        own = sum(item.length for item in total.items if item.home in (None, node))
         if total.replicated:
-            away = whole * ((node < last) + len(self._beside(node)) - (node != last))
+            away = full * ((node < last) + len(self._neighbours(node)) - (node != last))
         else:
-            away = mine if total.asked.accumulate and node else 0
-            away += whole if node < last else whole - mine if node == last else 0
-        given = total.asked.partition.length - whole if self.topology.rank < total.asked.contributors else 0
+            away = own if total.asked.accumulate and node else 0
+            away += full if node < last else full - own if node == last else 0
+        given = total.asked.partition.length - full if self.topology.rank < total.asked.contributors else 0
         return away * int(total.asked.out.itemsize) + given * int(total.asked.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
@@ -140,7 +140,7 @@ class NodeSums:
         node = self.topology.members[self.topology.node]
         givers = [local for local, rank in enumerate(node) if rank < total.asked.contributors]
         if self.memory is None:
-            return GradientsByMessages(self.node, self.topology.local, givers, total, self.piece)
+            return GradientsByMessages(self.node, self.topology.local, givers, total, self.chunk)
         pool, offset = self.memory.find(total.asked.full)
         assert pool is not None, "a gradient lies in a slot where memory is shared"
         self.memory.counters.note(total.number, offset)
@@ -173,57 +173,57 @@ class NodeSums:
     def _receive(self, array: Array, node: int, kind: int, total: Sum) -> Any:
         return self.lane.Irecv([array, mpi_type(array)], node, total.tag(kind))
 
-    def _beside(self, node: int) -> list[int]:
+    def _neighbours(self, node: int) -> list[int]:
         return [other for other in (node - 1, node + 1) if 0 <= other < self.topology.nodes]
 
     def _out(self, total: Sum, item: Item) -> Array:
-        """Return the piece of this rank's slice."""
-        mine = self.topology.local if total.replicated else self.topology.rank
-        first = total.asked.partition.bounds[mine]
+        """Return the chunk of this rank's slice."""
+        number = self.topology.local if total.replicated else self.topology.rank
+        first = total.asked.partition.bounds[number]
         return total.asked.out[item.start - first : item.stop - first]
 
     # ------------------------------------------------------------------------------------------ forward
 
     def _carry(self, total: Sum, source: Source) -> Running:
-        """Add this node's part piece by piece and pass the sums on; do nothing on nodes without a part."""
+        """Add this node's part chunk by chunk and pass the sums on; do nothing on nodes without a part."""
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
             with borrowed(
-                self._rooms[total.asked.out.dtype], lambda: self._new_rooms(total.asked.out.dtype)
-            ) as rooms:
-                yield from self._add_and_pass_on(total, source, rooms)
+                self._buffers[total.asked.out.dtype], lambda: self._new_buffers(total.asked.out.dtype)
+            ) as slots:
+                yield from self._add_and_pass_on(total, source, slots)
         total.done.append("carried")
 
-    def _new_rooms(self, dtype: Any) -> list[Array]:
-        return [empty(self.piece, dtype) for _ in range(CHAIN_DEPTH)]
+    def _new_buffers(self, dtype: Any) -> list[Array]:
+        return [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
 
-    def _add_and_pass_on(self, total: Sum, source: Source, rooms: list[Array]) -> Running:
+    def _add_and_pass_on(self, total: Sum, source: Source, slots: list[Array]) -> Running:
         items = total.items
         posted: list[list[Any]] = []
-        sent: list[list[Any]] = [[] for _ in rooms]
+        sent: list[list[Any]] = [[] for _ in slots]
         for number in range(len(items) + CHAIN_DEPTH - 1):
-            room = number % CHAIN_DEPTH
+            slot = number % CHAIN_DEPTH
             if number < len(items):
-                yield sent[room]  # then its memory is free
-                posted.append(self._post(total, source, items[number], rooms[room], room))
+                yield sent[slot]  # then its memory is free
+                posted.append(self._post(total, source, items[number], slots[slot], slot))
             done = number - (CHAIN_DEPTH - 1)
             if 0 <= done < len(items):
                 yield posted[done]
-                room = done % CHAIN_DEPTH
-                self._add(total, source, items[done], rooms[room], room)
+                slot = done % CHAIN_DEPTH
+                self._add(total, source, items[done], slots[slot], slot)
                 if self.topology.node == total.last:
                     yield [total.lent[done]] if done in total.lent else []
-                sent[room] = self._pass_on(total, items[done], rooms[room])
+                sent[slot] = self._pass_on(total, items[done], slots[slot])
                 total.added += 1
         yield [request for requests in sent for request in requests]
 
-    def _post(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> list[Any]:
+    def _post(self, total: Sum, source: Source, item: Item, slot: Array, number: int) -> list[Any]:
         requests = source.post(item.span, number)
-        coming = self._comes_from(total, item)
-        if coming is not None:
+        sender = self._comes_from(total, item)
+        if sender is not None:
             kind = FORWARD if self.topology.node else START
-            requests.append(self._receive(room[: item.length], coming, kind, total))
+            requests.append(self._receive(slot[: item.length], sender, kind, total))
         return requests
 
     def _comes_from(self, total: Sum, item: Item) -> int | None:
@@ -232,16 +232,16 @@ class NodeSums:
             return self.topology.node - 1
         return item.home if total.asked.accumulate and item.home else None
 
-    def _add(self, total: Sum, source: Source, item: Item, room: Array, number: int) -> None:
-        target, parts = room[: item.length], source.parts(item.span, number)
+    def _add(self, total: Sum, source: Source, item: Item, slot: Array, number: int) -> None:
+        target, parts = slot[: item.length], source.parts(item.span, number)
         is_head = self._comes_from(total, item) is None
         if is_head and total.asked.accumulate:
             np.copyto(target, self._out(total, item))
         ordered_sum(target, parts, accumulate=total.asked.accumulate or not is_head)
 
-    def _pass_on(self, total: Sum, item: Item, room: Array) -> list[Any]:
+    def _pass_on(self, total: Sum, item: Item, slot: Array) -> list[Any]:
         """Send the sum to the next node, or from the last one to where it belongs."""
-        node, summed = self.topology.node, room[: item.length]
+        node, summed = self.topology.node, slot[: item.length]
         if node < total.last:
             return [self._send(summed, node + 1, FORWARD, total)]
         if item.home is not None and item.home != node:
@@ -249,7 +249,7 @@ class NodeSums:
         np.copyto(self._out(total, item), summed)
         if item.home == node:
             return []
-        return [self._send(self._out(total, item), other, TOTAL, total) for other in self._beside(node)]
+        return [self._send(self._out(total, item), other, TOTAL, total) for other in self._neighbours(node)]
 
     # --------------------------------------------------------------------------------------------- back
 
@@ -260,20 +260,20 @@ class NodeSums:
         """
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
-        mine = [number for number, item in enumerate(items) if item.home in (None, node)]
+        own = [number for number, item in enumerate(items) if item.home in (None, node)]
         if total.asked.accumulate and not total.replicated and node:
-            for number in mine:
+            for number in own:
                 total.lent[number] = self._send(self._out(total, items[number]), 0, START, total)
         total.lends = True
         if node != last:
-            coming = last if not total.replicated else node + 1 if node < last else node - 1
+            sender = last if not total.replicated else node + 1 if node < last else node - 1
             requests = []
-            for number in mine:
+            for number in own:
                 yield self._may_be_written(total, number)
-                requests.append(self._receive(self._out(total, items[number]), coming, TOTAL, total))
-            onward = [other for other in self._beside(node) if total.replicated and other != coming]
+                requests.append(self._receive(self._out(total, items[number]), sender, TOTAL, total))
+            onward = [other for other in self._neighbours(node) if total.replicated and other != sender]
             sent: list[Any] = []
-            for number, request in zip(mine, requests, strict=True):
+            for number, request in zip(own, requests, strict=True):
                 yield [request]
                 sent += [self._send(self._out(total, items[number]), other, TOTAL, total) for other in onward]
             yield sent
@@ -298,11 +298,11 @@ class GradientsInSharedMemory:
         """Return whether the gradients may be asked for."""
         return self.counters.all_reached(POSTED, self.total.number + 1)
 
-    def post(self, span: slice, room: int) -> list[Any]:
+    def post(self, span: slice, slot: int) -> list[Any]:
         """Return requests that must be complete before `parts` of the same arguments."""
         return []
 
-    def parts(self, span: slice, room: int) -> list[Array]:
+    def parts(self, span: slice, slot: int) -> list[Array]:
         """Return the elements `span` of the unit of each contributing rank of the node, in rank order."""
         number, full = self.total.number, self.total.asked.full
         return [
@@ -311,31 +311,31 @@ class GradientsInSharedMemory:
 
 
 class GradientsByMessages:
-    """Gradients that the ranks of a node send to each other, in pieces of so many elements."""
+    """Gradients that the ranks of a node send to each other, in chunks of so many elements."""
 
-    def __init__(self, node: Any, local: int, givers: list[int], total: Sum, piece: int) -> None:
-        self.node, self.local, self.givers, self.total, self.piece = node, local, givers, total, piece
-        self.rooms: dict[tuple[int, int], Array] = {}  # by room and rank: where a rank's part arrives
+    def __init__(self, node: Any, local: int, givers: list[int], total: Sum, chunk: int) -> None:
+        self.node, self.local, self.givers, self.total, self.chunk = node, local, givers, total, chunk
+        self.buffers: dict[tuple[int, int], Array] = {}  # by room and rank: where a rank's part arrives
 
     def ready(self) -> bool:
         return True
 
     def _room(self, number: int, rank: int, span: slice) -> Array:
-        if (number, rank) not in self.rooms:
-            self.rooms[number, rank] = empty(self.piece, self.total.asked.full.dtype)
-        return self.rooms[number, rank][: span.stop - span.start]
+        if (number, rank) not in self.buffers:
+            self.buffers[number, rank] = empty(self.chunk, self.total.asked.full.dtype)
+        return self.buffers[number, rank][: span.stop - span.start]
 
-    def post(self, span: slice, room: int) -> list[Any]:
+    def post(self, span: slice, slot: int) -> list[Any]:
         kind, tag = mpi_type(self.total.asked.full), self.total.number % TAGS
         return [
-            self.node.Irecv([self._room(room, rank, span), kind], rank, tag)
+            self.node.Irecv([self._room(slot, rank, span), kind], rank, tag)
             for rank in self.givers
             if rank != self.local
         ]
 
-    def parts(self, span: slice, room: int) -> list[Array]:
+    def parts(self, span: slice, slot: int) -> list[Array]:
         own = self.total.asked.full[span]
-        return [own if rank == self.local else self._room(room, rank, span) for rank in self.givers]
+        return [own if rank == self.local else self._room(slot, rank, span) for rank in self.givers]
 
 
 Source = GradientsInSharedMemory | GradientsByMessages

@@ -34,7 +34,7 @@ from zero_mpi.device.ordered_sum import ordered_sum
 from zero_mpi.telemetry import spans
 from zero_mpi.telemetry.spans import OpenTransfer as Record
 
-SUM_PIECE = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
+SUM_CHUNK = 1 << 15  # elements that are added over all ranks before the next ones: 128 KiB stay in cache
 
 
 @dataclass(eq=False)
@@ -58,14 +58,14 @@ class Reduction(Handle):
 
     def add(self) -> None:
         """Add the slices that lie where the ranks said; call it once all of them have."""
-        asked, mine = self.asked, self.asked.partition.part(self.comm.rank)
+        asked, span = self.asked, self.asked.partition.part(self.comm.rank)
         parts = [
-            self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, mine)
+            self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, span)
             for rank in range(asked.contributors)
         ]
-        for start in range(0, mine.stop - mine.start, SUM_PIECE):
-            piece = slice(start, start + SUM_PIECE)
-            ordered_sum(asked.out[piece], [part[piece] for part in parts], asked.accumulate)
+        for start in range(0, span.stop - span.start, SUM_CHUNK):
+            chunk = slice(start, start + SUM_CHUNK)
+            ordered_sum(asked.out[chunk], [part[chunk] for part in parts], asked.accumulate)
 
 
 class OverMPI(ProgressingHandle):
@@ -92,11 +92,11 @@ class SharingWrapper(ProgressingWrapper):
         self.node_memory = node_memory
 
     def memory(
-        self, wholes: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
+        self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         if self.node_memory is None:
-            return super().memory(wholes, buffers, gathers)
-        arrays, pool = self.node_memory.allot(wholes, buffers)
+            return super().memory(full, buffers, gathers)
+        arrays, pool = self.node_memory.allot(full, buffers)
         return ModuleMemory(list(arrays), pool)
 
     def signal_written(self) -> None:
@@ -115,7 +115,7 @@ class SharingWrapper(ProgressingWrapper):
 class SharedComm(SharingWrapper):
     """The ranks of an MPI communicator (the world, unless another is given), all of one node.
 
-    `wholes`, `buffers`: arguments of the first call of `memory`; it is set aside at once. Collective; raises
+    `full`, `buffers`: arguments of `memory`'s first call, set aside at once. Collective; raises
     NoSharedMemory on all ranks alike where the ranks are on several nodes or there is not enough memory.
     """
 
@@ -123,7 +123,7 @@ class SharedComm(SharingWrapper):
         self,
         comm: Any = None,
         *,
-        wholes: Sequence[Partition] = (),
+        full: Sequence[Partition] = (),
         buffers: Sequence[int] = (),
         threaded: bool | None = None,
     ) -> None:
@@ -133,7 +133,7 @@ class SharedComm(SharingWrapper):
         if nodes > 1:
             node.Free()
             raise NodesApart(f"the ranks are on {nodes} nodes, but shared memory needs one node")
-        self._memory = NodeMemory(node, wholes, buffers)
+        self._memory = NodeMemory(node, full, buffers)
         super().__init__(MPIComm(world, threaded=threaded), self._memory.size, self._memory)
         self.kind, self.exact = SHARED, True  # also where `fast` would do: the library has no faster sum
         self.counters = self._memory.counters

@@ -61,11 +61,11 @@ class Window:
     """
 
     def __init__(self, node: Any, nbytes: int, own: Iterable[Range] = ()) -> None:
-        agree(node, room_problem(nbytes + MARGIN) if node.Get_rank() == 0 else "")
+        agree(node, space_problem(nbytes + MARGIN) if node.Get_rank() == 0 else "")
         self.nbytes = nbytes
-        mine = nbytes + ALIGNMENT if node.Get_rank() == 0 else 0
+        size = nbytes + ALIGNMENT if node.Get_rank() == 0 else 0
         try:
-            self._window = MPI.Win.Allocate_shared(mine, 1, comm=node)
+            self._window = MPI.Win.Allocate_shared(size, 1, comm=node)
         except MPI.Exception as error:
             raise NoSharedMemory(f"the MPI library cannot create a shared window ({error})") from error
         self._window.Lock_all(MPI.MODE_NOCHECK)
@@ -113,7 +113,7 @@ def agree(node: Any, problem: str) -> None:
         raise NoSharedMemory(found)
 
 
-def room_problem(nbytes: int) -> str:
+def space_problem(nbytes: int) -> str:
     """Return why `nbytes` do not fit into shared memory now, or an empty text."""
     needed = f"{nbytes / 2**20:.1f} MiB of shared memory"
     try:
@@ -157,10 +157,10 @@ class Counters:
 
     def __init__(self, node: Any) -> None:
         rank, self._ranks = node.Get_rank(), node.Get_size()
-        self._mine = rank * WORDS
+        self._first = rank * WORDS
         self._window = Window(node, RANK_BYTES * self._ranks, [(RANK_BYTES * rank, RANK_BYTES * (rank + 1))])
         self._words = memoryview(self._window.hand_over()).cast("q")
-        for word in range(self._mine, self._mine + WORDS):
+        for word in range(self._first, self._first + WORDS):
             self._words[word] = 0
         self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # how far all ranks are known to have come
         self._window.fence()
@@ -169,7 +169,7 @@ class Counters:
     def raise_to(self, counter: int, value: int) -> None:
         """Set this rank's counter, after everything that the rank has written so far."""
         self._window.fence()
-        self._words[self._mine + counter] = value
+        self._words[self._first + counter] = value
 
     def all_reached(self, counter: int, value: int) -> bool:
         """Return whether every rank's counter is `value` or more: then what it stands for may be read."""
@@ -184,7 +184,7 @@ class Counters:
 
     def note(self, entry: int, value: int) -> None:
         """Write into this rank's table; a counter that is raised later says that it is there."""
-        self._words[self._mine + TABLE + entry % ENTRIES] = value
+        self._words[self._first + TABLE + entry % ENTRIES] = value
 
     def noted(self, rank: int, entry: int) -> int:
         """Read from a rank's table."""
@@ -243,13 +243,13 @@ Allotment = tuple[list[Array], SharedGradientPool]
 class NodeMemory:
     """Memory of the ranks of `node`, an MPI communicator that is given up with it.
 
-    A window holds arrays that all ranks of the node see (wholes), and for each rank a block of buffers that
-    it writes and the others read (slots). `wholes`, `buffers`: arguments of the first call of `allot`, set
+    A window holds arrays that all ranks of the node see (full), and for each rank a block of buffers that
+    it writes and the others read (slots). `full`, `buffers`: arguments of `allot`'s first call, set
     aside at once, so that a job knows at its start whether there is room. Collective; raises NoSharedMemory
     on all ranks alike where there is not enough.
     """
 
-    def __init__(self, node: Any, wholes: Sequence[Partition], buffers: Sequence[int]) -> None:
+    def __init__(self, node: Any, full: Sequence[Partition], buffers: Sequence[int]) -> None:
         self.node = node
         self.rank, self.size = node.Get_rank(), node.Get_size()
         self._windows: list[Window] = []
@@ -262,34 +262,34 @@ class NodeMemory:
             node.Free()
             raise
         try:
-            if wholes or buffers:
-                self._prepared = (tuple(wholes), tuple(buffers)), self._allot(wholes, buffers)
+            if full or buffers:
+                self._prepared = (tuple(full), tuple(buffers)), self._allot(full, buffers)
         except NoSharedMemory:
             self.close()
             raise
 
-    def allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Return zeroed arrays as long as `wholes`, of which each rank first writes its part; and a pool.
+    def allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
+        """Return zeroed arrays as long as `full`, of which each rank first writes its part; and a pool.
 
         Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks alike.
         """
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == (tuple(wholes), tuple(buffers)):
+        if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):
             return prepared[1]
         prepared = None
         self._free_unused()
-        return self._allot(wholes, buffers)
+        return self._allot(full, buffers)
 
-    def _allot(self, wholes: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
-        """Make one window: first the wholes, then a block of buffers for each rank."""
-        starts = list(itertools.accumulate((padded(whole.length) for whole in wholes), initial=0))
+    def _allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
+        """Make one window: first the full arrays, then a block of buffers for each rank."""
+        starts = list(itertools.accumulate((padded(one.length) for one in full), initial=0))
         block = sum(map(padded, buffers))
         blocks = [starts[-1] + rank * block for rank in range(self.size + 1)]
         slices = [
             (start + FLOAT.itemsize * part.start, start + FLOAT.itemsize * part.stop)
-            for start, part in zip(starts, (whole.part(self.rank) for whole in wholes), strict=False)
+            for start, part in zip(starts, (one.part(self.rank) for one in full), strict=False)
         ]
-        nbytes = window_bytes((whole.length for whole in wholes), buffers, self.size)
+        nbytes = window_bytes((one.length for one in full), buffers, self.size)
         window = Window(self.node, nbytes, [*slices, (blocks[self.rank], blocks[self.rank + 1])])
         memory = window.hand_over()
         for first, last in slices:
@@ -297,8 +297,8 @@ class NodeMemory:
         window.fence()
         self.node.Barrier()  # others may write into what this rank has just made zeros
         arrays = [
-            memory[start : start + FLOAT.itemsize * whole.length].view(FLOAT)
-            for start, whole in zip(starts, wholes, strict=False)
+            memory[start : start + FLOAT.itemsize * one.length].view(FLOAT)
+            for start, one in zip(starts, full, strict=False)
         ]
         pool = SharedGradientPool(
             [memory[start : start + block] for start in blocks[:-1]], self.rank, buffers
@@ -316,7 +316,7 @@ class NodeMemory:
                 self._windows.remove(window)
 
     def signal_written(self) -> None:
-        """Announce that this rank has completely written its parts of wholes."""
+        """Announce that this rank has completely written its parts of arrays."""
         self._writes += 1
         self.counters.raise_to(WRITTEN, self._writes)
 

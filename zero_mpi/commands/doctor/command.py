@@ -87,7 +87,7 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def command(world: World, arguments: Sequence[str]) -> int:
     """Run all checks. Return the exit status, the same on all ranks."""
-    options = world.together(lambda: read_flags(arguments))
+    options = world.run_on_all(lambda: read_flags(arguments))
     if split_into(world.size) and not is_first():
         return FAILED  # each process believes that it is the full job; only the first prints this
     if options.json is not None:

@@ -24,7 +24,7 @@ from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, short_size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
 from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
-from zero_mpi.environment.limits import Limits, look
+from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.consistency import installation, mpi_library, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX, left_behind
 from zero_mpi.ops.code_cache import installed
@@ -56,10 +56,10 @@ LEAST_MEMORY = 512 << 20  # bytes per rank, of which interpreter and libraries t
 LEAST_LOCKED = 64 << 20  # bytes; networks with remote memory access lock their buffers
 SPARE_FILES = 64  # files in addition to one connection per other rank
 PROC = Path("/proc")
-LOOKS, PAUSE = 4, 0.02  # looks, and seconds between; the minimum leaves out short threads
+SAMPLES, PAUSE = 4, 0.02  # looks, and seconds between; the minimum leaves out short threads
 SMALL = 256 << 20  # bytes of a small shared memory: containers have 64 MiB
 TRIAL = 1 << 20  # bytes of the window that is tried
-MORE_ROOM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
+MORE_SHM = "containers: --shm-size=16g or --ipc=host; else: mount -o remount,size=16g /dev/shm (as root)"
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvgpu")  # PCs and servers, WSL, Jetson
 STAGED = (
@@ -147,20 +147,20 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class NodeSeats:
+class NodePlacement:
     """Ranks of a host. usable: cores whose time they may use, by the CPU quota."""
 
     name: str
     ranks: tuple[int, ...]
-    seats: tuple[Placement, ...]
+    placements: tuple[Placement, ...]
 
     @property
     def cores(self) -> list[int]:
-        return sorted({core for seat in self.seats for core in seat.cores})
+        return sorted({core for one in self.placements for core in one.cores})
 
     @property
     def usable(self) -> int:
-        quotas = [int(seat.quota) for seat in self.seats if seat.quota is not None]
+        quotas = [int(one.quota) for one in self.placements if one.quota is not None]
         return max(1, min([len(self.cores), *quotas]))
 
     @property
@@ -171,12 +171,15 @@ class NodeSeats:
 def cores(where: Ranks) -> list[Row]:
     """Check hosts, cores and threads of all ranks. Collective."""
     name = mpi_library(where.world) if where.world.mpi is not None else ""
-    seats = where.gather(seat_of(name))
-    found = [NodeSeats(host, of, tuple(seats[rank] for rank in of)) for of, host in where.named(where.nodes)]
+    placements = where.gather(placement_of(name))
+    found = [
+        NodePlacement(host, of, tuple(placements[rank] for rank in of))
+        for of, host in where.named(where.nodes)
+    ]
     return [*hosts(found), crowding(found, name), binding(found), threads(found)]
 
 
-def seat_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
+def placement_of(library: str, environ: Mapping[str, str] = os.environ) -> Placement:
     """Return the placement of this rank."""
     yields = all(is_on(environ, name) for name in yielding(library))
     cores, threads = tuple(sorted(os.sched_getaffinity(0))), ops.use_threads()
@@ -189,24 +192,24 @@ def yielding(library: str) -> dict[str, str]:
     return {name: value for name, value in environment.YIELDING.items() if name.startswith(own)}
 
 
-def hosts(found: list[NodeSeats]) -> Iterator[Row]:
+def hosts(found: list[NodePlacement]) -> Iterator[Row]:
     """Yield a row for each host; of many, the first ones."""
     for node in found[:FEW]:
         cores = f"{plural(len(node.cores), 'core')} ({ranges(node.cores)})"
-        bound = f"{span(len(seat.cores) for seat in node.seats)} for each rank"
+        bound = f"{span(len(one.cores) for one in node.placements)} for each rank"
         yield Row(f"host {node.name}", f"{ranks(node.ranks)} on {cores}, {bound}")
     if rest := found[FEW:]:
         yield Row("hosts", f"{len(rest):,} more, {span(len(node.ranks) for node in rest)} ranks on each")
 
 
-def crowding(found: list[NodeSeats], library: str) -> Row:
+def crowding(found: list[NodePlacement], library: str) -> Row:
     """Check that no host has more ranks than cores, unless its ranks yield."""
     title, crowded = "ranks and cores", [node for node in found if node.is_crowded]
     if not crowded:
         return Row(title, "no host has more ranks than cores")
     each = [f"{plural(len(n.ranks), 'rank')} on {plural(n.usable, 'core')} of {n.name}" for n in crowded]
     text = ", ".join(few(each))
-    if all(seat.yields for node in crowded for seat in node.seats):
+    if all(one.yields for node in crowded for one in node.placements):
         remedy = f"fine for a test; for speed start at most {min(node.usable for node in crowded)} per host"
         return Row(title, f"{text}; a waiting rank yields its core", NOTE, remedy)
     value = f"{text}, and a waiting rank keeps its core: 10 to 100 times slower"
@@ -214,13 +217,13 @@ def crowding(found: list[NodeSeats], library: str) -> Row:
     return Row(title, value, NOTE, f"export {settings}, or start fewer ranks per host")
 
 
-def binding(found: list[NodeSeats]) -> Row:
+def binding(found: list[NodePlacement]) -> Row:
     """Check that no ranks are bound to one core while another core has none."""
     shared = list[str]()
     for node in found:
         bound: dict[tuple[int, ...], list[int]] = {}
-        for rank, seat in zip(node.ranks, node.seats, strict=True):
-            bound.setdefault(seat.cores, []).append(rank)
+        for rank, one in zip(node.ranks, node.placements, strict=True):
+            bound.setdefault(one.cores, []).append(rank)
         shared += [
             f"{ranks(which)} of {node.name} share {plural(len(cores), 'core')} ({ranges(cores)})"
             for cores, which in bound.items()
@@ -230,19 +233,19 @@ def binding(found: list[NodeSeats]) -> Row:
     return assessed("binding", value, not shared, BIND)
 
 
-def threads(found: list[NodeSeats]) -> Row:
+def threads(found: list[NodePlacement]) -> Row:
     """Check that the threads of a host's ranks fit its cores."""
-    value, idle = f"{span(seat.threads for node in found for seat in node.seats)} for each rank", ""
+    value, idle = f"{span(one.threads for node in found for one in node.placements)} for each rank", ""
     for node in found:
-        most = min([max(1, node.usable // len(node.ranks)), *(len(seat.cores) for seat in node.seats)])
-        if max(seat.threads for seat in node.seats) > most:
+        most = min([max(1, node.usable // len(node.ranks)), *(len(one.cores) for one in node.placements)])
+        if max(one.threads for one in node.placements) > most:
             cores = f"{plural(most, 'core')} for each of {plural(len(node.ranks), 'rank')} on {node.name}"
-            was_set = any(seat.threads_were_set for seat in node.seats)
+            was_set = any(one.threads_were_set for one in node.placements)
             names = [name for name in environment.THREADS if was_set and name in os.environ]
             remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
-        free = node.usable - sum(seat.threads for seat in node.seats)
+        free = node.usable - sum(one.threads for one in node.placements)
         if free > 0 and not idle:
             idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
     more = "start more ranks, or train with --threads auto (other last bits than with one thread)"
@@ -259,22 +262,22 @@ def load(where: Ranks) -> Iterator[Row]:
         """Return the host's threads that run or wait for a core, the minimum of some looks; 0: unknown."""
         found = list[int]()
         with contextlib.suppress(OSError):
-            for _ in range(LOOKS):
+            for _ in range(SAMPLES):
                 found.append(int((PROC / "loadavg").read_text().split()[3].partition("/")[0]))
                 time.sleep(PAUSE)
         return min(found, default=0)
 
     seen = where.of_nodes(lambda: (busy_threads(), os.cpu_count() or 1))
     remedy = "the speeds below are measured while they run: wait until they end, or use another host"
-    for mine, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
-        if threads > max(cores, mine):
-            others = f"{threads - mine} threads of other programs run on {name}"
-            yield Row("load", f"{others}, with {mine} ranks of this job on {cores} cores", NOTE, remedy)
+    for count, (threads, cores), name in zip(map(len, where.nodes), seen, where.names, strict=True):
+        if threads > max(cores, count):
+            others = f"{threads - count} threads of other programs run on {name}"
+            yield Row("load", f"{others}, with {count} ranks of this job on {cores} cores", NOTE, remedy)
 
 
 def limits(where: Ranks) -> list[Row]:
     """Check memory and limits of all hosts; notes `memory_bytes_per_rank`. Collective."""
-    return limit_rows(where.of_nodes(look), where)
+    return limit_rows(where.of_nodes(read_limits), where)
 
 
 def limit_rows(found: list[Limits], where: Ranks) -> list[Row]:
@@ -330,10 +333,10 @@ def shared_memory(where: Ranks) -> list[Row]:
     """Check shared memory of all hosts. Collective."""
     problems = where.gather(try_window(where) if where.node_comm is not None else "")
     by_node = [next(filter(None, (problems[rank] for rank in of)), "") for of in where.nodes]
-    return shared_rows(where.of_nodes(look_at_shared), by_node, where)
+    return shared_rows(where.of_nodes(inspect_shared), by_node, where)
 
 
-def look_at_shared() -> SharedMemory:
+def inspect_shared() -> SharedMemory:
     """Look at this host's shared memory."""
     try:
         free = shutil.disk_usage(PLACE).free
@@ -369,14 +372,14 @@ def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) ->
     hosts = zip(found, map(len, where.nodes), where.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0].free / host[1])
     value = f"{short_size(least.free)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
-    room = assessed("shared memory", value, least.free >= SMALL, MORE_ROOM)
+    memory = assessed("shared memory", value, least.free >= SMALL, MORE_SHM)
     broken = [f"{name}: {text}" for text, name in where.named(problems) if text]
     value = "created, written and read by all ranks of each host"
     if broken:
         value = f"{'; '.join(few(broken))}: a run would use messages"
     elif where.node_comm is None:
         value = "not tried: one process without MPI"
-    trial = assessed("shared window", value, not broken, MORE_ROOM)
+    trial = assessed("shared window", value, not broken, MORE_SHM)
     left = list[Row]()
     for host, name in where.named(found):
         if host.left:
@@ -385,7 +388,7 @@ def shared_rows(found: list[SharedMemory], problems: list[str], where: Ranks) ->
             value = f"{short_size(host.left_bytes)} on {name}, in {files}: {listed}"
             remedy = f"rm {' '.join(map(shlex.quote, host.left[:FEW]))}; the next zero_mpi.train of the same "
             left.append(Row("left in shared memory", value, NOTE, f"{remedy}user there removes them too"))
-    return [room, trial, *left[:FEW]]
+    return [memory, trial, *left[:FEW]]
 
 
 # -------------------------------------------------------------------------------------------------- CUDA
@@ -405,20 +408,20 @@ class Devices:
 
 def cuda(where: Ranks) -> list[Row]:
     """Check the devices of all hosts. Collective."""
-    return device_rows(where.of_nodes(look_at_devices), where.names)
+    return device_rows(where.of_nodes(find_devices), where.names)
 
 
-def look_at_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
+def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER) -> Devices:
     """Look for devices of this host; without a driver nothing is started."""
     if not any(map(os.path.exists, driver)):
         return Devices()
     cupy = next((f"{name} {found}" for name in CUPY if (found := installed(name))), "")
-    told, end = run_probe(command, PROBE_SECONDS)
-    about, live, *_ = [*map(json.loads, told), {"error": end}, {"error": end}]  # or how the process ended
+    lines, end = run_probe(command, PROBE_SECONDS)
+    about, live, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # or how the process ended
     if about.get("error") or not about.get("names"):
         return Devices(error=about.get("error") or "the driver finds none", cupy=cupy)
-    said = live.get("mpi") or live.get("error", "")
-    return Devices(tuple(about["names"]), about["driver"], "", cupy, said, bool(live.get("takes_memory")))
+    mpi = live.get("mpi") or live.get("error", "")
+    return Devices(tuple(about["names"]), about["driver"], "", cupy, mpi, bool(live.get("takes_memory")))
 
 
 def device_rows(found: list[Devices], names: tuple[str, ...]) -> list[Row]:

@@ -30,7 +30,7 @@ from zero_mpi.ops.low_precision import BFLOAT16
 
 TRIAL, BLOCK = 16 << 20, 1 << 20  # bytes that are written and flushed to disk, and bytes per call
 LONGEST = 5.0  # seconds after which writing stops
-PATIENCE, LOOK = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
+PATIENCE, POLL = 3.0, 0.05  # seconds that a host has to see a file, and seconds between looks
 SLOW = 20e6  # bytes per second
 LITTLE = 1 << 30  # bytes free
 BYTES_A_PARAMETER = 12  # bytes per parameter in a checkpoint
@@ -117,7 +117,7 @@ def sees(trial: Path | None) -> bool:
             return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
         if time.monotonic() > until:
             return False
-        time.sleep(LOOK)
+        time.sleep(POLL)
     return True
 
 
@@ -251,7 +251,7 @@ def measure(where: Ranks, ring: Sequence[int], sharing: int) -> dict[str, float]
 
 def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
     """Return the seconds in which every rank passes on `nbytes`. Collective."""
-    mine, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    sent, theirs = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     place = ring.index(where.world.rank) if len(ring) > 1 else None
 
     def once() -> float:
@@ -259,7 +259,7 @@ def seconds_of(where: Ranks, ring: Sequence[int], nbytes: int) -> float:
         begun = time.perf_counter()
         if place is not None:
             after, before = ring[(place + 1) % len(ring)], ring[place - 1]
-            where.world.mpi.COMM_WORLD.Sendrecv(mine, after, recvbuf=theirs, source=before)
+            where.world.mpi.COMM_WORLD.Sendrecv(sent, after, recvbuf=theirs, source=before)
         return time.perf_counter() - begun
 
     once()  # makes connections

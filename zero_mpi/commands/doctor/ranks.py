@@ -73,9 +73,9 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         return self.comm.allgather_object(value)
 
-    def of_nodes(self, look: Callable[[], Any]) -> list[Any]:
-        """Return what the first rank of each node sees. Collective; look() must not communicate."""
-        seen = self.gather(look() if self.place == 0 else None)
+    def of_nodes(self, inspect: Callable[[], Any]) -> list[Any]:
+        """Return what the first rank of each node sees. Collective; inspect() must not communicate."""
+        seen = self.gather(inspect() if self.place == 0 else None)
         return [seen[ranks[0]] for ranks in self.nodes]
 
 

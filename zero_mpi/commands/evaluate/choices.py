@@ -46,7 +46,7 @@ class Question(NamedTuple):
     line: int = 0
 
 
-def asked(question: str, before: str = "") -> str:
+def prompt_of(question: str, before: str = "") -> str:
     """Return the prompt of most data sets."""
     return before + "Question: " + question + "\nAnswer:"
 
@@ -78,7 +78,7 @@ def mmlu(v: Any) -> Question:
 
 def boolq(v: Any) -> Question:
     """Return the question of a line of BoolQ, in its own form or SuperGLUE's."""
-    context = asked(v["question"] + "?", v["passage"] + "\n")
+    context = prompt_of(v["question"] + "?", v["passage"] + "\n")
     return Question([context], ["no", "yes"], v["label" if "label" in v else "answer"])
 
 
@@ -100,14 +100,14 @@ FORMS: dict[str, Callable[[Any], Question]] = {  # by the fields of a line; the 
     "question question_concept choices answerKey": lambda v: lettered(
         "Question: " + v["question"].strip(), v["choices"]["text"], labelled("", v).right
     ),
-    "question choices answerKey": lambda v: labelled(asked(v["question"]), v),
+    "question choices answerKey": lambda v: labelled(prompt_of(v["question"]), v),
     "question choices answer": mmlu,
     "question support distractor1 distractor2 distractor3 correct_answer": lambda v: Question(
-        [asked(v["question"], v["support"].lstrip() + "\n")],
+        [prompt_of(v["question"], v["support"].lstrip() + "\n")],
         [*(v[f"distractor{number}"] for number in (1, 2, 3)), v["correct_answer"]],
         3,
     ),
-    "goal sol1 sol2 label": lambda v: Question([asked(v["goal"])], [v["sol1"], v["sol2"]], v["label"]),
+    "goal sol1 sol2 label": lambda v: Question([prompt_of(v["goal"])], [v["sol1"], v["sol2"]], v["label"]),
     "passage question label": boolq,
     "passage question answer": boolq,
     "sentence option1 option2 answer": winogrande,
@@ -267,8 +267,8 @@ def encode_choices(
         for ids, start in rows:
             over = max(0, len(ids) - context - 1)
             if not 0 < start - over < len(ids) - over:
-                told = f"an answer is {len(ids) - start} of {len(ids)} tokens"
-                raise FileError(f"{where}: {told}, expected 1 to {context}, the model's context")
+                problem = f"an answer is {len(ids) - start} of {len(ids)} tokens"
+                raise FileError(f"{where}: {problem}, expected 1 to {context}, the model's context")
             found.sequences.append(ids[over:])
             found.starts.append(start - over)
             found.cut += over > 0

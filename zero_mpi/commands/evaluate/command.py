@@ -13,7 +13,15 @@ from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate import measure as measuring
 from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
-from zero_mpi.commands.evaluate.task import Candidate, Opened, Task, cautions, look, make_parser, read_task
+from zero_mpi.commands.evaluate.task import (
+    Evaluated,
+    Opened,
+    Task,
+    cautions,
+    make_parser,
+    open_models,
+    read_task,
+)
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Corpus, Windows, holds_token_files
 from zero_mpi.data.corpus import Part
@@ -56,19 +64,19 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
         if task.choices is None:
             return None
         assert opened.tokenizer is not None, "questions are text"
-        context = min(candidate.model.context_length for candidate in opened.candidates)
+        context = min(subject.model.context_length for subject in opened.candidates)
         bos = bos_of(opened.tokenizer, task.config.bos)
         return encode_choices(task.choices, opened.tokenizer, context, bos, task.shots, task.delimiter)
 
-    choices: EncodedChoices | None = world.from_root(read_questions)
+    choices: EncodedChoices | None = world.run_on_root(read_questions)
     if task.config.data:
         notes, read = list[str](), list[Corpus]()
-        world.from_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
+        world.run_on_root_with_beat(lambda beat: read.append(read_text(task, opened, beat)))
         corpus = share_corpus(world.comm, read[0] if read else None, notes)
         cut = cut_up(corpus.parts[0], opened.config.context, task.stride)
         for note in (*corpus.notes, *cut.notes(), *notes) if world.rank == 0 else ():
             if not isinstance(note, Remark):
-                log.tell(log.Caution(note))
+                log.log_note(log.Caution(note))
         windows = measuring.WindowSet(cut, opened.config.micro_batch, task.windows)
         tokens = measuring.counted(windows, np.ones(opened.candidates[0].model.vocab_size, np.int64))
         text = about(cut, windows, corpus, opened) | {"tokens": int(tokens.sum())}
@@ -136,7 +144,7 @@ __all__ = ["command", "main", "make_parser"]
 def command(world: World, arguments: Sequence[str]) -> int:
     """Evaluate, and print the figures. Return the exit status."""
     check_installation(world)
-    task: Task = world.together(lambda: read_task(arguments))
+    task: Task = world.run_on_all(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the figures and nothing else
     check(world.comm, task.facts(), SAME_FLAGS)
     files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
@@ -157,7 +165,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     """Return the figures of all models, the same on all ranks. Collective; raises UsageError on all."""
     watchdog.beat("opening the models")
-    opened: Opened = same(world.comm, partial(look, task, world.node.rank), SAME_FILES)
+    opened: Opened = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
     dataset = gather_data(world, task, opened)
     watchdog.beat("trying the operations")
@@ -165,13 +173,13 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     try_operations(world, opened.config, opened.threads, notes)
     notes += map(log.Caution, cautions(task, opened))
     for note in notes if world.rank == 0 else ():
-        log.tell(note)
+        log.log_note(note)
     sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
     models, first = [], opened.candidates[0]
     importance = None if task.imatrix is None else measuring.Importance(first.model, world.comm)
-    for candidate, seen in zip(opened.candidates, (importance, None), strict=False):
-        losses = measuring.measure(world, opened.config, candidate, sets, watchdog, seen)
-        models.append(figures_of(task, candidate, dataset, losses))
+    for subject, seen in zip(opened.candidates, (importance, None), strict=False):
+        losses = measuring.measure(world, opened.config, subject, sets, watchdog, seen)
+        models.append(figures_of(task, subject, dataset, losses))
     found = joined(dataset, models)
     text = dataset.text
     if importance is not None and task.imatrix is not None:
@@ -193,12 +201,12 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     return found
 
 
-def figures_of(task: Task, candidate: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:
+def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
     """Return the figures of one model; `losses` of its windows, then of its answers."""
     found: Figures = {
-        "model": candidate.title,
-        "arch": candidate.model.arch,
-        "parameters": elements(candidate.model),
+        "model": subject.title,
+        "arch": subject.model.arch,
+        "parameters": elements(subject.model),
         "precision": task.config.precision,
     }
     if dataset.windows is not None:

@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.state import finite
 from zero_mpi.comm import Comm
 from zero_mpi.comm.partition import dealt_out as partitioned
 from zero_mpi.commands.evaluate.choices import EncodedChoices
-from zero_mpi.commands.evaluate.task import Candidate
+from zero_mpi.commands.evaluate.task import Evaluated
 from zero_mpi.config.settings import Config
 from zero_mpi.data import EvalLoader, Windows
 from zero_mpi.data.packing import PackedWindows
@@ -119,18 +119,18 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 
 @contextmanager
 def opened_module(
-    world: World, config: Config, candidate: Candidate, watchdog: Watchdog
+    world: World, config: Config, subject: Evaluated, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
     """Yield a model over all ranks with its weights, then free it. Collective; raises UsageError."""
-    watchdog.beat(f"reading {candidate.name}")
+    watchdog.beat(f"reading {subject.name}")
     notes: list[str] = []
-    comm = choose_transport(world, replace(config, init=candidate.path), candidate.model, notes).comm
+    comm = choose_transport(world, replace(config, init=subject.path), subject.model, notes).comm
     for note in notes if world.rank == 0 else ():
-        log.tell(note)
-    layout = layout_config(config, candidate.model)  # all is frozen, so there are no gradient buffers
-    module = ShardedModule(candidate.model.stages(), comm, layout)
-    read = finite(candidate.source.read, candidate.source.path)
-    world.together(partial(module.load_slices, read))
+        log.log_note(note)
+    layout = layout_config(config, subject.model)  # all is frozen, so there are no gradient buffers
+    module = ShardedModule(subject.model.stages(), comm, layout)
+    read = finite(subject.source.read, subject.source.path)
+    world.run_on_all(partial(module.load_slices, read))
     yield module
     del module  # freed before the memory that it lies in
     comm.close()
@@ -139,7 +139,7 @@ def opened_module(
 def measure(
     world: World,
     config: Config,
-    candidate: Candidate,
+    subject: Evaluated,
     sets: Sequence[WindowSet | AnswerSet],
     watchdog: Watchdog,
     importance: Importance | None = None,
@@ -150,16 +150,16 @@ def measure(
     matrices in the first set.
     """
     found: list[Array] = []
-    with opened_module(world, config, candidate, watchdog) as module:
+    with opened_module(world, config, subject, watchdog) as module:
         for sequences in sets:
             seen = None if found else importance
-            found.append(losses_of(module, sequences, candidate.name, watchdog, seen))
+            found.append(losses_of(module, sequences, subject.name, watchdog, seen))
         del module
     for losses in found:
         if not np.isfinite(losses).all():
             place = int(np.argmin(np.isfinite(losses)))
             raise UsageError(
-                f"{shown(candidate.path)}: the loss of sequence {place} is {losses[place]}, expected a "
+                f"{shown(subject.path)}: the loss of sequence {place} is {losses[place]}, expected a "
                 f"number: its weights are damaged, or too large for --precision {config.precision}"
             )
     return found
@@ -189,7 +189,7 @@ def losses_of(
 
 
 def divergence(
-    world: World, config: Config, candidates: Sequence[Candidate], windows: WindowSet, watchdog: Watchdog
+    world: World, config: Config, candidates: Sequence[Evaluated], windows: WindowSet, watchdog: Watchdog
 ) -> Array:
     """Return `divergences` of two models over the windows. Collective."""
 
@@ -240,13 +240,13 @@ def compared(ours: Array, theirs: Array, targets: Array) -> Array:
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
         here = slice(start, start + ROWS)
-        mine, base, ids = log_softmax(ours[here]), log_softmax(theirs[here]), targets[here]
+        logs, base, ids = log_softmax(ours[here]), log_softmax(theirs[here]), targets[here]
         kept = np.flatnonzero(ids != UNCOUNTED)
-        mine, base, ids = mine[kept], base[kept], ids[kept]
+        logs, base, ids = logs[kept], base[kept], ids[kept]
         rows = np.arange(len(ids))
-        changes = np.exp(mine[rows, ids]) - np.exp(base[rows, ids])
-        equal = mine.argmax(1) == base.argmax(1)
-        total += np.array([(np.exp(base) * (base - mine)).sum(), (changes**2).sum(), equal.sum()])
+        changes = np.exp(logs[rows, ids]) - np.exp(base[rows, ids])
+        equal = logs.argmax(1) == base.argmax(1)
+        total += np.array([(np.exp(base) * (base - logs)).sum(), (changes**2).sum(), equal.sum()])
     return total
 
 
@@ -361,7 +361,7 @@ def write_top_k(
             begin(part, teacher)
         return [i for i in range(windows.micro_batches) if not is_done(i)]
 
-    left: list[int] = world.from_root(start)
+    left: list[int] = world.run_on_root(start)
 
     def compute(number: int, losses: Array) -> None:
         batch, places = windows.micro(left[number]), windows.places(left[number])

@@ -151,7 +151,7 @@ LONGEST_NAME = 40  # letters of a model's path that are shown in a table
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Evaluated:
     """Model to evaluate. path, lora: as given; source: its weights; model: its sizes."""
 
     path: str
@@ -186,12 +186,12 @@ class Opened:
     """Findings of a rank before anything large is read."""
 
     config: Config  # the settings, with the tokens of a window
-    candidates: tuple[Candidate, ...]  # the model, and the one that it is compared with
+    candidates: tuple[Evaluated, ...]  # the model, and the one that it is compared with
     tokenizer: Tokenizer | None  # tokenizer of text; for data of ids, the one that knows their bytes
     threads: int  # number of threads that this rank computes on
 
 
-def look(task: Task, number: int) -> tuple[Opened, Facts]:
+def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     """Return what this rank finds by itself, and the facts that all ranks must share; raises UsageError.
 
     `number`: index of the rank on its node, if the launcher does not give it.
@@ -201,28 +201,28 @@ def look(task: Task, number: int) -> tuple[Opened, Facts]:
     threads = set_threads(task.config)
     asked = (task.config.init, task.lora), (task.against, None)
     opened = [(path, lora, open_merged(path, lora)) for path, lora in asked if path is not None]
-    candidates = tuple(Candidate(path, found, inputs.read_model(found), lora) for path, lora, found in opened)
+    candidates = tuple(Evaluated(path, found, inputs.read_model(found), lora) for path, lora, found in opened)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
     context = task.context or min(MOST_CONTEXT, *(each.model.context_length for each in candidates))
     for each in candidates:
-        if context > (room := each.model.context_length):
-            raise UsageError(f"--context {context}: the model {shown(each.path)} allows at most {room}")
+        if context > (longest := each.model.context_length):
+            raise UsageError(f"--context {context}: the model {shown(each.path)} allows at most {longest}")
     config = replace(task.config, context=context, bos=settled_bos(task.config, tokenizer, None))
     facts: dict[str, object] = {}
-    for candidate in candidates:
-        of_model = replace(config, init=candidate.path)
-        facts |= what_was_read(of_model, None, candidate.source, candidate.model, tokenizer)
-        if candidate.lora is not None:
-            adapter = adapter_source(candidate.lora, candidate.source.metadata)
-            facts[f"the adapter of --lora {candidate.lora}"] = weights_digest(adapter)
+    for subject in candidates:
+        of_model = replace(config, init=subject.path)
+        facts |= what_was_read(of_model, None, subject.source, subject.model, tokenizer)
+        if subject.lora is not None:
+            adapter = adapter_source(subject.lora, subject.source.metadata)
+            facts[f"the adapter of --lora {subject.lora}"] = weights_digest(adapter)
     return Opened(config, candidates, tokenizer, threads), {
         name: short_digest(value) for name, value in facts.items()
     }
 
 
-def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
+def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
     """Return the tokenizer for text and questions; for ids alone the model's own, if it can be read.
 
     Raises UsageError if ids mean other tokens to the model than to the maker of the token files.
@@ -230,26 +230,26 @@ def choose_tokenizer(task: Task, candidate: Candidate) -> Tokenizer | None:
     config = task.config
     inputs.check_kind_of_data(config)
     if task.choices is not None or not holds_token_files(config.data):
-        found: Tokenizer | None = inputs.fitting_tokenizer(config, candidate.source, candidate.model)
+        found: Tokenizer | None = inputs.fitting_tokenizer(config, subject.source, subject.model)
     else:
-        found = candidate.tokenizer
+        found = subject.tokenizer
     for path in tokenizers_of(config.data):
         if found is not None:
-            inputs.check_same_tokens(shown(candidate.path), found, path, inputs.tokenizer_in(path))
+            inputs.check_same_tokens(shown(subject.path), found, path, inputs.tokenizer_in(path))
     return found
 
 
-def check_same_vocabulary(candidate: Candidate, base: Candidate) -> None:
+def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
     """Raise UsageError unless two models have the same tokens, as far as their files say."""
-    sizes = candidate.model.vocab_size, base.model.vocab_size
+    sizes = subject.model.vocab_size, base.model.vocab_size
     odd = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
-    ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (candidate, base))
+    ours, theirs = (GGUFKeys(each.keys).texts(TOKENS) or [] for each in (subject, base))
     for place, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
         if found != expected and not odd:
             odd = f"token {place} is {show(found)}, expected {show(expected)}"
     if odd:
         raise UsageError(
-            f"--against {shown(base.path)}: {odd} as in {shown(candidate.path)}: only models with the same "
+            f"--against {shown(base.path)}: {odd} as in {shown(subject.path)}: only models with the same "
             "tokens can be compared"
         )
 

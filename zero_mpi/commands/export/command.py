@@ -150,7 +150,7 @@ class Export:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the target and print one line about it. Return the exit status."""
     options = make_parser().parse_args(arguments)
-    export: Export = world.together(partial(prepare, options, world.rank == 0))
+    export: Export = world.run_on_all(partial(prepare, options, world.rank == 0))
 
     def step(action: Callable[[], None]) -> Callable[[], None]:
         def work() -> None:
@@ -164,7 +164,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
     try:
         world.on_root(step(export.begin))
-        world.together(step(partial(export.fill, world.rank, world.size)))
+        world.run_on_all(step(partial(export.fill, world.rank, world.size)))
         world.on_root(step(export.publish))
     except BaseException:
         if world.rank == 0:
@@ -285,9 +285,9 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
         if name not in importance and mixes.needs_weights(name, kind, wanted):
             remedy = "give --imatrix FILE, of evaluate --imatrix" if matrix is None else f"{matrix} has none"
             raise UsageError(f"--type {wanted}: {kind.name} of {name} needs an importance matrix: {remedy}")
-    masters, beside = None, source.path.with_name(OPTIMIZER)
-    if trained_for and isinstance(source, GGUFFile) and is_file(beside):
-        state = GGUFFile.open(beside)
+    masters, pair = None, source.path.with_name(OPTIMIZER)
+    if trained_for and isinstance(source, GGUFFile) and is_file(pair):
+        state = GGUFFile.open(pair)
         masters = state if keys_of(state).text(CHECKPOINT_ID) == keys_of(source).text(CHECKPOINT_ID) else None
     return Encoder(source, kinds, by_ggml, importance, masters)
 

@@ -75,9 +75,9 @@ def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, 
     number = count()
     for file, path in zip(files, paths, strict=True):
         _, offsets, _ = file.packed()
-        pieces = ((name, *piece) for name, *_ in file.table for piece in encoder.pieces(name))
+        chunks = ((name, *chunk) for name, *_ in file.table for chunk in encoder.pieces(name))
         with closing(OutputFile(path, new=False)) as output:
-            for name, start, stop, offset in pieces:
+            for name, start, stop, offset in chunks:
                 if next(number) % size == rank:
                     output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
 
@@ -151,13 +151,13 @@ def too_large(what: str, values: Floats, kind: GGMLQuantizationType) -> FileErro
     return FileError(f"{what}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
 
 
-def encoded_pieces(what: str, pieces: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
+def encoded_pieces(what: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
     """Yield flat pieces, of whole blocks, in a type. FileError for values not finite or too large for it."""
-    for piece in pieces:
-        check_finite(what, piece)
-        for at in range(0, max(piece.size, 1), AT_ONCE):
+    for chunk in chunks:
+        check_finite(what, chunk)
+        for at in range(0, max(chunk.size, 1), AT_ONCE):
             try:
                 with np.errstate(over="raise"):  # not infinity in the place of a large number
-                    yield quantize(piece[None, at : at + AT_ONCE], kind).data
+                    yield quantize(chunk[None, at : at + AT_ONCE], kind).data
             except FloatingPointError:
-                raise too_large(what, piece, kind) from None
+                raise too_large(what, chunk, kind) from None

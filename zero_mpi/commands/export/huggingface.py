@@ -100,12 +100,12 @@ class Outgoing:
             return hf_names.halves_of(read, self.head, self.spec.size // rows, rows // self.head)
         if self.order == hf_names.Order.TRANSPOSED:
             return hf_names.transposes_of(read, rows, self.spec.shape[1])
-        pieces = (
+        chunks = (
             self.source.read(name, at, min(stop, at + CHUNK))
             for name, start, stop in self.runs or ((self.spec.name, 0, self.spec.size),)
             for at in range(start, stop, CHUNK)
         )
-        return (piece - 1 for piece in pieces) if self.order == hf_names.Order.LESS_ONE else pieces
+        return (chunk - 1 for chunk in chunks) if self.order == hf_names.Order.LESS_ONE else chunks
 
 
 class Keys:
@@ -121,7 +121,7 @@ class Keys:
 
     def size(self, name: str, least: int = 1) -> int | None:
         """Return the integer at ARCH.NAME; None if it is absent."""
-        return self.keys.whole(f"{self.arch}.{name}", least, MOST_SIZE)
+        return self.keys.integer(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return the number at ARCH.NAME as JSON has it; `default` where it is absent."""
@@ -191,9 +191,9 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     """Return the numbers of special tokens, with all that end an answer; None if the source has none."""
     keys = GGUFKeys(source.metadata, str(source.path))
     # The keys of a folder have no tokenizer.
-    beside = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
+    config = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
     found = {
-        there: beside.get(there, keys.whole(f"tokenizer.ggml.{here}_token_id"))
+        there: config.get(there, keys.integer(f"tokenizer.ggml.{here}_token_id"))
         for there, here in TOKENS.items()
     }
     ends, _ = ends_of(source.metadata, keys.place)

@@ -102,7 +102,7 @@ class Chat:
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
-    def asked(self, text: str) -> Array:
+    def prompt_ids(self, text: str) -> Array:
         """Return the ids of the conversation with one more question; UsageError if the template fails."""
         self.messages.append({"role": "user", "content": text})
         try:
@@ -167,10 +167,10 @@ def command(world: World, arguments: Sequence[str]) -> int:
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
     try:
         if options.batch > 1:
-            tell_in_batches(speaker, template)
+            answer_in_batches(speaker, template)
         elif template is None:
             for number, prompt in enumerate(prompts(options)):
-                tell(speaker, number, prompt, as_bytes(prompt), tokenizer.encode_prompt(prompt))
+                print_answer(speaker, number, prompt, as_bytes(prompt), tokenizer.encode_prompt(prompt))
         else:
             talk(speaker, template)
     except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`
@@ -184,10 +184,10 @@ def talk(speaker: Speaker, template: ChatTemplate) -> None:
     for number, prompt in enumerate(prompts(options)):
         if conversation is None or options.prompts is not None:
             conversation = Chat(template, speaker.tokenizer, options.system)
-        conversation.answered(tell(speaker, number, prompt, b"", conversation.asked(prompt)))
+        conversation.answered(print_answer(speaker, number, prompt, b"", conversation.prompt_ids(prompt)))
 
 
-def tell_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
+def answer_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
     """Print the answers to all prompts of a file, `--batch` of them computed at the same time."""
     waiting, options = list(prompts(speaker.options)), speaker.options
     for start in range(0, len(waiting), options.batch):
@@ -196,10 +196,10 @@ def tell_in_batches(speaker: Speaker, template: ChatTemplate | None) -> None:
             if template is None:
                 ids.append(speaker.tokenizer.encode_prompt(prompt))
             else:
-                ids.append(Chat(template, speaker.tokenizer, options.system).asked(prompt))
+                ids.append(Chat(template, speaker.tokenizer, options.system).prompt_ids(prompt))
         for i, answer in enumerate(speaker.answers(ids)):
             first = b"" if template else as_bytes(part[i])
-            tell(speaker, start + i, part[i], first, ids[i], answer)
+            print_answer(speaker, start + i, part[i], first, ids[i], answer)
 
 
 def as_bytes(prompt: str) -> bytes:
@@ -207,7 +207,7 @@ def as_bytes(prompt: str) -> bytes:
     return prompt.encode("utf-8", "surrogateescape")
 
 
-def tell(
+def print_answer(
     speaker: Speaker, number: int, prompt: str, first: bytes, ids: Array, ready: Reply | None = None
 ) -> Reply:
     """Print one answer, `ready` or computed now, in the requested form; an empty line separates answers."""

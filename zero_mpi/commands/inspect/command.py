@@ -83,7 +83,7 @@ def some(lines: Sequence[str], everything: bool = False) -> list[str]:
     return [*lines] if everything or more <= 0 else [*lines[:FEW], f"and {more:,} more"]
 
 
-def told(value: Any, most: int = LONGEST) -> str:
+def text_of(value: Any, most: int = LONGEST) -> str:
     """Return a value for messages, in at most `most` letters."""
     if value is None:
         return "none"
@@ -124,7 +124,7 @@ def report_lines(found: Report, all_keys: bool) -> Iterator[str]:
         made = [f"{name} {value:,}" for name, value in training.items() if isinstance(value, int)]
         lines = [
             ", ".join(made),
-            f"id {told(training['id'])}, state {told(training['recorded_state_digest'])}",
+            f"id {text_of(training['id'])}, state {text_of(training['recorded_state_digest'])}",
         ]
         for title in ("settings", "plan", "machine"):
             values = training.get(title, {})
@@ -139,7 +139,7 @@ def key_lines(keys: Mapping[str, Mapping[str, Any]], everything: bool) -> Iterat
     """Yield a line per key; of very many only the first, unless all are wanted."""
     pairs = [(role, key) for role, own in keys.items() for key in own]
     for role, key in pairs if everything else pairs[:MANY]:
-        line = f"{shown(key)} = {told(keys[role][key], sys.maxsize)}"
+        line = f"{shown(key)} = {text_of(keys[role][key], sys.maxsize)}"
         yield f"{role}: {line}" if len(keys) > 1 else line
     if not everything and len(pairs) > MANY:
         yield f"and {len(pairs) - MANY:,} more (show all with --keys)"
@@ -151,7 +151,7 @@ def wrapped(title: str, values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         if isinstance(value, str) and len(value) > 2 * DIGEST:
             value = f"{value[:DIGEST]}..."
-        texts.append(f"{shown(name)} {told(value)}")
+        texts.append(f"{shown(name)} {text_of(value)}")
     text = f"{title}: {', '.join(texts)}"
     return textwrap.wrap(text, WIDTH - MARGIN, subsequent_indent="  ", break_on_hyphens=False)
 
@@ -161,9 +161,9 @@ def tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:
     if tokenizer is None:
         return "none in this file"
     named = {"tokens": "tokens", "merges": "merges", "bos_token_id": "bos", "eos_token_id": "eos"}
-    kind = "bytes" if tokenizer["bytes"] else told(tokenizer["model"])
-    pre = f" (pre {told(tokenizer['pre'])})" if "pre" in tokenizer else ""
-    rest = [f"{name} {told(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
+    kind = "bytes" if tokenizer["bytes"] else text_of(tokenizer["model"])
+    pre = f" (pre {text_of(tokenizer['pre'])})" if "pre" in tokenizer else ""
+    rest = [f"{name} {text_of(tokenizer[key])}" for key, name in named.items() if key in tokenizer]
     return ", ".join([kind + pre, *rest])
 
 
@@ -216,7 +216,7 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
     for key, title in names.items():
         yield from section(title, some([shown(name) for name in found[key]], everything))
     keys = [
-        f"{key['file']} {shown(key['key'])}: {' and '.join(map(told, key['values']))}"
+        f"{key['file']} {shown(key['key'])}: {' and '.join(map(text_of, key['values']))}"
         for key in found["keys"]
     ]
     yield from section("keys", some(keys, everything))
@@ -224,7 +224,7 @@ def comparison_lines(found: Report, everything: bool) -> Iterator[str]:
         records = found["records"]
         line = f"all {plural(records['common'], 'common record')} are identical"
         if records["step"] is not None:
-            values = " and ".join(map(told, records["values"]))
+            values = " and ".join(map(text_of, records["values"]))
             line = f"first difference at step {records['step']}: {shown(records['field'])} {values}"
         yield from section("records", [line])
         yield from section("checkpoints", checkpoint_lines(found["checkpoint"]))
@@ -239,10 +239,10 @@ def difference_lines(first: Report | None) -> Iterator[str]:
     if "element" not in first:
         yield f"the first, {shown(first['name'])}: {stored[0]} and {stored[1]}"
         return
-    values = "" if first["values"] is None else f": {' and '.join(map(told, first['values']))}"
+    values = "" if first["values"] is None else f": {' and '.join(map(text_of, first['values']))}"
     kind = "elements" if "elements" in first else "blocks"
     yield f"the first, {shown(first['name'])}, {stored[0]}: {first[kind]:,} {kind} differ"
-    yield f"first at element {first['element']}{values}; the largest difference: {told(first['largest'])}"
+    yield f"first at element {first['element']}{values}; the largest difference: {text_of(first['largest'])}"
 
 
 def checkpoint_lines(found: Report) -> Iterator[str]:
@@ -256,7 +256,7 @@ def checkpoint_lines(found: Report) -> Iterator[str]:
         yield f"first difference at step {found['step']}: {count}"
         if (first := found["difference"]) is not None:
             values = first.get("values")
-            pair = f": {' and '.join(map(told, values))}" if values else ""
+            pair = f": {' and '.join(map(text_of, values))}" if values else ""
             yield f"first in {shown(first['name'])}, element {first.get('element', 'of another shape')}{pair}"
 
 

@@ -43,16 +43,16 @@ def compare(first: Path, second: Path) -> Report:
     subject = open_subject(first)
     is_one = exists(second) and os.path.samefile(first, second)
     other_subject = subject if is_one else open_subject(second)
-    mine, theirs = tensors_of(subject), tensors_of(other_subject)
-    common = [place for place in mine if place in theirs]
-    differing = [place for place in common if not is_one and not same(mine[place], theirs[place])]
+    ours, theirs = tensors_of(subject), tensors_of(other_subject)
+    common = [place for place in ours if place in theirs]
+    differing = [place for place in common if not is_one and not same(ours[place], theirs[place])]
     found: Report = {
         "paths": [str(first), str(second)],
         "tensors": len(common),
         "differing": [name for _, name in differing],
-        "difference": difference(mine[differing[0]], theirs[differing[0]]) if differing else None,
-        "only_in_first": [name for role, name in mine if (role, name) not in theirs],
-        "only_in_second": [name for role, name in theirs if (role, name) not in mine],
+        "difference": difference(ours[differing[0]], theirs[differing[0]]) if differing else None,
+        "only_in_first": [name for role, name in ours if (role, name) not in theirs],
+        "only_in_second": [name for role, name in theirs if (role, name) not in ours],
         "keys": [] if is_one else list(differing_keys(subject, other_subject)),
     }
     return found | {"same": not any(found[name] for name in (*LISTS, "keys"))}
@@ -64,34 +64,34 @@ def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
     return {(role, name): (part, spec) for role, part in parts for name, spec in part.tensors.items()}
 
 
-def side_by_side(mine: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
+def side_by_side(ours: Stored, theirs: Stored) -> Iterator[tuple[Any, Any]]:
     """Yield the stored bytes of two tensors of one shape and type, in pairs of pieces of one length."""
-    for a, b in zip(pieces(*mine), pieces(*theirs), strict=True):
+    for a, b in zip(pieces(*ours), pieces(*theirs), strict=True):
         yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
 
 
-def same(mine: Stored, theirs: Stored) -> bool:
+def same(ours: Stored, theirs: Stored) -> bool:
     """Return whether shape, type and every bit are the same; stops reading at the first difference."""
-    if (mine[1].shape, mine[1].type) != (theirs[1].shape, theirs[1].type):
+    if (ours[1].shape, ours[1].type) != (theirs[1].shape, theirs[1].type):
         return False
-    return all(np.array_equal(*pair) for pair in side_by_side(mine, theirs))
+    return all(np.array_equal(*pair) for pair in side_by_side(ours, theirs))
 
 
-def difference(mine: Stored, theirs: Stored) -> Report:
+def difference(ours: Stored, theirs: Stored) -> Report:
     """Return how two tensors differ: shape or type, or the first element, both values, the largest gap.
 
     Where types are equal but a bit changes no value (a zero's sign, a NaN's payload), the gap is 0 or NaN;
     of a type that cannot be decoded it is None.
     """
-    spec = mine[1]
-    about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (mine, theirs)]
+    spec = ours[1]
+    about = [{"type": one.type.name, "shape": list(one.shape)} for _, one in (ours, theirs)]
     found: Report = {"name": spec.name, "stored": about}
     if about[0] != about[1]:
         return found
     block, width = GGML_QUANT_SIZES[spec.type]
     at, count = 0, 0
     largest: float | None = 0.0
-    for a, b in side_by_side(mine, theirs):
+    for a, b in side_by_side(ours, theirs):
         if not np.array_equal(a, b):
             blocks = np.flatnonzero((a != b).reshape(-1, width).any(1))
             values = elements(a, spec.type), elements(b, spec.type)

@@ -83,7 +83,7 @@ def open_subject(path: Path) -> Subject:
     if not os.path.exists(path / folders.OPTIMIZER):
         return Subject(source, None)
     state = GGUFFile.open(path / folders.OPTIMIZER)
-    return Subject(source, state, sound.average_beside(state))
+    return Subject(source, state, sound.average_of(state))
 
 
 # --------------------------------------------------------------------------------------- tensors, in pieces
@@ -95,7 +95,7 @@ def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
     step = math.lcm(sound.PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
-        yield from source.raw_pieces(spec.name, size)
+        yield from source.raw_chunks(spec.name, size)
         return
     for start in range(0, spec.size, size // width * block):  # from the other order back into the stored type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
@@ -205,11 +205,11 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
     if keys.tokenizer is None:
         return None
     head = "tokenizer.ggml."
-    told: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
-    told |= {name: keys.whole(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
+    stored: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
+    stored |= {name: keys.integer(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
     counted = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
     found: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
-    found |= {name: as_json(value) for name, value in told.items() if value is not None}
+    found |= {name: as_json(value) for name, value in stored.items() if value is not None}
     return found | {name: len(value) for name, value in counted.items() if value is not None}
 
 

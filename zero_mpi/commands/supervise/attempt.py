@@ -39,7 +39,7 @@ NO_CHECKPOINT = "", 0
 SIGNS = (METRICS, events.NAME, status.NAME, folder_lock.NAME)  # a run keeps renewing the last two
 MOST_REASON = 400  # most letters of a reason
 LOOK = 0.1  # seconds between looks at the process
-LOOK_AT_RUN = 1.0  # seconds between looks at the folder of the run
+CHECK_RUN_SECONDS = 1.0  # seconds between looks at the folder of the run
 AGAIN = 5.0  # seconds after which a run is asked again to stop
 LINGER = 60.0  # seconds that a launcher may go on after the run's last state
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
@@ -117,10 +117,10 @@ class Ending:
         """Exit status of a failure: never 0 nor one with another meaning."""
         return FAILED if self.status in (0, BAD_USAGE, REQUEUE) else self.status
 
-    def final_status(self, told: bool) -> int | None:
+    def final_status(self, stop_requested: bool) -> int | None:
         """Return the exit status if the run is over; None: the run must be started again.
 
-        told: whether the run was asked to stop.
+        stop_requested: whether the run was asked to stop.
         """
         state = self.said.get("state")
         if state == status.DONE or (self.status == 0 and state is None and not self.ended_for):
@@ -129,7 +129,7 @@ class Ending:
             return REQUEUE
         if self.status in (BAD_USAGE, INTERRUPTED) and not self.ended_for:
             return self.status
-        if told:
+        if stop_requested:
             return REQUEUE if state is None else self.failure_status
         return None
 
@@ -139,10 +139,10 @@ class Ending:
 
 
 class StopRequest:
-    """Signals that this process got. told: name of the first; at_once: stop now, after a second Ctrl-C."""
+    """Signals that came. signal_name: name of the first; at_once: stop now, after a second Ctrl-C."""
 
     def __init__(self) -> None:
-        self.told, self.at_once = "", False
+        self.signal_name, self.at_once = "", False
         self._interrupted = 0.0
 
     def listen(self) -> None:
@@ -150,7 +150,7 @@ class StopRequest:
             stopping.handle(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.told = self.told or signal.Signals(number).name
+        self.signal_name = self.signal_name or signal.Signals(number).name
         if number == signal.SIGINT:
             now = time.monotonic()
             self.at_once |= bool(self._interrupted) and now - self._interrupted > TWICE
@@ -165,7 +165,7 @@ class Attempt:
         self._before, self._checkpoint = folder.word(), folder.checkpoint()
         self._signs, self._alive_at = folder.signs(), time.monotonic()
         self._over_since: float | None = None
-        self._told_at = self._looked_at = float("-inf")
+        self._signaled_at = self._checked_at = float("-inf")
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
         """Start the command and wait for its end. Raises UsageError if there is no such command.
@@ -186,7 +186,7 @@ class Attempt:
         try:
             while not has_ended(job) and not ended_for:
                 time.sleep(LOOK)
-                ended_for = self._look(job)
+                ended_for = self._check_run(job)
         finally:  # after any error, no process is left behind
             if not has_ended(job):
                 os.killpg(job.pid, signal.SIGTERM)
@@ -204,17 +204,17 @@ class Attempt:
         word = self._folder.word()
         return {} if word == self._before else word
 
-    def _look(self, job: subprocess.Popen[bytes]) -> str:
+    def _check_run(self, job: subprocess.Popen[bytes]) -> str:
         """Return why the run must be ended now; empty while it goes on."""
         now = time.monotonic()
         if self._stop.at_once:
             return "stopped by a second signal"
-        if self._stop.told and self._over_since is None and now - self._told_at > AGAIN:
-            self._told_at = now
+        if self._stop.signal_name and self._over_since is None and now - self._signaled_at > AGAIN:
+            self._signaled_at = now
             os.kill(job.pid, signal.SIGUSR1)  # the process is not reaped yet, so no other has its number
-        if now - self._looked_at < LOOK_AT_RUN:
+        if now - self._checked_at < CHECK_RUN_SECONDS:
             return ""
-        self._looked_at = now
+        self._checked_at = now
         last_words = status.DONE, status.STOPPED, status.FAILED
         if self._over_since is None and self._said().get("state") in last_words:
             self._over_since = now

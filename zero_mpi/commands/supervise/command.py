@@ -31,7 +31,7 @@ from zero_mpi.telemetry import events
 BEFORE = "--"  # separates the flags from the command
 MOST_PAUSE = 300.0  # seconds
 # For Slurm: start a step although the previous one has not ended, which takes minutes after a lost node.
-BESIDE = {"SLURM_OVERLAP": "1"}
+OVERLAP = {"SLURM_OVERLAP": "1"}
 LOOK = 0.1  # seconds between checks for an end of the pause
 ORPHANS = 30.0  # seconds for ranks without a launcher to end
 NUMBERS: dict[str, tuple[float, int, str]] = {  # flag -> default, least value, help
@@ -132,7 +132,7 @@ class Restarts:
                 ending = started.run(template.fill(hosts, Path(place)), settings)
                 if self.stop.at_once:
                     return INTERRUPTED
-                status = ending.final_status(bool(self.stop.told))
+                status = ending.final_status(bool(self.stop.signal_name))
                 if status is not None:
                     return status
                 if not self._may_start_again(ending, hosts):
@@ -140,7 +140,7 @@ class Restarts:
                 found = self._next_hosts(ending)
                 if isinstance(found, int):
                     return found
-                hosts, settings = found, BESIDE
+                hosts, settings = found, OVERLAP
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
         """Return whether another start may succeed; log why not."""
@@ -171,13 +171,13 @@ class Restarts:
                 f"zero_mpi supervise: the run ended after step {ending.step}: {ending.reason}; "
                 f"{number} {f'in {duration(pause)}' if pause else 'now'}"
             )
-            self._folder.await_release(ORPHANS, lambda: bool(self.stop.told))
+            self._folder.await_release(ORPHANS, lambda: bool(self.stop.signal_name))
             if not self._pause(pause):
                 return INTERRUPTED if self.stop.at_once else REQUEUE
             silent = self._pool.silent() if self._pool else []
             hosts = self._pool.choose(silent) if self._pool else ()
             if self._pool is None or len(hosts) >= self._limits.min_hosts:
-                self._tell(ending, number, hosts, silent)
+                self._report(ending, number, hosts, silent)
                 return hosts
             few_left = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
             ending = Ending(FAILED, {}, f"{few_left}{self._limits.min_hosts}", ending.step)
@@ -187,11 +187,11 @@ class Restarts:
     def _pause(self, seconds: float) -> bool:
         """Wait; return False if this process was asked to stop."""
         until = time.monotonic() + seconds
-        while not self.stop.told and time.monotonic() < until:
+        while not self.stop.signal_name and time.monotonic() < until:
             time.sleep(min(LOOK, seconds))
-        return not self.stop.told
+        return not self.stop.signal_name
 
-    def _tell(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
+    def _report(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
         where, about = "", {}
         if self._pool is not None:
             names, ranks = [host.name for host in hosts], ranks_of(hosts)

@@ -85,15 +85,15 @@ def read_options(arguments: Sequence[str]) -> Namespace:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Write the missing parts of the folder. Return the exit status."""
     check_installation(world)
-    options = world.together(lambda: read_options(arguments))
+    options = world.run_on_all(lambda: read_options(arguments))
     log.install(world.rank, world.size)
 
-    def look() -> tuple[Tokenizer, dict[str, object]]:
+    def prepare() -> tuple[Tokenizer, dict[str, object]]:
         given = options.tokenizer
         found = ByteTokenizer() if given == BYTE else tokenizer_from_file(Path(given))
         return found, {"the flags": sorted(vars(options).items()), "the tokenizer": fingerprint(found)}
 
-    tokenizer: Tokenizer = same(world.comm, look, SAME_FILES)
+    tokenizer: Tokenizer = same(world.comm, prepare, SAME_FILES)
     watchdog = Watchdog(world.rank, options.timeout, world.kill)
     try:
         return tokenize(world, options, tokenizer, watchdog)
@@ -104,20 +104,20 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
     """Write the missing parts of the folder. Return the exit status. Collective."""
     watchdog.beat("finding the files")
-    files, out = world.from_root(lambda: found_files(options.path, options.out)), Path(options.out)
+    files, out = world.run_on_root(lambda: found_files(options.path, options.out)), Path(options.out)
     hold = take_folder(world, out)
     watchdog.gather(out, world.comm)
     signals.enter(PREPARING)
     encoding = work.Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
     folder: WorkFolder = world.on_root(lambda: WorkFolder(out, about(options, tokenizer)))
-    inputs, weights = look_at_files(world, encoding, watchdog)
+    inputs, weights = inspect_files(world, encoding, watchdog)
     watchdog.beat("reading existing parts")
     size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
     parts = work.cut_parts(files, weights, size)
-    missing = world.from_root(lambda: begin(folder, encoding, parts, inputs))
+    missing = world.run_on_root(lambda: begin(folder, encoding, parts, inputs))
     if missing is None:
         return 0
-    world.together(lambda: check_shared(out))
+    world.run_on_all(lambda: check_shared(out))
     begun, new = time.monotonic(), [part for part in parts if part.name in missing]
     share = work.dealt([part.weight for part in new], world.size)[world.rank]
     total, left = (sum(part.weight for part in some) for some in (parts, new))
@@ -178,7 +178,7 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
     return files
 
 
-def look_at_files(
+def inspect_files(
     world: World, encoding: work.Encoding, watchdog: Watchdog
 ) -> tuple[list[Table], list[list[int]]]:
     """Look at all files, each by one rank, and report which are not text. Collective; raises UsageError.
@@ -188,7 +188,7 @@ def look_at_files(
     files, reading = encoding.files, encoding.reading()
     sizes, found = [file.size for file in files], dict[int, tuple[str, list[int]]]()
 
-    def look(progress: work.ProgressSum) -> None:
+    def inspect_here(progress: work.ProgressSum) -> None:
         for number in work.dealt(sizes, world.size)[world.rank]:
             if not progress.beat():
                 return  # another rank raises
@@ -196,7 +196,7 @@ def look_at_files(
             if weights is not None:
                 found[number] = digest_of(files[number], progress), weights
 
-    work.ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(look)
+    work.ProgressSum(world, watchdog, "looking at the files", sum(sizes)).run(inspect_here)
     results, joint = world.results(lambda: (found, reading.filter)), encoding.text_filter()
     for theirs, noted in results:
         found |= theirs
@@ -274,7 +274,7 @@ def finish(
 def warn(notes: Iterable[str]) -> None:
     """Log notes as warnings."""
     for note in notes:
-        log.tell(log.Caution(note))
+        log.log_note(log.Caution(note))
 
 
 def train_on(encoding: work.Encoding) -> str:

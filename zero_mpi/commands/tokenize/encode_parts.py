@@ -307,7 +307,7 @@ class ProgressSum:
     ) -> None:  # fmt: skip
         self._world, self._moved, self._stops = world, partial(watchdog.beat, what), stops
         self._what, self._before, self._total = what, before, max(total, 1)
-        self._mine, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
+        self._own, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
         self._finished = self._has_problem = self._over = self._is_done = False
         self._begun = self._said = time.monotonic()
@@ -332,17 +332,17 @@ class ProgressSum:
             for problem in problems:
                 raise problem
 
-        self._world.together(raise_first)
+        self._world.run_on_all(raise_first)
         return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Add the work done since the last call; return False once all ranks are to stop."""
-        self._mine += amount
+        self._own += amount
         if any(amount):
             self._moved()
         if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
             stops = self._has_problem or self._stops()
-            self._sum = np.array([*self._mine, self._finished, stops], np.float64)
+            self._sum = np.array([*self._own, self._finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint import folders
-from zero_mpi.checkpoint.parallel_write import PIECE_ELEMENTS
+from zero_mpi.checkpoint.parallel_write import CHUNK_ELEMENTS
 from zero_mpi.checkpoint.saver import Parts, parts_of
 from zero_mpi.checkpoint.sound import open_checkpoint
 from zero_mpi.checkpoint.state import STATE, read_json, read_state
@@ -153,7 +153,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 def command(world: World, arguments: Sequence[str]) -> int:
     """Verify a run, and print the result. Return the exit status."""
     check_installation(world)
-    request: Request = world.together(lambda: read_request(arguments))
+    request: Request = world.run_on_all(lambda: read_request(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has the findings and nothing else
     facts = {name: str(value) for name, value in vars(request).items() if name != "config"}
     facts |= settings(request.config)
@@ -191,7 +191,7 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     for _, group in groupby(chosen, key=lambda segment: segment.run):
         segments = list(group)
         watchdog.beat("reading the data")
-        spec = look(world, request, history, segments)
+        spec = resolve_job(world, request, history, segments)
         compute(world, request.run, spec, segments, watchdog)
     inexact = [(one.start, one.last) for one in asked if one not in exact]
     missing = gaps(asked, *bounds)
@@ -228,7 +228,7 @@ def choose(
     return chosen
 
 
-def look(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
+def resolve_job(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
     """Return a job of the run with data and files resolved; raises Differs for others. Collective."""
     said, proof = history.runs[segments[0].run], request.run / PROOF
 
@@ -246,7 +246,7 @@ def look(world: World, request: Request, history: History, segments: Sequence[Se
         check(found)
         return found
 
-    config = world.together(config_then) if SETTINGS in said else request.config
+    config = world.run_on_all(config_then) if SETTINGS in said else request.config
     spec = resolve(world, config, cached=False, begun=said.get(FACTS, {}).get("data.tokenizer"))
     notes = of_root(world, lambda: check_facts(spec, said, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
@@ -360,7 +360,7 @@ def compute(
         watchdog.beat(f"reading the state of step {segment.start}")
         begun = time.monotonic()
         place = folders.step_folder(folder, segment.start)
-        files = world.together(partial(open_checkpoint, place)) if segment.start else None
+        files = world.run_on_all(partial(open_checkpoint, place)) if segment.start else None
         start = replace(spec, checkpoint=ResumePoint(place, files) if files else None)
         if session is None:
             session = build(world, start)
@@ -372,8 +372,8 @@ def compute(
             session.progress = fill_parameters(world, session.optimizer, start)
         records = (record for record in records_of(folder) if record["step"] > segment.start)
         steps.make(segment, records if world.rank == 0 else None)
-        if told := world.comm.broadcast_object(steps.found):
-            raise Differs(told)
+        if problem := world.comm.broadcast_object(steps.found):
+            raise Differs(problem)
         if segment.ends:
             watchdog.beat(f"comparing the state of step {segment.last}")
             compare_state(world, folder, session, segment.last)
@@ -404,10 +404,10 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
         file = sources[role]
         read = partial(read_state, files.state) if role == STATE else file.read
         order = {name: place for place, name in enumerate(file.tensors)}
-        pieces = ((one, at) for one in owned for at in range(0, one.values.size, PIECE_ELEMENTS))
+        chunks = ((one, at) for one in owned for at in range(0, one.values.size, CHUNK_ELEMENTS))
         runs = (
-            one.runs(one.partition.bounds[rank] + at, one.on_host(slice(at, at + PIECE_ELEMENTS)))
-            for one, at in pieces
+            one.runs(one.partition.bounds[rank] + at, one.on_host(slice(at, at + CHUNK_ELEMENTS)))
+            for one, at in chunks
         )
         for name, first, values in chain.from_iterable(runs):
             stored = read(name, first, first + values.size)

@@ -46,7 +46,7 @@ def differing() -> Iterator[None]:
 def agreed(world: World, action: Callable[[], T]) -> T:
     """Return action() of this rank; raise the first difference of any rank on all of them. Collective.
 
-    `action` must not communicate. Errors of `World.together` are raised as well.
+    `action` must not communicate. Errors of `World.run_on_all` are raised as well.
     """
     found: list[T] = []
 
@@ -57,9 +57,9 @@ def agreed(world: World, action: Callable[[], T]) -> T:
             return str(difference)
         return ""
 
-    told = next(filter(None, world.results(attempt)), "")
-    if told:
-        raise Differs(told)
+    problem = next(filter(None, world.results(attempt)), "")
+    if problem:
+        raise Differs(problem)
     return found[0]
 
 
@@ -234,7 +234,7 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
         with closing(proof.read_proof(run / proof.PROOF)) as lines:
             for line in lines:
                 try:
-                    tell(line, records, history)
+                    note_line(line, records, history)
                 except Differs as difference:
                     raise Differs(f"{proof.PROOF}, line {line.number}: {difference}") from None
                 history.head = line.head
@@ -253,7 +253,7 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
         history.record(records.step)
 
 
-def tell(line: proof.Line, records: Records, history: History) -> None:
+def note_line(line: proof.Line, records: Records, history: History) -> None:
     """Note a line of the chain; raises Differs for an impossible one."""
     if line.kind == proof.RUN:
         if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
@@ -295,8 +295,8 @@ def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
     """Return the first differing part of a record: its name, and both values for messages."""
     for name in dict.fromkeys((*expected, *found)):
         if found.get(name) != expected.get(name) or (name in found) != (name in expected):
-            mine, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
-            return name, mine, theirs
+            ours, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
+            return name, ours, theirs
     return None
 
 

@@ -155,11 +155,11 @@ class AnswerFinder:
 
     def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
         """Return where two texts of a turn differ, including the token that ends a turn after it."""
-        mine, instead = text[slice(*place)], other[slice(*other_place)]
-        if mine == instead:
+        here, instead = text[slice(*place)], other[slice(*other_place)]
+        if here == instead:
             return None
-        start = common(mine, instead)
-        stop = place[1] - common(mine[start:][::-1], instead[start:][::-1])
+        start = common(here, instead)
+        stop = place[1] - common(here[start:][::-1], instead[start:][::-1])
         behind = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # it always matches
         ends = (*self._ends, self._closing)
         end = next((end for end in ends if text.startswith(end, behind)), "")

@@ -210,7 +210,7 @@ class ChatTemplate:
         variables |= {"messages": messages, "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()
-        found = self._asked(self._process, variables | {"prompts": list(prompts)})
+        found = self._ask(self._process, variables | {"prompts": list(prompts)})
         before = [None if text is None else text.decode() for text in found["before"]]
         text: str = found["text"].decode()
         return RenderedText(text, found["marked"], found["begins"], dict(zip(prompts, before, strict=True)))
@@ -219,10 +219,10 @@ class ChatTemplate:
         words, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, ended, process)
-        self._asked(process, {"source": self._source, "day": self._day})
+        self._ask(process, {"source": self._source, "day": self._day})
         return process
 
-    def _asked(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of a template's process.
 
         Raises ValueError for a template that fails, EndlessTemplate for one whose process had to be ended.

@@ -73,8 +73,8 @@ class BadRows:
 
     def notes(self) -> list[str]:
         """Return a line on all reasons; none if there are no bad rows."""
-        told = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
-        return [f"--skip-bad skipped {self.counts.total():,} rows: {told}"] if told else []
+        reasons = "; ".join(f"{count:,} with {self._first[key]}" for key, count in self.counts.items())
+        return [f"--skip-bad skipped {self.counts.total():,} rows: {reasons}"] if reasons else []
 
 
 @dataclass(frozen=True)

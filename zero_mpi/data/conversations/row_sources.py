@@ -20,7 +20,7 @@ LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
 COLUMNS |= {"chosen", "rejected", "label"}
-BESIDE = frozenset(("system", "tools"))
+EXTRA_COLUMNS = frozenset(("system", "tools"))
 HEAD = 1 << 16  # bytes within which the first row of a file, which shows its kind, must begin
 ROWS = 64  # rows of a table that are read together
 COLUMN = "input_ids"  # column of token ids
@@ -72,7 +72,7 @@ def columns_of(path: Path) -> list[str]:
     is_arrow = suffix_of(path) == ARROW
     with open_table(path, TABLES[suffix_of(path)]) as found:
         names = found[0] if is_arrow else found.schema_arrow.names
-    return [name for name in names if name in COLUMNS | BESIDE and not (is_arrow and COLUMN in names)]
+    return [name for name in names if name in COLUMNS | EXTRA_COLUMNS and not (is_arrow and COLUMN in names)]
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:

@@ -113,7 +113,7 @@ def refuse(message: object) -> NoReturn:
     raise TemplateError(str(message))
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return a description of an error in a template."""
     name = type(error).__name__
     return {
@@ -142,7 +142,7 @@ def main() -> None:
             else:
                 found = sandbox.answer(template, request, LETTERS + GROWTH * size)
         except Exception as error:  # untrusted code may raise anything
-            found = {"error": told(error)}
+            found = {"error": error_text(error)}
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         answer = marshal.dumps(found | {"left": left})
         sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)

@@ -68,7 +68,7 @@ def with_tokens(
         names = ", ".join(show(token) for token in taken[:3])
         raise UsageError(f"--add-tokens: {place} has {names} already: leave out {len(taken)} of the tokens")
     size, new = len(known), len(tokens)
-    types = keys.wholes(TYPES, size) or [NORMAL] * size
+    types = keys.integers(TYPES, size) or [NORMAL] * size
     first = size
     while first and types[first - 1] == UNUSED and known[first - 1] == f"[PAD{first - 1}]":
         first -= 1

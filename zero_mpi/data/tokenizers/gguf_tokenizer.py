@@ -57,7 +57,7 @@ class GGUFTokenizer(Tokenizer):
         self.tokens = _tokens(self._keys, self.longest)
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
-        self.given_types = self._keys.wholes(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
+        self.given_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
         given = zip(self.tokens, self.given_types, strict=True)
         self.types = [CONTROL if token in _ENDS else kind for token, kind in given]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")

@@ -26,7 +26,7 @@ from zero_mpi.files.parse import parse_json
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _WAY_OUT = "use token files for --data (1-D .npy)"
-_MOST, _MOST_BESIDE = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
+_MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes of tokenizer.json and of each file beside it
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits of a folder's templates; of letters in a template's name
 _GAP = 1 << 16  # extra ids without a token that a model may have, besides doubling
 _SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
@@ -59,7 +59,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     }
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
-    lists = (_beside(path, name).get("eos_token_id") for name in ("config", "generation_config"))
+    lists = (_sibling(path, name).get("eos_token_id") for name in ("config", "generation_config"))
     listed = [end for ends in lists if isinstance(ends, list) for end in ends if type(end) is int]
     ends = [end for end in dict.fromkeys(listed) if 0 <= end < len(tokens) and end not in tokenizer.ends]
     more = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
@@ -116,10 +116,10 @@ def _read(path: Path, most: int) -> dict[str, Any]:
     return content
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
+def _sibling(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON file of the same folder; empty if there is none."""
     file = path.with_name(f"{name}.json")
-    return _read(file, _MOST_BESIDE) if os.path.lexists(file) else {}
+    return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
 
 def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -133,7 +133,7 @@ def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
     """Return a value of tokenizer_config.json, as `_given` does."""
-    return _given(path.with_name("tokenizer_config.json"), _beside(path, "tokenizer_config"), name, *kinds)
+    return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -251,12 +251,12 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
             first = _content(head.get("id"))  # the token that the post-processor puts before a text
             break
     texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
-    if not _beside(path, "tokenizer_config"):
+    if not _sibling(path, "tokenizer_config"):
         texts["bos"] = first
     keys: dict[str, object] = {KEY + "add_space_prefix": False}
     for there, here in _NAMES.items():
         given = [
-            _given(path.with_name(f"{file}.json"), _beside(path, file), f"{there}_token_id", int, list)
+            _given(path.with_name(f"{file}.json"), _sibling(path, file), f"{there}_token_id", int, list)
             for file in ("config", "generation_config")
         ]
         every = (ids.get(texts[there]), *((_list(each) or [each])[0] for each in given))
@@ -278,7 +278,7 @@ def _chat_template(path: Path) -> dict[str, object]:
     more = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
     files = {"default": path.with_name("chat_template.jinja")} | {file.stem: file for file in more}
     read = {
-        name: read_file(file, _MOST_BESIDE, "a chat template").decode("utf-8", "replace")
+        name: read_file(file, _MOST_SIBLING, "a chat template").decode("utf-8", "replace")
         for name, file in files.items()
         if os.path.lexists(file)
     }

@@ -171,10 +171,10 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
 
 def configuration() -> Array:
     """Return the bytes that LDTILECFG reads: the first palette, eight tiles of 16 rows of 64 bytes."""
-    told = np.zeros(64, np.uint8)
-    told[0] = 1
-    told[16:32:2], told[48:56] = ROW_BYTES, ROWS
-    return told
+    layout = np.zeros(64, np.uint8)
+    layout[0] = 1
+    layout[16:32:2], layout[48:56] = ROW_BYTES, ROWS
+    return layout
 
 
 TILES = configuration()

@@ -217,10 +217,10 @@ def causal_attention(
     views, step = (rowwise(q), rowwise(k), rowwise(v)), f4(scale)
 
     def work(share: HeadShare) -> None:
-        room = p[share.before * size if keep else share.number * BLOCK * total :]
+        buffer = p[share.before * size if keep else share.number * BLOCK * total :]
         of_rows = sums[share.before * length :]
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
-        forward(qs, ks, vs, share.begins(begins), step, BLOCK, keep, ys, room, of_rows)
+        forward(qs, ks, vs, share.begins(begins), step, BLOCK, keep, ys, buffer, of_rows)
 
     threads.run([partial(work, share) for share in parts])
     return y, (p if keep else None, sums, begins)
@@ -248,11 +248,11 @@ def causal_attention_backward(
     views, step = (rowwise(dy), rowwise(q), rowwise(k), rowwise(v)), f4(scale)
 
     def work(share: HeadShare) -> None:
-        room = p[share.before * size if keep else share.number * block :]
+        buffer = p[share.before * size if keep else share.number * block :]
         of_rows, slope = sums[share.before * length :], d[share.number * block :]
         dys, qs, ks, vs = share.cut(*views)
         found = share.begins(begins)
-        backward(dys, qs, ks, vs, found, step, BLOCK, keep, room, of_rows, slope, *share.cut(*results))
+        backward(dys, qs, ks, vs, found, step, BLOCK, keep, buffer, of_rows, slope, *share.cut(*results))
 
     threads.run([partial(work, share) for share in parts])
     return results

@@ -119,12 +119,12 @@ def forward(
 
     def work(share: HeadShare) -> None:
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
-        room, of_rows = s[share.number * most :], sums[share.before * length :]
+        buffer, of_rows = s[share.number * most :], sums[share.before * length :]
         kept = p[share.before * size if keep else share.number * most :]
         looks = None if begins is None else begins[share.sequences]
         for whole in tiles_for(qs, ks)[0]:
             tile = whole.within(looks)
-            scores, weights = tile.cut(room), tile.cut(kept, tile.weights if keep else 0)
+            scores, weights = tile.cut(buffer), tile.cut(kept, tile.weights if keep else 0)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
             soften(scores, tile.hidden(looks), f4(scale), False, tile.cut_sums(of_rows), bits(weights))
             multiplies(weights, tile.of_keys(vs), tile.of_queries(ys))
@@ -152,10 +152,10 @@ def backward(
     def work(share: HeadShare) -> None:
         start = share.number * most
         weights = p[share.before * size :] if again is None else again[start:]
-        rooms = s[start:], slope[start:], weights, sums[share.before * q.shape[1] :]
+        buffers = s[start:], slope[start:], weights, sums[share.before * q.shape[1] :]
         looks = None if begins is None else begins[share.sequences]
         given = share.cut(*views), share.cut(*results)
-        backward_of(multiplies, *given, rooms, looks, scale, keep=again is None)
+        backward_of(multiplies, *given, buffers, looks, scale, keep=again is None)
 
     threads.run([partial(work, share) for share in parts])
     return results
@@ -165,7 +165,7 @@ def backward_of(
     multiplies: Multiply,
     views: Sequence[Array],
     results: Sequence[Array],
-    rooms: Sequence[Array],
+    buffers: Sequence[Array],
     begins: Array | None,
     scale: float,
     *,
@@ -175,7 +175,7 @@ def backward_of(
 
     rooms: buffers for scores, their gradients, weights (all, if `keep`) and sums of rows
     """
-    (dy, q, k, v), (dq, dk, dv), (scores_room, slopes_room, kept, sums) = views, results, rooms
+    (dy, q, k, v), (dq, dk, dv), (scores_room, slopes_room, kept, sums) = views, results, buffers
     found = tuple(tile.within(begins) for tile in tiles_for(q, k)[0])
     to_keys, to_values = KeySums(dk, found), KeySums(dv, found)
     for tile in found:
@@ -195,25 +195,25 @@ class KeySums:
     """Gradient of keys or values (B, S, G, width): parts that several tiles add to are summed in float32."""
 
     def __init__(self, result: Array, found: tuple[Tile, ...]) -> None:
-        self._result, self._room = result, None
+        self._result, self._sums = result, None
         if not all(tile.begins and tile.ends for tile in found):
             sequences, heads = found[0].shape[:2]
             self._shape = sequences, heads, result.shape[1], result.shape[3]
             size = prod(self._shape)
-            self._room, self._low = recycled((size,)), recycled((size,), BFLOAT16)
+            self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
 
     def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
         """Add weights^T x, of n rows of some heads."""
-        if self._room is None:
+        if self._sums is None:
             multiplies(weights.swapaxes(2, 3), x, tile.of_keys(self._result))
             return
         shape = (*tile.shape[:2], *self._shape[2:])
         size = prod(shape)
-        sums, sees_all = self._room[:size].reshape(shape), tile.shape[3] == shape[2]
+        sums, sees_all = self._sums[:size].reshape(shape), tile.shape[3] == shape[2]
         if tile.begins and not sees_all:
             sums.fill(0)
         multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not (tile.begins and sees_all))
         if tile.ends:
-            lower(self._room[:size], bits(self._low[:size]))
+            lower(self._sums[:size], bits(self._low[:size]))
             given = self._result[tile.sequences, :, tile.keys]
             given[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)

@@ -98,9 +98,9 @@ class Tile:
         """Return the number of first keys that each of its rows does not see; empty: each sees all."""
         return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
 
-    def cut(self, room: Array, start: int = 0) -> Array:
+    def cut(self, buffer: Array, start: int = 0) -> Array:
         """Return its matrices of scores or weights in a buffer for several tiles."""
-        return room[start : start + prod(self.shape)].reshape(self.shape)
+        return buffer[start : start + prod(self.shape)].reshape(self.shape)
 
     def cut_sums(self, sums: Array) -> Array:
         """Return the sums of its rows, (sequences, heads, n)."""

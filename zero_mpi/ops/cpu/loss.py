@@ -120,13 +120,13 @@ def linear_cross_entropy(
     inputs, weights, ids = fitting(rows(x)), fitting(w), checked(targets, w.shape[0], UNCOUNTED)
     n, vocabulary = inputs.shape[0], w.shape[0]
     step = chunk_rows(n, vocabulary)
-    room = recycled((step, vocabulary))
+    buffer = recycled((step, vocabulary))
     dx = recycled(x.shape, x.dtype) if need_dx else None
     gradient, bias = need_dx or dw is not None or db is not None, None if b is None else flat(widened(b))
     total = 0.0
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
-        z = multiplies(inputs[part], weights.T, room[: part.stop - start])
+        z = multiplies(inputs[part], weights.T, buffer[: part.stop - start])
         if bias is not None:
             add_row(bias, z)
         low = NOTHING if x.dtype == FLOAT32 or not gradient else z.view(np.uint16)

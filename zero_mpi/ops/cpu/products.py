@@ -42,7 +42,7 @@ from zero_mpi.ops.flat_reference import LANES
 from zero_mpi.ops.low_precision import on_copies
 from zero_mpi.ops.reference import rows
 from zero_mpi.ops.registry import defined, implements
-from zero_mpi.ops.threads import EVEN_ROWS, equal_parts, in_parts, piece, shared, with_sums
+from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
 
 LEAST = 1 << 22  # multiplications of float32: below that BLAS takes less time than a call of the library
 AT_A_TIME = 3 << 20  # bytes of a transposed matrix: the library copies it, and the copy must stay in cache
@@ -112,7 +112,7 @@ def of_low(library: OneDNN) -> Callable[..., Array]:
         if c.ndim > 2 or a.nbytes <= AT_A_TIME or not is_transposed(a):
             return library.multiply(a, b, c, **more)
         for part in equal_parts(a.shape[0], -(-a.nbytes // AT_A_TIME), EVEN_ROWS):
-            library.multiply(**piece(part, 0, a=a, b=b, c=c, **more))
+            library.multiply(**cut_product(part, 0, a=a, b=b, c=c, **more))
         return c
 
     return multiply

@@ -217,11 +217,11 @@ class Scores:
         self.wide = take((sizes.groups * most * sizes.shared * sizes.across,), F32)
         self.low = self.wide if kind == F32 else take(self.wide.shape, kind)
 
-    def matrix(self, room: Array, n: int, m: int) -> Matrix:
+    def matrix(self, buffer: Array, n: int, m: int) -> Matrix:
         """Return the block in a buffer as a Matrix: (n R, m) for each key/value head."""
         sizes, rows = self.sizes, n * self.sizes.shared
-        kind, apart = kind_of(room.dtype), rows * sizes.across
-        return Matrix(room.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
+        kind, apart = kind_of(buffer.dtype), rows * sizes.across
+        return Matrix(buffer.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; `sums` are written, or read if `again`."""
@@ -246,22 +246,22 @@ class Scores:
         )
 
 
-def forward(sizes: Sizes, room: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
+def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
     """Fill y (B, T, H, E) and sums (B, H, T) of inputs q, k and v."""
     heads = [gathered(x, sizes.kv) for x in inputs]
-    mine, keys, values = (batched(x) for x in heads)
+    own, keys, values = (batched(x) for x in heads)
     out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
     for first, n, m in blocks(sizes):
         rows = first * sizes.shared, n * sizes.shared
-        multiply(mine.part(*rows), keys.part(0, m), room.matrix(room.wide, n, m), tb=True, scale=scale)
-        p = room.weigh(first, n, m, sums, again=False)
+        multiply(own.part(*rows), keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        p = work.weigh(first, n, m, sums, again=False)
         multiply(p, values.part(0, m), batched(out).part(*rows))
     unpack(out, y, sizes.kv)
 
 
 def backward(
     sizes: Sizes,
-    room: Scores,
+    work: Scores,
     inputs: Sequence[Array],
     sums: Array,
     scale: float,
@@ -272,19 +272,19 @@ def backward(
     The last block sees all keys, so it writes the gradients to which the others add.
     """
     heads = [gathered(x, sizes.kv) for x in inputs]
-    mine, keys, values, turned = (batched(x) for x in heads)
+    own, keys, values, turned = (batched(x) for x in heads)
     out = take(heads[0].shape, heads[0].dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
     dq, dk, dv = (batched(x) for x in out)
-    slopes = take(room.wide.shape, F32)
+    slopes = take(work.wide.shape, F32)
     for first, n, m in blocks(sizes):
         rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total
-        here, there = mine.part(*rows), turned.part(*rows)
+        here, there = own.part(*rows), turned.part(*rows)
         dk_seen, dv_seen = dk.part(0, m), dv.part(0, m)
-        multiply(here, keys.part(0, m), room.matrix(room.wide, n, m), tb=True, scale=scale)
-        p = room.weigh(first, n, m, sums, again=True)
+        multiply(here, keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        p = work.weigh(first, n, m, sums, again=True)
         multiply(p, there, dv_seen, ta=True, c=None if last else dv_seen)
-        multiply(there, values.part(0, m), room.matrix(slopes, n, m), tb=True)
-        ds = room.slope(n, m, slopes, scale)
+        multiply(there, values.part(0, m), work.matrix(slopes, n, m), tb=True)
+        ds = work.slope(n, m, slopes, scale)
         multiply(ds, keys.part(0, m), dq.part(*rows))
         multiply(ds, here, dk_seen, ta=True, c=None if last else dk_seen)
     for copy, x in zip(out, into, strict=True):

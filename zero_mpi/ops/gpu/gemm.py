@@ -121,8 +121,8 @@ class AttributeSetter:
     def __call__(self, target: int, **values: int) -> None:
         for name, value in values.items():
             attribute = int(getattr(self._names, name))
-            room = np.full(1, value, self._kind_of_value(attribute))
-            self._setter(target, attribute, room.ctypes.data, room.itemsize)
+            buffer = np.full(1, value, self._kind_of_value(attribute))
+            self._setter(target, attribute, buffer.ctypes.data, buffer.itemsize)
 
 
 class LtGemm:
@@ -173,7 +173,7 @@ class LtGemm:
         preference = lt.matmul_preference_create()
         products.prefer(
             preference,
-            MAX_WORKSPACE_BYTES=products.room.nbytes,
+            MAX_WORKSPACE_BYTES=products.buffer.nbytes,
             REDUCTION_SCHEME_MASK=products.reductions,
             MIN_ALIGNMENT_A_BYTES=fit(spec.b.address),
             MIN_ALIGNMENT_B_BYTES=fit(spec.a.address),
@@ -198,7 +198,7 @@ class LtGemm:
     def _quickest(self, products: Products, spec: GemmSpec, named: Any) -> Any:
         """Return the algorithm that takes the least time on these numbers; results go to other memory."""
         where = products.where
-        room = pool_of(where).take((spec.d.extent,), np.uint8)
+        buffer = pool_of(where).take((spec.d.extent,), np.uint8)
         c = (spec.c or spec.d).address
         events = where.cupy.cuda.Event(), where.cupy.cuda.Event()
         times = []
@@ -208,7 +208,7 @@ class LtGemm:
             for turn in range(6):
                 if turn == 1:  # the first call loads the code, untimed
                     events[0].record(where.stream)
-                self(spec.a.address, spec.b.address, c, room.data.ptr, spec.bias)
+                self(spec.a.address, spec.b.address, c, buffer.data.ptr, spec.bias)
             events[1].record(where.stream)
             events[1].synchronize()
             times.append(where.cupy.cuda.get_elapsed_time(*events))
@@ -280,8 +280,8 @@ class Products:
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
         splits = self.tunes or os.environ.get("ZERO_MPI_GPU_SPLIT_K", "1") != "0"
         self.reductions = FLOAT32_PARTS if splits else WHOLE
-        self.room = where.empty(workspace_bytes(where), np.uint8)
-        self.workspace, self.workspace_bytes = self.room.data.ptr, self.room.nbytes
+        self.buffer = where.empty(workspace_bytes(where), np.uint8)
+        self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
         self.known: dict[Any, LtGemm] = {}  # plans of aligned arrays, by their forms
         self.describe = AttributeSetter(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import device
-from zero_mpi.device.arrays import beside
+from zero_mpi.device.arrays import to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import FITTING, product
@@ -88,18 +88,18 @@ def linear_cross_entropy(
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
     """Compute `reference.linear_cross_entropy`; the loss stays on the GPU, an array without dimensions."""
-    flat, ids = lying(x).reshape(-1, x.shape[-1]), beside(targets, x).reshape(-1)
+    flat, ids = lying(x).reshape(-1, x.shape[-1]), to_device_of(targets, x).reshape(-1)
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None
     width, even = logit_width(len(w)), len(w) // LINE * LINE
     step = logit_rows(len(flat), width * x.itemsize, memory_of(device.in_use()))
-    room, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
+    buffer, whole = take((min(step, len(flat)), width), x.dtype), with_zeros(w, width)
     bias = None if b is None else fitting(with_zeros(b, width))
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         rows = flat[part]
-        wide = room[: len(rows)]
+        wide = buffer[: len(rows)]
         product(rows, whole, wide, tb=True, bias=at(bias))
         z = wide[:, : len(w)]  # the padding has logits of zero, which are their own gradients
         consume_logits(z, ids[part], scale, total, gradient)

@@ -91,15 +91,15 @@ class Graph:
         graph.check_support()
         graph.build_plans()
         self._graph, self._owner, self._turns = graph, owner, turns
-        self._room = max(1, int(graph.get_workspace_size()))
-        if self._room > most:
-            raise RuntimeError(f"it needs {self._room >> 20} MiB beside, more than {int(most) >> 20}")
+        self._workspace = max(1, int(graph.get_workspace_size()))
+        if self._workspace > most:
+            raise RuntimeError(f"it needs {self._workspace >> 20} MiB beside, more than {int(most) >> 20}")
 
     def __call__(self, addresses: dict[int, int]) -> None:
-        room = pool_of(self._owner.where).take((self._room,), np.uint8)
+        buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
         for more in self._turns:
             here = {number: at + more[number] for number, at in addresses.items()} if more else addresses
-            self._graph.execute(here, room.data.ptr, handle=self._owner.handle)
+            self._graph.execute(here, buffer.data.ptr, handle=self._owner.handle)
 
 
 class Sdpa:

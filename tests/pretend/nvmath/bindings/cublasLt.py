@@ -258,12 +258,12 @@ def matmul_algo_get_heuristic(
     found = [False, True][: 1 + parts][:requested_algo_count]
     if product.set.get(D.EPILOGUE, 1) in refuses:
         found = []
-    room = (ctypes.c_uint64 * (12 * requested_algo_count)).from_address(heuristic_results_array)
+    buffer = (ctypes.c_uint64 * (12 * requested_algo_count)).from_address(heuristic_results_array)
     for place, splits in enumerate(found):
         number = next(_numbers)
         needs = min(asked.get(P.MAX_WORKSPACE_BYTES, 0), 1 << 20 if splits else 0)
         _algorithms[number] = Algorithm(number, _own(product), layouts, aligned, needs, splits)
-        room[12 * place : 12 * place + 12] = [number, 0, 0, 0, 0, 0, 0, ~number % (1 << 64), needs, 0, 0, 0]
+        buffer[12 * place : 12 * place + 12] = [number, 0, 0, 0, 0, 0, 0, ~number % (1 << 64), needs, 0, 0, 0]
     ctypes.c_int32.from_address(return_algo_count).value = len(found)
 
 
