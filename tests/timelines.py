@@ -1,4 +1,4 @@
-"""What every time line must hold, and one that is made by hand."""
+"""What every timeline must hold, and one that is made by hand."""
 
 import json
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The exact transports of the host by their flags: tests of bits, bytes and time lines run on each.
+"""The exact transports of the host by their flags: tests of bits, bytes and timelines run on each.
 
 Which there are `comm.kinds` says; one without a class here fails all of these tests.
 """

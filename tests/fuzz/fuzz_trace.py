@@ -53,7 +53,7 @@ def named(random: Random, folder: Path, raw: bytes) -> list[str]:
 
 
 def as_lines(random: Random, found: Any) -> bytes:
-    """A time line as a run writes it, with an event on each line; anything else as JSON."""
+    """A timeline as a run writes it, with an event on each line; anything else as JSON."""
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         return wild.as_text(found, random)
     head = wild.as_text({name: value for name, value in found.items() if name != "traceEvents"}, random)

@@ -65,7 +65,7 @@ def moved_by(events, rank):
 
 
 def check_costs(events, rank, counted, near=0.01):
-    """Waits and bytes of the time line are those that the meter counted; waits to `near` microseconds."""
+    """Waits and bytes of the timeline are those that the meter counted; waits to `near` microseconds."""
     waits = [
         event["dur"] for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] == "waits"
     ]
@@ -80,7 +80,7 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
     check_events(events)
     check_costs(events, exact.rank, counted)
     moved = moved_by(events, exact.rank)
-    # What follows the last step, such as the exchange of these events, is not in the time line.
+    # What follows the last step, such as the exchange of these events, is not in the timeline.
     asked = [entry for entry in comm.log if entry.kind in ("allgather", "reduce_scatter", "allreduce")]
     names = Counter((event["name"], event["args"]["bytes"]) for event in moved)
     assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in asked)
@@ -204,7 +204,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
 
 
 def test_memory_is_bounded(exact, monkeypatch, tmp_path):
-    """Too many spans end the time line, on each rank for itself; what is whole stays."""
+    """Too many spans end the timeline, on each rank for itself; what is whole stays."""
     run, path = Run(exact), tmp_path / "trace.json"
     with tracing(exact, path) as timeline:
         timeline.step(1)

@@ -1,4 +1,4 @@
-"""What a time line tells: the table adds up, the slow rank is named, broken files are refused; the flags."""
+"""What a timeline tells: the table adds up, the slow rank is named, broken files are refused; the flags."""
 
 import functools
 import gzip

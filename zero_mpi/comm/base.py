@@ -66,7 +66,7 @@ class ModuleMemory:
     full    for each requested partition: one array that all ranks see and each writes its slice of, or
               None where each rank keeps its slice to itself
     buffers   pool for gradients before they are reduced
-    gathers   pool for gathered parameters that have no whole
+    gathers   pool for gathered parameters without a shared array
     """
 
     full: list[Array | None]

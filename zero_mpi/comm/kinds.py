@@ -172,7 +172,7 @@ class Transport:
     takes: Callable[[Reductions], int] = lambda asked: 0
 
     def scratch(self, asked: Reductions) -> int:
-        """Return the bytes that a rank needs, where its arrays lie, for what arrives before it is added."""
+        """Return the bytes of receive buffers of a rank, on the device of its arrays."""
         return self.takes(asked) if asked.ranks > 1 else 0
 
     def pinned(self, ranks: int) -> int:
@@ -205,12 +205,12 @@ CHOICES = (AUTO, *dict.fromkeys(kind.flag for kind in TRANSPORTS if kind.flag))
 
 
 def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
-    """Return the transports that a --transport value may mean on a device; none: it is of the other one."""
+    """Return the transports of a --transport value on a device; none if it is for the other device."""
     return tuple(kind for kind in TRANSPORTS if kind.flag == flag and kind.on_gpu == on_gpu)
 
 
 def check_flag(flag: str, on_gpu: bool) -> None:
-    """Raise UsageError for a value of --transport that is of the other device only."""
+    """Raise UsageError for a value of --transport that only the other device has."""
     if flag != AUTO and not asked_for(flag, on_gpu):
         why = "it needs GPU arrays; use --device cuda or --transport mpi"
         if on_gpu:

@@ -24,14 +24,14 @@ from zero_mpi.comm.meter import Meter
 from zero_mpi.comm.start_mpi import MPI
 from zero_mpi.telemetry import spans
 
-Needed = list[Any] | Callable[[], bool]  # MPI requests, or whether it has come about
+Needed = list[Any] | Callable[[], bool]  # MPI requests, or a function that tells if it is complete
 Running = Iterator[Needed]
 CHECK_SECONDS = 2e-5  # seconds between looks at something that is no request
 POLL_SECONDS = 2e-4  # seconds between rounds of the thread; a busier or an adaptive poll hid no more
 
 
 def has_come(needed: Needed) -> bool:
-    """Return whether what a transfer needs next has come about."""
+    """Return whether a transfer can continue."""
     return needed() if callable(needed) else bool(MPI.Request.Testall(needed))
 
 
@@ -71,7 +71,7 @@ class Transfer(Handle):
         self._advance(lambda needed: True)  # the first requests start now, in program order
 
     def _advance(self, may_go_on: Callable[[Needed], bool]) -> bool:
-        """Go on if what is needed has come about; return whether there is more to do then.
+        """Continue if possible; return whether there is more to do.
 
         Any error, of MPI or of a device, is raised where the owner waits, whichever thread pushed.
         """
@@ -178,8 +178,8 @@ class MessageComm(Comm):
         label: str = "",
         record: spans.OpenTransfer | None = None,
     ) -> Handle:
-        """Begin a transfer and look after it until it is complete; `record`: that of the whole around it."""
+        """Start a transfer, and push it until it is complete; `record`: that of the collective."""
 
     @abstractmethod
     def poke_progress(self) -> None:
-        """Let the library move what it still owes to others, though the request for it was complete."""
+        """Let the library send messages that it has buffered, though their requests are complete."""

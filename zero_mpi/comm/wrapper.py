@@ -1,4 +1,4 @@
-"""Wrappers of a transport that hand on every call; others derive from them what they do in another way."""
+"""Wrappers of a transport that forward every call. Subclasses override some calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Make a method that reports a collective, then hands it on; `about`: what arguments must have alike."""
+    """Make a method that reports a collective, then hands it on; `about`: text that must be equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))

@@ -118,7 +118,7 @@ def read(path: Path) -> Recorded:
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, each an event, decompressed if needed; in bounded memory."""
-    with open_file(path, "a time line") as raw:
+    with open_file(path, "a timeline") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
         left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
         file = gzip.GzipFile(fileobj=raw) if is_packed else raw

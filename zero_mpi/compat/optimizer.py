@@ -59,7 +59,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         for name in ("lr_scale", "decay_scale"):
             check_scales(f"{what}: {name}", settings[name], trained)
         if offload != NONE and any(isinstance(rule, MatrixRule) for rule in rules.values()):
-            raise ValueError("offload: states of whole matrices stay where these are; leave it out")
+            raise ValueError("offload: Muon cannot offload its states; leave offload out")
 
     def check_units(self) -> None:
         """Raise ValueError unless matrix rules have full matrices, in units of their own."""

@@ -241,7 +241,7 @@ def is_plain(c: Config) -> bool:
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    """Yield a line for each flag that does nothing here, or not what it says."""
+    """Yield a warning for each flag that has no effect, or not the expected one."""
     for name, when, why in IDLE:
         if is_given(config, name) and when(config, data):
             yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"

@@ -144,7 +144,7 @@ def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) ->
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
     """Return the model's sizes from the flags, for a model that is trained from scratch."""
-    assert config.arch is not None, "known but for --init"
+    assert config.arch is not None, "only --init runs have no --arch"
     vocab_size = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     sizes = {name: getattr(config, name) for name in (*REQUIRED, *OPTIONAL)} | {"vocab_size": vocab_size}
     return check_blocks(ARCHITECTURES[config.arch].from_flags(sizes))

@@ -30,7 +30,7 @@ class AddedRows:
         return x
 
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
-        """Return the columns y (..., O - rows) with those of the added rows beside them."""
+        """Return the columns y (..., O - rows) followed by those of the added rows."""
         size = y.shape[-1]
         joined = like(y, size + self.rows)
         joined[..., :size] = y

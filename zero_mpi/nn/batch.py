@@ -94,7 +94,7 @@ def first_in_window(batch: int, start: int, stop: int, window: int, place: devic
 
 @dataclass(eq=False)
 class BatchContext:
-    """Facts of a micro-batch beside its input, and sums of what its layers report."""
+    """Facts of a micro-batch besides its input, and sums that its layers report."""
 
     documents: Documents | None = None  # documents of its rows; None: each row is one
     factors: Mapping[str, float] = field(default_factory=dict)  # of auxiliary losses; empty: no backward

@@ -1,4 +1,4 @@
-"""Optional fused operations of a layer beside forward and backward, and fallbacks for other layers.
+"""Optional fused operations of a layer besides forward and backward, and fallbacks for other layers.
 
 A layer that writes its result itself can add a residual to it in the same pass. A last stage that computes
 logits can compute the loss as well, so that not all logits exist at once. Callers use the functions here, so

@@ -176,7 +176,7 @@ class SequenceLoss(HeadLoss):
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
-    """Return the loss that is given in place of targets, or the cross-entropy of targets; None for none."""
+    """Return the loss given instead of targets, or the cross-entropy of targets; None if there are none."""
     return targets if targets is None or isinstance(targets, HeadLoss) else CrossEntropy(targets, scale)
 
 

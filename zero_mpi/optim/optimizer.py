@@ -192,14 +192,14 @@ class ShardedOptimizer:
         return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
-        """Let owners of whole matrices turn gradients into directions, and send them to updating ranks."""
+        """Turn gradients into directions on the owners of full matrices, and send them to updating ranks."""
         handles = []
         for unit in filter(self._is_directed, self.units):
             gradient, states = unit.gradient.sum, self.states[unit.name]
             for segment in unit.unit.segments(unit.part):
                 first, rule = segment.where.start, self.rule_of(segment.name)
                 inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
-                assert isinstance(rule, MatrixRule), "a unit of whole matrices has such rules alone"
+                assert isinstance(rule, MatrixRule), "units of full matrices have only matrix rules"
                 own = {name: states[name][inside] for name in rule.states}
                 rate = lr * self.rate_factor(segment.name)
                 shape = unit.unit.params[segment.name].shape

@@ -36,7 +36,7 @@ OF_LAYOUT = (  # fields that a layout depends on
 
 
 class SimulatedComm(SerialComm):
-    """Communicator of any number of ranks, of which this is the first; it sends nothing."""
+    """Communicator of rank 0 of any number of ranks; it sends nothing."""
 
     def __init__(self, case: Case) -> None:
         self.size, self.exact, self.kind = case.ranks, case.exact, case.transport
@@ -210,7 +210,7 @@ class Case:
 
     @cached_property
     def squares(self) -> int:
-        """Number of sums of squares that travel for the norm of the gradient."""
+        """Number of sums of squares that ranks send for the norm of the gradient."""
         names = stage_params(self.model.stages(self.recompute))
         return SquaresSum(runs_of(self.layout.units, names, self.owners), rank=0).size
 

@@ -52,13 +52,13 @@ class Memory:
     masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded copies
     gradients: int = called("gradients")
     moments: int = called("moments")  # optimizer states and a moving average
-    rooms: int = called("rooms for moments")  # buffers on the GPU through which they pass
+    rooms: int = called("buffers for moments")  # buffers on the GPU through which they pass
     gathered: int = called("gathered units")  # full parameters, for a while
     unpacked: int = called("unpacked blocks")  # unpacked for layers from gathered blocks
     gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
     activations: int = called("activations")  # arrays that layers keep and make, without the logits
     logits: int = called("logits")
-    transport: int = called("arriving slices")  # slices that arrive in a reduction
+    transport: int = called("received shards")  # buffers of a reduction
     tables: int = called("tables")  # which chunks decay, their sums of squares
     workspace: int = called("workspace of products")  # scratch memory of the GPU's library
     snapshot: int = called("copies for --async-save")  # while a checkpoint is written

@@ -176,7 +176,7 @@ class Simulator:
         return Packed(ids, begins) if self.case.packed else ids
 
     def loss(self) -> HeadLoss:
-        """Return the loss of a micro-batch, as training makes it."""
+        """Return the loss of a micro-batch, made by the code of training."""
         case, shape = self.case, (self.case.micro_batch, self.case.context)
         if case.preference is not None:
             half, targets, segments = case.context // 2, np.zeros(shape, np.int64), list[Segment]()

@@ -1,4 +1,4 @@
-"""Temporary memory of operations: of the compiled operations of the CPU, and of those of a GPU.
+"""Temporary memory of operations, on the CPU and on a GPU.
 
 Each class is a memory, whose methods take what `ops.cpu` or `ops.gpu` takes from its pool, in the same
 order, and release it in the same way. Sizes come from `ops.sizes`, because the planner can import neither

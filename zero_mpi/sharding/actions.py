@@ -47,7 +47,7 @@ class StageAction(Action):
 
 
 class Gather(UnitAction):
-    """Start to bring a unit's parameters here."""
+    """Start the gather of a unit's parameters."""
 
     verb, method = "gather", "start_gather"
 
@@ -92,7 +92,7 @@ class Loss(StageAction):
 
 
 class Evaluate(StageAction):
-    """Forward and loss of the last stage in one, without a backward to come."""
+    """Forward and loss of the last stage in one, with no backward after it."""
 
     verb, method = "forward and loss of", "evaluate"
 

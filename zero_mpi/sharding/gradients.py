@@ -49,7 +49,7 @@ class Gradients:
     def wait_reduce(self) -> None: ...
 
     def start_gather(self) -> Handle:
-        """Start to bring all of the sum to every rank, where this is wanted."""
+        """Start to gather the full sum on every rank, if the strategy needs it."""
         return DONE
 
     def start_publish(self) -> Handle:
@@ -125,7 +125,7 @@ class SlicedGradients(Gradients):
 
 
 class ReplicatedGradients(SlicedGradients):
-    """The sums of the slices are gathered into a whole, in which a round's gradients are added before."""
+    """Gradients added in a full array, whose summed shards are then gathered into it."""
 
     whole: Array
 

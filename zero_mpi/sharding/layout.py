@@ -80,7 +80,7 @@ class LayoutConfig:
         return is_trainable(name, self.frozen)
 
     def kind_of(self, name: str, param: Param) -> str:
-        """Return TRAINED, WHOLE or FROZEN, as buffers are."""
+        """Return the kind of buffer that a parameter needs: TRAINED, WHOLE or FROZEN."""
         if param.buffer or not self.is_trainable(name):
             return FROZEN
         return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED

@@ -128,7 +128,7 @@ class ShardedModule:
         self.units = [
             ShardedUnit(unit, context, array) for unit, array in zip(dealt, memory.full, strict=True)
         ]
-        self._forward: MicroBatch | None = None  # whose backward is to come
+        self._forward: MicroBatch | None = None  # its backward follows
         self._synced, self._graphs = False, graphs_for(self)
 
     @cached_property
@@ -280,7 +280,7 @@ class ShardedModule:
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
-        """Announce an update of all units, and start to bring it to ranks that keep the full parameters."""
+        """Announce an update of all units, and start gathers on ranks that keep the full parameters."""
         self.group.signal_written()
         if self.strategy.shards_moments:  # otherwise every rank has updated everything
             for unit in self.units:

@@ -58,7 +58,7 @@ class Context:
 
 
 class Parameters:
-    """The arrays of a unit's parameters; by itself those of which the rank keeps its shard alone.
+    """Arrays of a unit's parameters. This base class keeps only the rank's shard.
 
     shard    this rank's `part` of the unit, in the type of computing: what travels
     full     the full unit in that type, while it is here
@@ -116,7 +116,7 @@ class Parameters:
             self._memory, self.full, self.state = None, None, State.SHARDED
 
     def start_update(self) -> None:
-        """Start to bring the other ranks' updated shards here, where the full parameters are kept."""
+        """Start the gather of updated shards, if this rank keeps the full parameters."""
 
     def wait_update(self) -> None:
         """Return when transfers of parameters to this rank are done."""
@@ -180,7 +180,7 @@ class Parameters:
             device.in_use().copy(self.low, self.master)
 
     def publish(self) -> None:
-        """Round `master_shard` after it was written, and start to bring it to ranks that keep all of it."""
+        """Round `master_shard` after an update, and start the gather on ranks that keep all of it."""
         if self.low is not None and not self.context.strategy.shards_moments:
             self.context.comm.allgather(None, self.master, self.partition, self._label).wait()
         self.round()

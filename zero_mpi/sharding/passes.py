@@ -51,7 +51,7 @@ class MicroBatch:
         self.rest: Iterator[Action] = iter(())  # which `run` has not done; a stage does it up to its turn
 
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
-        """Return what a stage's layer is given beside its input; no weights where none are gathered."""
+        """Return the weights and micro-batch of a stage's layer; no weights if none are gathered."""
         self.batch.stage = stage
         weights = self.module.weights_of(stage) if reads else {}
         turns = partial(self._turns, stage) if stage in self.module.parts else None

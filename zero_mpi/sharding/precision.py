@@ -1,4 +1,4 @@
-"""Precision, as data: the types of what is computed, of what travels, and how losses are scaled.
+"""Precision, as data: the types of computing, of communication, and the scaling of losses.
 
 Slices of the parameters, their moments and summed gradients are float32 ("master weights", Micikevicius et
 al., "Mixed Precision Training", 2018), and float64 in FP64, which is for checks and small models on CPUs. In
@@ -69,7 +69,7 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
 
 
 def floats(elements: int, kind: Any) -> int:
-    """Return the float32 elements with room for `elements` of a type: pools and windows count in these."""
+    """Return the float32 elements that hold `elements` of a type; pools and windows count in float32."""
     return int(-(-elements * np.dtype(kind).itemsize // FLOAT32.itemsize))
 
 

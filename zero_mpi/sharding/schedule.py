@@ -47,7 +47,7 @@ class Schedule:
 
     forward, backward   the two directions by themselves
     training            both, with the last stage run both ways at once
-    inference           forward without a backward to come
+    inference           forward with no backward after it
     evaluation          that forward, with the loss of the last stage
     """
 
@@ -160,7 +160,7 @@ def make_schedule(
     """Return the schedule for stages that use the units `uses[stage]`, and those of `parts[stage]` by turns.
 
     `reads_in_backward[stage]`: whether the stage's backward looks at its parameters; `trainable[unit]`;
-    `gathers[unit]`: whether its parameters are gathered and released, as those that are sharded; None: all.
+    `gathers[unit]`: True if the unit's parameters are sharded, so gathered and released; None: all are.
     The last stage has no parts.
     """
     parts, top = parts or {}, len(uses) - 1
@@ -172,7 +172,7 @@ def make_schedule(
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers or [True] * len(trainable), passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # without a backward to come
+    alone = plan(ascent)  # with no backward after it
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]

@@ -1,4 +1,4 @@
-"""Sharding strategies, as data: which of parameters, gradients and moments a rank has only a slice of.
+"""Sharding strategies, as data: which of parameters, gradients and moments are sharded.
 
 FULL_SHARD is ZeRO stage 3, SHARD_GRAD_OP stage 2 (Rajbhandari et al., 2020), NO_SHARD is data-parallel
 training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each node, replicated between nodes

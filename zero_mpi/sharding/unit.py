@@ -259,7 +259,7 @@ class BlockUnit(Unit):
 def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: Stored) -> list[BlockUnit]:
     """Return the units of the stored parameters, by scope also where others are cut by bytes.
 
-    A scope has one unit, which a rank unpacks at a time, and one of its stacked matrices.
+    A scope has one unit that is unpacked at a time, and one unit of stacked matrices.
     """
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():

@@ -53,7 +53,7 @@ class SpanRecorder:
         self._stamp = watch.stamp
         self._lap = self._begun = self._stamp()
 
-    # ------------------------------------------------------------------------------ of the main thread
+    # ------------------------------------------------------------------------------ on the main thread
 
     def restart(self) -> None:
         self._lap = self._stamp()

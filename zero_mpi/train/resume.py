@@ -116,7 +116,7 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
 def as_begun(config: Config, point: ResumePoint | None) -> Config:
     """Return the configuration with the run's own values for settings that no flag gives.
 
-    Defaults may be another version's, or depend on data. Raises UsageError for an unknown setting.
+    Defaults may change with the version, or depend on data. Raises UsageError for an unknown setting.
     """
     if point is None:
         return config

@@ -48,7 +48,7 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
     """Return exp(logits / temperature) of the kept ids, up to a factor, and 0 for the rest; (V,) float64.
 
     logits (V,), finite. `top_k`: keep the k most likely ids, 0 all; `top_p`: of them the fewest whose
-    probabilities reach this sum; `min_p`: of them those with at least this share of the largest probability.
+    probabilities reach this sum; `min_p`: keep those with at least this share of the largest probability.
     """
     below = logits.astype(np.float64) - float(logits.max())
     kept = nucleus(likeliest(logits, top_k), below, top_p)
@@ -69,7 +69,7 @@ def likeliest(logits: Array, top_k: int) -> Any:
 
 
 def nucleus(ids: Any, below: Array, top_p: float) -> Any:
-    """Return the fewest of `ids`, most likely first, whose shares among them reach `top_p`; at least one.
+    """Return the fewest of `ids`, most likely first, whose probabilities sum to `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """

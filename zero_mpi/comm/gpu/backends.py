@@ -108,7 +108,7 @@ class CudaAwareBackend:
 
 
 class PinnedBuffers:
-    """Pinned memory of an exchange; free when what it brought back last has arrived."""
+    """Pinned memory of an exchange; free when its last copy to the GPU is complete."""
 
     def __init__(self, streams: GpuStreams, nbytes: int) -> None:
         self.down, self.up = (streams.gpu.pinned(nbytes) for _ in range(2))

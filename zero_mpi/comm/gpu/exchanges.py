@@ -122,9 +122,9 @@ class Exchange:
 
 
 class Backend(Protocol):
-    """A way for exchanges to travel.
+    """Base class of backends that carry exchanges.
 
-    depth       exchanges in progress at once; the room of an exchange is used again `depth` exchanges later
+    depth       exchanges in progress at once; its buffers are used again `depth` exchanges later
     in_order    everything is launched at once and in the order of the side stream: no MPI request, no host
     kind        the transport that it makes of messages between hosts
     """

@@ -139,7 +139,7 @@ def find_answer(
 
 
 def alone() -> bool:
-    """Tell whether the GPU in use lets in one process, so that a child could not use it beside this one."""
+    """Return whether the GPU allows only one process, so that a child process could not use it too."""
     gpu = device.in_use()
     if not isinstance(gpu, device.Cuda):
         return False
@@ -147,7 +147,7 @@ def alone() -> bool:
 
 
 def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
-    """Return the answer that is given without a test."""
+    """Return the answer that needs no test."""
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")

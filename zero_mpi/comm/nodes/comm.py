@@ -32,7 +32,7 @@ from zero_mpi.device.types import Array
 
 @dataclass(frozen=True)
 class Needs:
-    """Arguments of a coming call of `memory`."""
+    """Arguments of the first call of `memory`."""
 
     full: Sequence[Partition] = ()
     buffers: Sequence[int] = ()

@@ -241,7 +241,7 @@ Allotment = tuple[list[Array], SharedGradientPool]
 
 
 class NodeMemory:
-    """Memory of the ranks of `node`, an MPI communicator that is given up with it.
+    """Memory of the ranks of `node`, an MPI communicator that is freed with it.
 
     A window holds arrays that all ranks of the node see (full), and for each rank a block of buffers that
     it writes and the others read (slots). `full`, `buffers`: arguments of `allot`'s first call, set

@@ -108,7 +108,7 @@ Cut = Windows | PackedWindows
 
 
 def cut_up(part: Part, context: int, stride: int | None) -> Cut:
-    """Return the windows of a text; of conversations one each, from its beginning."""
+    """Return the windows of a text, or one window per conversation, from its beginning."""
     if part.stream.counted is None:
         return Windows(part.stream.ids, context, stride, part.bos)
     return PackedWindows(part.stream, context, packs=False)

@@ -124,7 +124,7 @@ class Keys:
         return self.keys.integer(f"{self.arch}.{name}", least, MOST_SIZE)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """Return the number at ARCH.NAME as JSON has it; `default` where it is absent."""
+        """Return the number of key ARCH.NAME for JSON, or `default` if the key is missing."""
         key = f"{self.arch}.{name}"
         return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
 

@@ -46,7 +46,7 @@ PANELS = (
     ("Gradient norm (before clipping)", {"grad_norm": "gradient norm"}, 1.0),
     ("Learning rate", {"lr": "learning rate"}, 1.0),
     ("Throughput (computed tokens per second, all ranks)", {"tokens_per_second": "tokens/s"}, 1.0),
-    ("Seconds a step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
+    ("Seconds per step", {"step_seconds": "step", "wait_seconds": "waiting on rank 0"}, 1.0),
     ("Share of measured peak (%)", {"mfu": "share of peak"}, 0.01),
     ("Memory of the largest rank (MiB)", {MEMORY: "memory"}, float(1 << 20)),
 )
@@ -56,7 +56,7 @@ NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # of the first
     ("Validation loss", "val_loss", plain),
     ("Computed tokens per second", "tokens_per_second", count),
     ("Share of measured peak", "mfu", percent),
-    ("Seconds a step", "step_seconds", elapsed),
+    ("Seconds per step", "step_seconds", elapsed),
     ("Memory of the largest rank", MEMORY, size),
 )
 MARKED = ("resumed", "stopped", "failed", "lost", "warning", "saved")  # events marked above the curves
