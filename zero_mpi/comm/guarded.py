@@ -144,7 +144,7 @@ class CheckedComm(CommWrapper):
         )
 
     def _all_equal(self, own: str) -> bool:
-        """Return whether all ranks describe the same; push the transfers of `inner` meanwhile."""
+        """Return whether all ranks have the same text; push the transfers of `inner` meanwhile."""
         digest = np.frombuffer(hashlib.sha256(own.encode()).digest()[:DIGEST], np.uint8)
         found = np.empty(DIGEST * self._control.size, np.uint8)
         handle = self._control.allgather(digest, found, Partition(found.size, self._control.size), "digests")

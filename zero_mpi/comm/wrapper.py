@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Make a method that reports a collective, then hands it on; `about`: text that must be equal on all ranks."""
+    """Make a method that reports a collective, then hands it on; `about`: text equal on all ranks."""
 
     def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
         self.on_collective(name, "", *about(*given, **named))

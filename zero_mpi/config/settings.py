@@ -329,7 +329,7 @@ class Config:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["fixed"]}
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change, which changes the rest of the run."""
+        """Return the settings that a resumed run may change, with another result."""
         names = [f.name for f in dataclasses.fields(self) if f.metadata["group"] == "optimizer"]
         return {name: value for name in ("steps", *names) if (value := getattr(self, name)) != []}
 

@@ -28,7 +28,7 @@ empty, zeros = HOST.empty, HOST.zeros  # in the host's memory, whatever the devi
 
 
 def read_only(whole: Array) -> Array:
-    """Return a view of what all ranks see, through which this one cannot write."""
+    """Return a read-only view of an array that all ranks share."""
     view = whole.view()
     if not device.is_cupy(view):  # which has no such flag
         view.flags.writeable = False

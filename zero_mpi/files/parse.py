@@ -1,4 +1,4 @@
-"""Parses JSON and TOML from others: the result is a value or one kind of error, however deep the nesting."""
+"""Parses untrusted JSON and TOML: the result is a value or one kind of error, however deep the nesting."""
 
 from __future__ import annotations
 

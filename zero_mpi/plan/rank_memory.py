@@ -194,7 +194,7 @@ class Resident:
 
 
 def resident(case: Case, memory: Memory, text: int, sample: bool) -> Resident:
-    """Return the bytes of a node; `text`: bytes of all tokens; `sample`: whether rank 0 shows one."""
+    """Return the bytes of a node; `text`: bytes of all tokens; `sample`: True if rank 0 shows a sample."""
     ranks = case.per_node
     return Resident(
         programs=programs(ranks),

@@ -45,7 +45,7 @@ class Energy:
         self._joules = 0.0
 
     def count(self) -> None:
-        """Count the energy used since the last look; call often, since processors' counters wrap around."""
+        """Count the energy used since the last call; call often, since processors' counters wrap around."""
         try:
             self._joules += sum(counter.used() for counter in self._counters)
         except UNREADABLE:

@@ -90,7 +90,7 @@ class DeviceAdoptingWrapper(CommWrapper):
 class DeviceComm(ProgressingWrapper):
     """The ranks of `inner`, a transport for the host, which takes device memory by `backend`.
 
-    about: what it uses, for messages
+    about: name of the library, for messages
     """
 
     def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str = "") -> None:

@@ -240,7 +240,7 @@ class NodeSums:
         ordered_sum(target, parts, accumulate=total.asked.accumulate or not is_head)
 
     def _pass_on(self, total: Sum, item: Item, slot: Array) -> list[Any]:
-        """Send the sum to the next node, or from the last one to where it belongs."""
+        """Send the sum to the next node; the last node sends it to the owner."""
         node, summed = self.topology.node, slot[: item.length]
         if node < total.last:
             return [self._send(summed, node + 1, FORWARD, total)]

@@ -314,7 +314,7 @@ class ProgressSum:
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
-        """Let each rank do its `work`; returns whether all came to the end of it. Collective.
+        """Let each rank do its `work`; return whether all ranks completed it. Collective.
 
         A problem of one rank stops all, and is raised on all.
         """
