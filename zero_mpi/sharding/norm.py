@@ -24,7 +24,7 @@ from zero_mpi.sharding.unit import Unit
 def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
     """Return (first value in the model, end, place among the rank's own values, rank) of each run, (4, N).
 
-    A run is a segment of the model, without gaps, that one rank holds of one unit. names: the model's parameters in order.
+    A run is a segment of a unit in the model that one rank holds. names: the model's parameters in order.
     A rank's values are those of the trained units, one unit after the other.
     """
     trained = [unit for unit in units if unit.trainable]

@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Move the chunks of all exchanges and launch what follows; each exchange takes a tag."""
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
-        """Set `target` to the library's sum over ranks of this rank's slice of their `full`. Collective."""
+        """Set `target` to this rank's shard of the library's sum of `full`. Collective."""
 
     def sum_all(self, array: Array) -> None:
         """Replace `array` by the library's sum of it over ranks, on all ranks. Collective."""

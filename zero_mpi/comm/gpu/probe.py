@@ -133,7 +133,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Bytes of device memory, as others may ask for them."""
+    """Device memory as bytes, with the CUDA array interface."""
 
     address: int
     nbytes: int
