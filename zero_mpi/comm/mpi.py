@@ -69,7 +69,7 @@ class MPIComm(MessageComm):
         self._progress = ProgressEngine(self._thread_pays() if threaded is None else threaded, poll)
 
     def _thread_pays(self) -> bool:
-        """Return whether a progress thread helps: the library allows it, and cores or hosts are idle."""
+        """Return whether a progress thread helps: the library allows it, with spare cores or other hosts."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here, alone = node.Get_size(), node.Get_size() == self.size
         node.Free()
