@@ -1,5 +1,6 @@
 """Text that is encoded once: kept by digest, found again, and made anew where anything differs."""
 
+import functools
 import json
 import os
 import time
@@ -227,22 +228,32 @@ def test_what_nobody_uses_goes(cache, tmp_path):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Which batches tokenizers encode, by their sizes."""
-    seen, call = [], Batches.__call__
+    """Which batches tokenizers encode, by their sizes; the one of that number is never done."""
+    seen, ends_at = [], [None]
 
-    def run(self, pieces, encode):
-        found = call(self, pieces, encode)
+    def seen_encoding(pieces, encode):
+        if len(seen) == ends_at[0]:
+            raise KeyboardInterrupt
         seen.append(sum(map(len, pieces)))
-        return found
+        return encode(pieces)
 
-    monkeypatch.setattr(Batches, "__call__", run)
+    call = Batches.__call__
+    monkeypatch.setattr(Batches, "__call__", lambda self, pieces, encode: call(self, pieces, wrapped(encode)))
+
+    def wrapped(encode):
+        @functools.wraps(encode)
+        def run(pieces):
+            return seen_encoding(pieces, encode)
+
+        return run
+
     monkeypatch.setattr(bpe, "_BATCH", 200)
     monkeypatch.setattr(bpe.gguf, "PIECE", 50)
     monkeypatch.setattr(bpe, "_WINDOW", 400)
     monkeypatch.setattr(bpe, "_OVERLAP", 100)
     monkeypatch.setattr(sentencepiece.gguf, "PIECE", 50)
     monkeypatch.setattr(sentencepiece, "_BATCH", 4)
-    return seen
+    return seen, ends_at
 
 
 def bpe_keys():
@@ -288,9 +299,35 @@ def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
+def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_path):
+    seen, ends_at = batches
+    path = data(tmp_path / "data", form)
+    wanted = ids(corpus(path, kind, batches=Batches(cached=False)).train)
+    number = len(seen)
+    assert number > 8
+    seen.clear()
+    ends_at[0] = number // 2
+    with pytest.raises(KeyboardInterrupt):
+        corpus(path, kind)
+    assert len(seen) == number // 2
+    (kept,) = cache.iterdir()
+    harmed, *_, lost = sorted(kept.iterdir())
+    content = harmed.read_bytes()
+    harmed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    lost.unlink()
+    ends_at[0] = None
+    found = corpus(path, kind)
+    assert ids(found.train) == wanted
+    assert len(seen) <= number + 2, "only what was harmed is encoded twice"
+    (entry,) = cache.iterdir()
+    assert (entry / "ids.bin").exists()
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_each_batch_and_file_is_a_sign_of_life(kind, form, cached, cache, batches, tmp_path):
-    seen, path, beats = batches, data(tmp_path / "data", form), []
+    seen, _ = batches
+    path, beats = data(tmp_path / "data", form), []
     corpus(path, kind, batches=Batches(lambda: beats.append(len(seen)), cached))
     assert set(range(len(seen))) <= set(beats), "one before each batch"
     assert len(beats) >= len(seen) + cached * len(collect_files([str(path)]))

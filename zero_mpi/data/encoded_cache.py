@@ -7,6 +7,8 @@ used for `MOST_DAYS` is removed when another one is made. ZERO_MPI_CACHE names t
 corpora, and all texts if no folder can be written, are encoded into memory.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from zero_mpi.data.documents import Document, FileSpan, Remark, TokenSpans
 from zero_mpi.data.text_files import unreadable
 from zero_mpi.errors import UsageError
+from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.open import READ_AT_ONCE, open_file, read_file
 from zero_mpi.files.parse import parse_json
 
@@ -46,18 +49,37 @@ Encode = Callable[[list[str]], Iterator[Document]]
 
 
 class Batches:
-    """Runner of encode functions on batches of texts.
+    """Runner of encode functions on batches of texts; results are rows of integers below 2**32.
 
     beat     called before each batch
     cached   whether ids from an earlier encoding may be used
+    folder   folder of finished batches, from which an interrupted job continues; None: nothing is kept
     """
 
     def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
         self.beat, self.cached = beat, cached
+        self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
+        """Return encode(pieces), from a file of an earlier job if there is one: a sha256, then the rows."""
         self.beat()
-        return encode(pieces)
+        if self.folder is None:
+            return encode(pieces)
+        total, content = hashlib.sha256(encode.__name__.encode()), b""
+        for piece in pieces:
+            data = piece.encode() if isinstance(piece, str) else piece.tobytes()
+            total.update(len(data).to_bytes(8) + data)
+        path = self.folder / total.hexdigest()
+        with suppress(OSError):
+            content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            rows = encode(pieces)
+            numbers = np.concatenate([[len(rows)], [*map(len, rows)], *rows]).astype("<u4").tobytes()
+            content = hashlib.sha256(numbers).digest() + numbers
+            with suppress(OSError):  # rows that cannot be kept are encoded again
+                write_whole(path, content)
+        found = np.frombuffer(content, "<u4", offset=32)
+        return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
 
 
 def through(
@@ -81,7 +103,7 @@ def through(
         if kept is None:
             shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
             with suppress(OSError):  # disk full, or no permission
-                make(entry, encode, batches.beat)
+                make(entry, encode, batches)
                 if entry.name != name_of(files, settings, batches.beat):
                     shutil.rmtree(entry, ignore_errors=True)
                     raise UsageError("--data changed while it was read: start again")
@@ -131,8 +153,11 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def make(entry: Path, encode: Encode, beat: Beat) -> None:
-    """Write an entry, under another name until it is complete; OSError if that fails."""
+def make(entry: Path, encode: Encode, batches: Batches) -> None:
+    """Write an entry, under another name until it is complete; OSError if that fails.
+
+    Batches that were encoded before an interruption stay for the next job.
+    """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in entry.parent.iterdir():  # removes entries that were not used for long
         used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
@@ -140,11 +165,18 @@ def make(entry: Path, encode: Encode, beat: Beat) -> None:
             if used.stat().st_mtime < time.time() - days * 86400:
                 shutil.rmtree(each, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
+    batches.folder = kept = entry.with_suffix(".batches")
     try:
-        write(scratch, encode, beat)
+        kept.mkdir(exist_ok=True)
+        write(scratch, encode, batches.beat)
         with suppress(OSError):  # another job was faster: its entry is the same
             scratch.rename(entry)
+        shutil.rmtree(kept, ignore_errors=True)
+    except Exception:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise
     finally:
+        batches.folder = None
         shutil.rmtree(scratch, ignore_errors=True)
 
 
