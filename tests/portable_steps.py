@@ -55,7 +55,7 @@ def functions():
 
 def main(names):
     print("functions", functions(), flush=True)
-    if portable.asked() == portable.PORTABLE:
+    if portable.requested() == portable.PORTABLE:
         check_pins()
     for arch in [name for name in architectures.ROWS if not names or name in names]:
         print(arch, trained(arch), flush=True)

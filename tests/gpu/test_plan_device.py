@@ -31,7 +31,7 @@ def planned(case):
 
 def train(case, rounds):
     pool = arrays.Recycler(device.in_use())
-    arrays._pools[id(device.in_use())] = pool
+    device.in_use().activations = pool
     module = ShardedModule(
         case.model.stages(case.recompute), SerialComm(), case.strategy, precision=case.precision
     )
@@ -54,10 +54,10 @@ def own_attention(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def pools_stay():
-    pools = dict(arrays._pools)
+    gpu = device.in_use()
+    pool = gpu.activations
     yield
-    arrays._pools.clear()
-    arrays._pools.update(pools)
+    gpu.activations = pool
 
 
 @pytest.mark.world(1)

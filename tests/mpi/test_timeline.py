@@ -227,7 +227,7 @@ def test_a_disk_that_fills_while_the_parts_come_is_told_to_all_ranks(exact, monk
         assert [len(next(parts)) > 0 for _ in range(2)] == [True, True]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("zero_mpi.train.timeline.PIECE", 64)
+    monkeypatch.setattr("zero_mpi.train.timeline.CHUNK", 64)
     monkeypatch.setattr("zero_mpi.train.timeline.write_parts", write_two)
     timeline = Timeline(exact, tmp_path / "trace.json")
     assert timeline.write().endswith("trace.json cannot be written: No space left on device")

@@ -51,9 +51,9 @@ def test_lines_of_standard_input_are_turns_of_one_conversation(model):
 
 def test_a_conversation_goes_on_with_what_was_answered():
     talk = Chat(ChatTemplate(TEMPLATE, {}), ByteTokenizer(), "short")
-    assert bytes(talk.asked("one").tolist()) == b"s=short;u=one;a="
+    assert bytes(talk.prompt_ids("one").tolist()) == b"s=short;u=one;a="
     talk.answered(Reply(b"hi", 2, STOP))
-    assert bytes(talk.asked("two").tolist()) == b"s=short;u=one;a=hi;u=two;a="
+    assert bytes(talk.prompt_ids("two").tolist()) == b"s=short;u=one;a=hi;u=two;a="
 
 
 def test_a_turn_is_read_from_where_the_model_has_stopped_reading(tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_model_that_learned_from_conversations_stops_by_itself_in_llama_cpp(tm
     path = tmp_path / "run" / "latest" / "model.gguf"
     server, template = open_server(path), ChatTemplate(TURNS, {"eos_token": "<|endoftext|>"})
     for prompt, text in ANSWERS.items():
-        ids = Chat(template, ByteTokenizer()).asked(prompt).tolist()
+        ids = Chat(template, ByteTokenizer()).prompt_ids(prompt).tolist()
         (found,) = server.handle_completions({"prompt": ids, "n_predict": 12, "temperature": 0.0})["choices"]
         assert (found["text"], found["finish_reason"]) == (text, "stop")
         said = command(str(path), "--chat", "--prompt", prompt, "--temperature", "0", "--json")

@@ -410,7 +410,7 @@ def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
 
 def test_renderings_of_a_conversation_share_their_time(monkeypatch):
     """Those that try what the template takes too, whoever passes over an error; the next one has its own."""
-    given, ask = [], ChatTemplate._asked
+    given, ask = [], ChatTemplate._ask
 
     def a_second_each(self, process, request):
         given.append(self._left)
@@ -419,7 +419,7 @@ def test_renderings_of_a_conversation_share_their_time(monkeypatch):
         found, self._left = ask(self, process, request), given[-1] - 1
         return found
 
-    monkeypatch.setattr(ChatTemplate, "_asked", a_second_each)
+    monkeypatch.setattr(ChatTemplate, "_ask", a_second_each)
     for seconds in (2, 9):  # chatml: compiled, asked if it takes a text, rendered whole and up to the answer
         monkeypatch.setattr(chat_template, "SECONDS", seconds)
         given.clear()

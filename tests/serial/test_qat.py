@@ -28,8 +28,8 @@ TYPES = ("q4_0", "q8_0", "q4_k")
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "F16"])
 def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With ggml's library and, where the package gguf has the type, without it; pieces leave no seam."""
-    monkeypatch.setattr("zero_mpi.ops.rounding.PIECE", 1 << 11)
+    """With ggml's library and, where the package gguf has the type, without it; chunks leave no seam."""
+    monkeypatch.setattr("zero_mpi.ops.rounding.CHUNK", 1 << 11)
     x, kind = np.random.default_rng(0).standard_normal(5 << 10).astype(np.float32), Kind[name]
     x[:256] = 0
     width = BLOCK_KINDS[name].elements

@@ -251,4 +251,4 @@ def test_types_that_need_a_matrix_ask_for_it(wide: Any, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=rf"--type {mix}: .*--imatrix"):
             export(folder / "m.gguf", tmp_path / "x.gguf", "--type", mix)
     assert not needs_weights("token_embd.weight", Kind.Q2_K, "q2_k_s")
-    assert module.known_type("q4_k") == "q4_k_m"
+    assert module.mixes.known_type("q4_k") == "q4_k_m"

@@ -10,6 +10,7 @@ import pytest
 
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, ShardedModule
 from zero_mpi.device.arrays import recycled_stats  # noqa: F401 (used by the programs below)
+from zero_mpi.models import GPT2, Llama  # noqa: F401 (used by the programs below)
 from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 

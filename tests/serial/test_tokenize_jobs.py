@@ -169,7 +169,7 @@ main()
     ("module", "name", "what"),
     [
         ("command", "digest_of", "looking at the files"),
-        ("encode_parts", "check_unchanged", "writing token files"),
+        ("encode_parts", "text_documents", "writing token files"),
     ],
 )
 def test_a_rank_that_stands_still_ends_the_job(module, name, what, some, whole, tmp_path):
