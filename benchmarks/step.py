@@ -57,7 +57,7 @@ def make_parser() -> Parser:
     parser.add_argument("--reduction", nargs="+", choices=("exact", "fast"), default=["exact"])
     parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["fp32"])
     parser.add_argument(
-        "--bits", choices=portable.CHOICES, default=portable.asked(), help="one for all variants of a run"
+        "--bits", choices=portable.CHOICES, default=portable.requested(), help="one for all variants of a run"
     )
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")

@@ -7,7 +7,7 @@ from test_kernel_compile import ARCHITECTURES, Program, nvrtc
 
 from zero_mpi.device import ordered_sum as device_sum
 
-ENTRIES = {*device_sum.KINDS, device_sum.PAIRWISE}
+ENTRIES = {*(f"add_{kind}" for kind in device_sum.KINDS), device_sum.PAIRWISE}
 MOST = re.compile(r"constexpr int MAX_PARTS = (\d+);")
 CUPY_ADDS = "-ftz=true"  # to whatever it compiles: sums would lose numbers that the host keeps
 

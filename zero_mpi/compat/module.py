@@ -60,7 +60,7 @@ class ShardedModule(engine.ShardedModule):
 
     rounds_open = NOTHING  # state of the gradients, checked before they are used
     forgotten = 0  # number of times gradients were cleared; counts of rounds then restart
-    is_training = True  # whether `forward` keeps what backward needs by default
+    is_training: bool = True  # whether `forward` keeps what backward needs by default
 
     def __init__(
         self,
