@@ -30,6 +30,11 @@ def streams():
     return DriverSide()
 
 
+@pytest.fixture
+def side():
+    return streams()
+
+
 @functools.cache
 def communicator(name):
     inner = MPIComm(exact=not name.startswith("fast"), threaded=name == "thread")
