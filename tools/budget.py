@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one in each line
 # Lines of Python.
-TOTAL = {"engine": 10012, "package": 52269, "tests": 51078}
+TOTAL = {"engine": 10012, "package": 52269, "tests": 51085}
 ROOMS = {
     "checkpoint": 4462,
     "cli": 357,
