@@ -208,7 +208,8 @@ class GrownWeights(Readable):
     def _later(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the rows from the first new one on."""
         if self._trained is not None:
-            return self._trained.read(name + ADDED, start, stop)
+            result: Floats = self._trained.read(name + ADDED, start, stop)
+            return result
         spec, new = self.base.tensors[name], len(self.tokens)
         if name not in self._means:
             self._means[name] = self._mean(name)

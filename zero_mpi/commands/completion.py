@@ -68,7 +68,8 @@ def whole_parser(shtab: Any) -> argparse.ArgumentParser:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
     place = "zero_mpi.config.command_line" if name == "train" else module_of(name)
-    return importlib.import_module(place).make_parser()
+    result: argparse.ArgumentParser = importlib.import_module(place).make_parser()
+    return result
 
 
 main = partial(run, "completion", command, alone=True)

@@ -213,7 +213,8 @@ def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> N
     """Return the ids (sum of sizes,) of `sizes` (n,) places each from `starts` (n,) on, held or in files."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
-    return ids[np.repeat(starts, sizes) + up_to(sizes)]
+    result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
+    return result
 
 
 Tokens = NDArray[np.integer[Any]] | TokenSpans

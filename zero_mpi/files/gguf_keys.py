@@ -47,10 +47,12 @@ class GGUFKeys:
         return value
 
     def text(self, key: str) -> str | None:
-        return self.checked(key, "a text", lambda value: isinstance(value, str))
+        result: str | None = self.checked(key, "a text", lambda value: isinstance(value, str))
+        return result
 
     def flag(self, key: str) -> bool | None:
-        return self.checked(key, "true or false", lambda value: isinstance(value, bool))
+        result: bool | None = self.checked(key, "true or false", lambda value: isinstance(value, bool))
+        return result
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
         """Return the integer of a key, of any width, from `least` to `most`."""

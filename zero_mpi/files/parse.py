@@ -104,7 +104,8 @@ def parse_toml(raw: bytes) -> dict[str, Any]:
             raise ValueError("a key of more than 32 parts")
         return tomllib.loads(text)
 
-    return _parsed(parse)
+    result: dict[str, Any] = _parsed(parse)
+    return result
 
 
 def _parsed(parse: Callable[[], Any], nests: bool = True) -> Any:

@@ -90,7 +90,8 @@ def checked(
     given = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in others]
     call = f"versions[{first.name}.__class__]({', '.join((first.name, *given))})"
     known = {"seen": seen, "versions": versions}
-    return eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", known)
+    result: Callable[..., Any] = eval(f"lambda {parameters}: seen({', '.join(facts)}) or {call}", known)
+    return result
 
 
 def examine(name: str, signature: Signature, *given: Any) -> None:

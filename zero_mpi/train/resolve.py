@@ -295,7 +295,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     slow = ops.slower(kind)
     if slow:
         notes.append(log.Caution(f"--precision {config.precision} is {slow}"))
-    return machines[0][1]
+    result: dict[str, Any] = machines[0][1]
+    return result
 
 
 def announce(text: str) -> None:

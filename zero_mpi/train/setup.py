@@ -151,12 +151,13 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
             found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
     width = len(fields(Stream))
     streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
-    return replace(
+    result: Corpus = replace(
         rest,
         **{
             side: tuple(part._replace(stream=next(streams)) for part in getattr(rest, side)) for side in SIDES
         },
     )
+    return result
 
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
@@ -318,7 +319,8 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     if file is not None and spec.model.stored:
         world.run_on_all(lambda: module.load_stored(finite_blocks(file)))
     if start is not None:
-        return world.run_on_all(lambda: load_state(start.files, optimizer))
+        result: TrainingProgress = world.run_on_all(lambda: load_state(start.files, optimizer))
+        return result
     adapter = spec.adapter
     if adapter is not None:
         world.run_on_all(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))

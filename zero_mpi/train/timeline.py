@@ -125,7 +125,8 @@ class Timeline:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # on all other ranks, and where rank 0 could not write
             pass
-        return comm.broadcast_object(problem)
+        result: str = comm.broadcast_object(problem)
+        return result
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in chunks, on rank 0. Each request for the next chunk is collective."""

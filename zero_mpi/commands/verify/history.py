@@ -66,7 +66,8 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 def of_root(world: World, action: Callable[[], T]) -> T:
     """Return action() of rank 0, on all ranks; raises as `agreed`. Collective."""
     found = agreed(world, lambda: action() if world.rank == 0 else None)
-    return world.comm.broadcast_object(found)
+    result: T = world.comm.broadcast_object(found)
+    return result
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,8 @@ def _row(value: Any, expected: str) -> Message:
     """Return an object without the keys whose value is null; ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
-    return _without_nulls(value)
+    result: Message = _without_nulls(value)
+    return result
 
 
 def _without_nulls(value: Any) -> Any:

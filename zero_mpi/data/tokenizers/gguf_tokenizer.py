@@ -83,7 +83,8 @@ class GGUFTokenizer(Tokenizer):
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
         """Return the number of bytes (n,) of a text between tokens that each of its ids stands for."""
-        return self.widths[ids[ids < self.vocab_size]]
+        result: Lengths = self.widths[ids[ids < self.vocab_size]]
+        return result
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         """Return `encode` of each text, run on all threads that the process may use.

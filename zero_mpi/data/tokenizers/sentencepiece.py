@@ -111,7 +111,8 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
             return lengths
         given, read = (np.array([len(c.encode()) for c in t]) for t in (text, text.replace(SPACE, " ")))
         ends = np.interp(np.cumsum(lengths), np.cumsum([0, *read]), np.cumsum([0, *given]))
-        return np.diff(ends.astype(np.int64), prepend=0)
+        result: Lengths = np.diff(ends.astype(np.int64), prepend=0)
+        return result
 
 
 class MergeTokenizer(SentencePieceTokenizer):

@@ -177,7 +177,8 @@ def id_bytes(operation: str, ids: Array) -> int:
 
 def elements(x: Array) -> int:
     """Return the number of blocks for a flat array, with one pack per thread."""
-    return -(-x.size * x.itemsize // (THREADS * PACK))
+    result: int = -(-x.size * x.itemsize // (THREADS * PACK))
+    return result
 
 
 def tiled(rows: int, width: int, pack: int) -> tuple[int, int]:
