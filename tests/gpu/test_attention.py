@@ -4,7 +4,6 @@ On the pretend device cuDNN's graphs are pretended too (tests/pretend/cudnn); th
 ours hand it is checked where it is installed.
 """
 
-import os
 import sys
 
 import numpy as np
@@ -150,14 +149,6 @@ def test_heads_are_read_and_written_as_columns_of_one_array(gpu, way, kind):
     for own, expected in zip([y, *gradients], want, strict=True):
         near(gpu.to_host(own), expected, kind)
     near(gpu.to_host(whole)[..., : h * d], want[1].reshape(b, t, -1), kind)
-
-
-@kinds
-def test_heads_may_come_before_positions(gpu, way, kind):
-    arrays = case(kind, (2, 9, 9, 4, 2, 16, 16))
-    turned = [gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2) for x in arrays]
-    for own, want in zip(both(gpu, turned), wanted(arrays), strict=True):
-        near(own, want, kind)
 
 
 @kinds
@@ -342,11 +333,6 @@ def test_gradients_may_be_added_in_any_order(gpu, take_way, monkeypatch):
         assert ("in any order" in attention.about()) != ordered
 
 
-def test_the_frontend_has_the_limit(gpu):
-    found = cudnn_or_skip()
-    assert int(os.environ["CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"]) == found.slopes == 4 << 30
-
-
 def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
     from zero_mpi.ops.gpu import attention, sdpa
 
@@ -367,34 +353,6 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
     assert attention.about() == "attention by own kernels"
 
 
-@pytest.mark.parametrize("version", ["1.17.9", "1.29.0", "2.0"])
-def test_a_frontend_of_another_version_is_tried(gpu, take_way, monkeypatch, version, caplog):
-    """Its number says nothing; calls that it does not have are one warning for a set of shapes."""
-    from zero_mpi.ops.gpu import attention, sdpa
-
-    cudnn = cudnn_or_skip().cudnn
-    monkeypatch.setattr(cudnn, "__version__", version)
-    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
-    take_way("auto")
-    arrays = case("bf16", TAKEN[0])
-    found = sdpa.sdpa()[0]
-    both(gpu, arrays)
-    assert len(found.graphs) == 2
-    assert None not in found.graphs.values()
-    assert attention.about().startswith("attention by cuDNN")
-
-    def other(*_, **__):
-        raise TypeError("sdpa() got another argument")
-
-    monkeypatch.setattr(cudnn.pygraph, "sdpa", other)
-    monkeypatch.setattr(found, "graphs", {})
-    for _ in range(2):
-        for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-            near(own, want, "bf16")
-    warned = [line for line in caplog.records if line.levelname == "WARNING" and version in line.getMessage()]
-    assert len(warned) == 1
-
-
 @pytest.mark.parametrize(
     ("precision", "way", "told"), [("bf16", "auto", 1), ("fp32", "auto", 0), ("bf16", "own", 0)]
 )
@@ -411,16 +369,6 @@ def test_own_attention_in_a_low_type_is_a_warning(gpu, take_way, monkeypatch, pr
     notes = []
     try_operations(find_world(), Config(device="cuda", precision=precision), 1, notes)
     assert len([note for note in notes if isinstance(note, Caution) and "attention" in note]) == told
-
-
-def test_shapes_that_do_not_go_together_are_named(gpu, take_way):
-    take_way("auto")
-    q, k, v, _ = (gpu.from_host(x) for x in case("f32", (1, 4, 4, 3, 3, 8, 8)))
-    for sides in ((q, k[:, :3], v[:, :3]), (q, k[:, :, :2], v[:, :, :2]), (q, k[..., :4], v)):
-        with pytest.raises(ValueError, match="expected"):
-            ops.causal_attention(*sides, 1.0)
-    with pytest.raises(ValueError, match=r"^causal_attention: "):
-        ops.causal_attention(q, k, gpu.from_host(draw("bf16", 1, 4, 3, 8)), 1.0)
 
 
 REAL = """

@@ -129,13 +129,6 @@ def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
         assert held[FIRST].flags.c_contiguous
 
 
-def test_without_offload_nothing_is_on_the_host(gpu):
-    module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
-    optimizer = ShardedAdamW(module)
-    assert tiny.offloaded_bytes(optimizer) == (0, 0)
-    assert optimizer.memory_bytes() == 8 * 1024
-
-
 def test_parameters_are_of_the_host_as_well(gpu, pieces):
     _, optimizer = optimizers(how="state", precision=BF16)
     step(optimizer, 0)

@@ -6,7 +6,6 @@ import io
 import threading
 import tracemalloc
 
-import numpy as np
 import pytest
 import tiny
 from checkpoints import load_checkpoint, save_checkpoint
@@ -15,7 +14,6 @@ from recording import RecordingComm
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, GradAccum, SerialComm, ShardedAdamW
 from zero_mpi.checkpoint import parallel_write
 from zero_mpi.checkpoint.saver import Saver
-from zero_mpi.checkpoint.sound import check_digests, digest, open_checkpoint
 from zero_mpi.checkpoint.state import Description, TrainingProgress
 from zero_mpi.errors import JobError
 from zero_mpi.models import GPT2
@@ -114,20 +112,6 @@ def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder
 def refuse_moments(self, offset, *data):
     if self.content.path.name == "optimizer.gguf":
         self.problem = OSError(errno.EDQUOT, "Disk quota exceeded", str(self.content.path))
-
-
-def test_the_file_holds_the_parameters_with_the_digests_that_the_ranks_worked_out(exact, ranks_folder):
-    optimizer, progress = trained(exact, FULL_SHARD)
-    files = open_checkpoint(save_checkpoint(ranks_folder, optimizer, progress, DESCRIPTION))
-    model, state, held = files.model, files.state, optimizer.module.state_dict()
-    assert list(model.tensors) == list(held)
-    assert all(np.array_equal(model.tensor(name), array) for name, array in held.items())
-    check_digests(files, exact.rank, exact.size)
-    lines = [*model.metadata["training.tensor_digests"], *state.metadata["training.tensor_digests"]]
-    assert [line.partition(" ")[2] for line in lines] == [*model.tensors, *state.tensors]
-    assert lines == [
-        f"{digest(file.tensor(name))} {name}" for file in (model, state) for name in file.tensors
-    ]
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -197,14 +197,6 @@ def test_fast_reduction_is_close(name, length, quantum, accumulate):
         assert near(out.array, parts or [np.zeros(out.array.size)])
 
 
-def test_all_ranks_contribute_unless_told(comm):
-    partition = Partition(101, comm.size)
-    given, part = wild(comm.rank, 101), partition.part(comm.rank)
-    out = nothing(part.stop - part.start)
-    comm.reduce_scatter(given, out, partition).wait()
-    assert near(out, [term[part] for term in terms(partition, comm.size, False)])
-
-
 @pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
 def test_reduction_of_float64(exact, accumulate):
     partition = Partition(101, exact.size, 10)
@@ -393,16 +385,6 @@ def test_tags_begin_again(name):
     for handle, _, _, out in started:
         handle.wait()
         out.check(ordered(partition, comm.size, False)[partition.part(comm.rank)])
-
-
-def test_ranks_agree_on_whether_a_thread_pays():
-    comm = MPIComm()
-    threads = comm.allgather_object(comm._progress._thread is not None)
-    assert len(set(threads)) == 1
-    assert comm.exact
-    if comm.size == 1:
-        assert not threads[0], "a world of one has nothing to push"
-    comm._progress.close()
 
 
 @pytest.mark.parametrize("threaded", [False, True])

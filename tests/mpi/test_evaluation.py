@@ -5,8 +5,7 @@ import pytest
 import tiny
 
 from zero_mpi import SerialComm
-from zero_mpi.nn import CrossEntropy
-from zero_mpi.sharding.evaluation import PartedBatch, evaluate, part_losses
+from zero_mpi.sharding.evaluation import PartedBatch, part_losses
 
 ROWS, MICRO_BATCHES = 2, 5
 PARTS = ((0, slice(0, None)), (1, slice(4, 7)), (1, np.array([0, 2, 10])))  # a row, a run, chosen targets
@@ -48,20 +47,3 @@ def test_nothing_needs_to_be_trained(exact):
     module = tiny.make(exact, config, frozen=["*"])
     assert module.gradient_pool.peak_lent == 0
     assert losses(exact, config, frozen=["*"]).tobytes() == losses(exact, config).tobytes()
-
-
-def test_whole_micro_batches_sum_up_to_an_evaluation(exact):
-    config = tiny.MODELS["llama"]
-    module = tiny.make(exact, config)
-
-    def read(number):
-        x, targets = tiny.micro_batch(0, number, config, ROWS)
-        return x, CrossEntropy(targets, 1.0)
-
-    total = evaluate(module, MICRO_BATCHES, read)
-    rows = [(row, slice(0, None)) for row in range(ROWS)]
-    batches = [
-        PartedBatch(*tiny.micro_batch(0, i, config, ROWS), rows, i * ROWS) for i in range(MICRO_BATCHES)
-    ]
-    parts = part_losses(module, MICRO_BATCHES, MICRO_BATCHES * ROWS, batches.__getitem__)
-    assert total == pytest.approx(parts.sum(), rel=1e-6)

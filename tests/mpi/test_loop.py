@@ -58,13 +58,6 @@ def test_the_loop_gives_each_micro_batch_to_one_rank(exact):
         run.end()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_bits_are_those_of_one_process(exact, strategy, unbroken):
-    run = Run(exact, strategy)
-    run.rounds(0)
-    assert run.end() == unbroken
-
-
 def test_a_loop_that_was_left_goes_on_where_it_stopped(exact, unbroken):
     run = Run(exact)
     for micro_batch in run.accum:
@@ -108,16 +101,6 @@ def test_after_an_error_inside_a_round_it_must_be_reset(exact, strategy, unbroke
         run.accum.rounds.micro_batches = COUNT
         run.accum.reset()
     run.rounds(0)
-    assert run.end() == unbroken
-
-
-def test_reset_inside_the_loop_gives_the_first_round_again(exact, unbroken):
-    run, failed = Run(exact), False
-    for micro_batch in run.accum:
-        run.accum.accumulate(*read(0, micro_batch))
-        if not run.accum.complete and not failed:
-            failed = True
-            run.accum.reset()
     assert run.end() == unbroken
 
 

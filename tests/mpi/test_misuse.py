@@ -205,19 +205,6 @@ def test_wrong_use_is_refused(kit, case):
     fails(kit.comm, partial(USES[case][0], kit), USES[case][1])
 
 
-@several
-def test_roots_that_are_all_different(comm):
-    fails(
-        comm, lambda: DDP(MODEL.stages(), comm).broadcast_parameters(RANK), "the ranks differ in .* has root "
-    )
-
-
-@pytest.mark.parametrize("root", [-1, SIZE, "0", None, 0.0])
-def test_no_rank_to_broadcast_from(comm, root):
-    replicas = DDP(MODEL.stages(), comm)
-    fails(comm, lambda: replicas.broadcast_parameters(root), rf"root: .* from 0 to {SIZE - 1}, got {root!r}")
-
-
 FILLED = {  # a way to compute, and one to give parameters values
     "forward": (lambda m: m.forward(TOKENS), lambda m: m.initialize(0)),
     "both": (
@@ -246,18 +233,6 @@ def test_no_micro_batch_goes_through_parameters_without_values(comm, way, strate
     fill(module)
     compute(module)
     module.sync_gradients()
-
-
-def test_replicas_have_values_after_a_broadcast(kit):
-    replicas = DDP(MODEL.stages(), kit.comm)
-    if RANK == 0:
-        replicas.load_state_dict(kit.state)
-    replicas.broadcast_parameters(0)
-    assert np.array_equal(replicas.forward(TOKENS), kit.forward())
-
-
-def test_nothing_to_prefetch(comm):
-    fails(comm, Kit(comm, NO_SHARD).module.prefetch_forward_params, "nothing to gather")
 
 
 FLAGS = {
@@ -297,13 +272,6 @@ def test_a_step_that_was_forgotten_begins_anew(comm):
     assert anew.accum.total_loss() == plain.accum.total_loss()
     assert anew.optimizer.step() == plain.optimizer.step()
     assert tiny.digest(anew.module.state_dict()) == tiny.digest(plain.module.state_dict())
-
-
-def test_a_module_can_be_used_after_into_inner(kit):
-    before = tiny.digest(kit.module.into_inner()[1])
-    kit.rounds()
-    kit.optimizer.step(max_norm=np.inf)
-    assert tiny.digest(kit.module.into_inner()[1]) != before
 
 
 mine = partial(lambda usual, odd: odd if RANK == ODD else usual)

@@ -107,21 +107,6 @@ def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
     comm.close()
 
 
-def test_an_average_follows(alone):
-    comm = MPIComm()
-    module, optimizer = made(comm, NO_SHARD, ema=0.5)
-    assert trained(module, optimizer, range(STEPS)) == alone["fp32"]
-    lone = made(SerialComm(), ema=0.5)
-    trained(*lone, range(STEPS))
-    for unit in optimizer.units:
-        own = unit.unit.views(optimizer.averages()[unit.name])
-        for other in lone[1].units:
-            theirs = other.unit.views(lone[1].averages()[other.name])
-            for name in own.keys() & theirs.keys():
-                assert (own[name] == theirs[name]).all()
-    comm.close()
-
-
 def orthogonal(x):
     """Five steps of the polynomial in float64."""
     turned = x.shape[0] > x.shape[1]

@@ -140,15 +140,6 @@ def test_nothing_is_recorded_while_nobody_asks(exact, monkeypatch, tmp_path):
     Run(exact).step(0)
 
 
-def test_all_of_it_is_a_step_where_none_is_named(exact, tmp_path):
-    with tracing(exact, tmp_path / "trace.json"):
-        Run(exact).step(0)
-    events = load(exact, tmp_path / "trace.json")["traceEvents"]
-    steps = [event["args"]["step"] for event in lasting(events) if event["args"]["kind"] == "step"]
-    assert steps == [1] * exact.size
-    check_events(events)
-
-
 # ---------------------------------------------------------------------------------------------- clocks
 
 
@@ -232,10 +223,3 @@ def test_a_disk_that_fills_while_the_parts_come_is_told_to_all_ranks(exact, monk
     timeline = Timeline(exact, tmp_path / "trace.json")
     assert timeline.write().endswith("trace.json cannot be written: No space left on device")
     exact.barrier()
-
-
-def test_an_error_inside_is_passed_on_and_ends_recording(exact, tmp_path):
-    with pytest.raises(ZeroDivisionError), tracing(exact, tmp_path / "trace.json"):
-        raise ZeroDivisionError
-    assert spans.active is None
-    assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,6 @@ from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.commands.tokenize.work_folder import WorkFolder
 from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_to_disk
-from zero_mpi.files.open import open_in_place
 from zero_mpi.launch.folder_lock import make_and_take as take
 from zero_mpi.telemetry.events import append_line
 from zero_mpi.telemetry.proof import JobStart, Proof
@@ -65,14 +64,6 @@ def test_a_run_folder_with_a_link_is_refused_before_anything_is_touched(name, li
     assert str(tmp_path / "out" / name) in str(refused.value)
     assert precious.read_text() == PRECIOUS
     assert os.listdir(tmp_path / "out") == [name]
-
-
-def test_a_file_is_cut_and_made_where_it_is_ones_own(tmp_path):
-    path = tmp_path / "file"
-    for flags, expected in ((os.O_CREAT, b""), (0, b"old"), (os.O_TRUNC, b"")):
-        os.close(open_in_place(path, os.O_WRONLY | flags))
-        assert path.read_bytes() == expected
-        path.write_bytes(b"old")
 
 
 def test_the_holder_of_a_folder_that_was_copied_by_hard_links_lets_it_go(tmp_path):

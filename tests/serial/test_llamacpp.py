@@ -33,7 +33,6 @@ SIZES |= {"feed_forward_length": 97, "head_count": 4, "head_count_kv": 2, "key_l
 MODELS = architectures.every(SIZES)
 LLAMA, QWEN2, QWEN3 = (MODELS[arch] for arch in ("llama", "qwen2", "qwen3"))
 GPT = replace(MODELS["gpt2"], tied=True)
-ROTARY = pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=lambda config: config.arch)
 FLAGS = {"layers": 2, "dim": 24, "heads": 3, "kv_heads": 1, "context": 32, "vocab_size": SIZES["vocab_size"]}
 FACTORS = (0.75, 1.0, 8.0)
 LONG_FACTORS = {"long_factors": (9.0, 3.0, 2.0), "short_factors": (1.5, 2.0, 0.75), "rope_magnitude": 1.25}
@@ -158,28 +157,6 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
         assert expected.max() - expected.min() > 2, "logits are flat: agreement would say little"
         for found in (generated, trained):
             np.testing.assert_allclose(found[count - 1], expected, rtol=0, atol=case.tolerance)
-
-
-def distance(path: Path, server: Any) -> float:
-    ids = list(PROMPT)
-    found = log_softmax(TextModel(path).logits(ids))
-    return max(float(np.abs(found[count - 1] - next_token(server, ids[:count])).max()) for count in PREFIXES)
-
-
-@ROTARY
-def test_the_other_rotary_order_would_be_noticed(config, tmp_path, monkeypatch):
-    path = write_model(tmp_path / "model.gguf", config, random_weights(config))
-    server = open_server(path)
-    assert distance(path, server) < 1e-4
-    monkeypatch.setattr(type(config), "interleaved", not config.interleaved)
-    assert distance(path, server) > 0.5
-
-
-def test_lost_factors_of_frequencies_would_be_noticed(tmp_path):
-    weights = random_weights(LLAMA)
-    config = replace(LLAMA, rope_factors=FACTORS)
-    server = open_server(write_model(tmp_path / "factors.gguf", config, weights))
-    assert distance(write_model(tmp_path / "lost.gguf", LLAMA, weights), server) > 0.5
 
 
 @pytest.mark.parametrize(

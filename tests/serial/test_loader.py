@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from zero_mpi.data import EvalLoader, StepLoader, Windows, window_of
 from zero_mpi.data.loader import permutation
-from zero_mpi.errors import UsageError
 
 
 def windows_of(count, context=4, extra=0):
@@ -24,17 +23,6 @@ def test_a_window_holds_its_tokens_and_the_targets_one_place_on():
     assert batch.begins is None, "a row is one document"
     assert inputs.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert targets.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize("tokens", range(14))
-def test_the_number_of_windows(tokens):
-    assert len(Windows(np.zeros(tokens, np.uint16), 4)) == max(0, (tokens - 1) // 4)
-
-
-@pytest.mark.parametrize("indices", [[-1], [3], [0, 3], [-1, 2]])
-def test_a_window_that_is_not_there_is_an_error(indices):
-    with pytest.raises(IndexError, match="of 3"):
-        windows_of(3).batch(indices)
 
 
 @given(windows=st.integers(1, 40), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
@@ -71,23 +59,6 @@ def test_micro_batches_change_the_cut_and_not_the_samples():
     for name in ("inputs", "targets"):
         parts = [getattr(cut.micro(3, i), name) for i in range(3)]
         assert np.array_equal(getattr(whole, name), np.concatenate(parts))
-
-
-@pytest.mark.parametrize("value", [0, -3])
-def test_sizes_below_one_name_their_flag(value):
-    for flag, make in {
-        "context": lambda: Windows(np.zeros(5, np.uint16), value),
-        "batch-size": lambda: loader_of(batch_size=value),
-        "micro-batch": lambda: loader_of(micro_batch=value),
-        "-micro-batch": lambda: EvalLoader(windows_of(3), value),
-    }.items():
-        with pytest.raises(UsageError, match=f"-{flag} must be at least 1, not {value}"):
-            make()
-
-
-def test_a_stream_without_a_window_is_refused():
-    with pytest.raises(UsageError, match="no window of 5 tokens"):
-        loader_of(windows=0)
 
 
 def chosen(loader):

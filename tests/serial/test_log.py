@@ -84,13 +84,6 @@ def test_a_command_says_a_line_once_where_the_root_logger_has_a_handler(capsys):
         logging.getLogger().removeHandler(handler)
 
 
-def test_cautions_are_warnings_and_notes_are_not(capsys):
-    log.install(0, 1)
-    log.log_note("100 % of it")
-    log.log_note(log.Caution("50 % of it"))
-    assert capsys.readouterr().out == "100 % of it\nwarning: 50 % of it\n"
-
-
 def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
     class Full:
         def write(self, text):

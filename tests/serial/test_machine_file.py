@@ -74,13 +74,6 @@ LEVELS = (
 )
 
 
-@pytest.mark.parametrize(("nodes", "taken"), [(1, 0), (2, 0), (3, 1), (8, 1), (9, 2), (8192, 2)])
-def test_nodes_take_the_outermost_level_that_they_need(nodes, taken):
-    machine = Machine(*GIVEN, levels=LEVELS)
-    assert machine.joining(nodes).between == LEVELS[taken].link
-    assert ASSUMED.joining(nodes) is ASSUMED
-
-
 @pytest.mark.parametrize(("nodes", "taken"), [(2, 0), (4, 1), (16, 2)])
 def test_a_step_takes_the_time_of_its_level(nodes, taken, model):
     case = Case(model, ranks=16, nodes=nodes)
@@ -126,24 +119,6 @@ def test_what_rank_0_writes_for_other_nodes_comes_over_its_link(changes, share, 
     size = saved_bytes(case)
     slow = Machine(FREE[0], Link(0.0, whole / size), *GIVEN[2:], disk=Disk(size, size))
     assert save_seconds(case, slow) == pytest.approx(share * whole + 1)  # synced when the last is there
-
-
-@pytest.mark.parametrize(("comes", "disk", "takes"), [(8, 5, 13), (200, 100, 200), (200, 190, 220)])
-def test_a_disk_begins_when_what_was_written_is_old(comes, disk, takes, model):
-    """Until then it lies in memory: a short save writes after the last has come, a long one meanwhile."""
-    case = Case(model, ranks=8, nodes=4)
-    size = saved_bytes(case)
-    link = Link(0.0, comes / size * 4 / 3)
-    machine = Machine(FREE[0], link, *GIVEN[2:], disk=Disk(size / disk, size / disk))
-    assert save_seconds(case, machine) == pytest.approx(takes)
-
-
-def test_ranks_meet_thrice_for_each_array_of_a_unit(model):
-    """Values, a barrier, digests: of weights and two moments, over a tree of 8 ranks."""
-    case = Case(model, ranks=8, nodes=4)
-    far = Machine(FREE[0], Link(1.0, 0.0), *GIVEN[2:], disk=Disk(1e30, 1e30))
-    assert save_seconds(case, far) == pytest.approx(3 * 3 * len(case.layout.units) * 3)
-    assert save_seconds(Case(model), far) == pytest.approx(0, abs=1e-12)
 
 
 def test_of_adapters_nothing_else_is_saved():
@@ -200,13 +175,6 @@ def test_what_cannot_be_is_refused_in_one_line(name, tmp_path):
 def test_what_would_say_it_twice_is_refused(flags):
     with pytest.raises(UsageError, match=f"{flags[0]} {flags[1][:3]}.*--machine"):
         command(World(0, 1), [*flags, "--machine", str(EXAMPLES / "small.toml")])
-
-
-@pytest.mark.parametrize("name", ["m.toml", "none.toml"])
-def test_no_toml_and_no_file(name, tmp_path):
-    (tmp_path / "m.toml").write_text("[node")
-    with pytest.raises(UsageError, match=f"^--machine {tmp_path}/{name}: "):
-        read_machine(tmp_path / name)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)

@@ -16,12 +16,6 @@ from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_pyt
 from random_kills import MODEL, ranks_of
 from test_command_bits import needs_mpiexec, write_text
 
-from zero_mpi.errors import JobError
-from zero_mpi.launch.folder_lock import take_folder
-from zero_mpi.launch.world import World
-from zero_mpi.telemetry import log
-from zero_mpi.train.summary import Outcome
-
 TRIALS, QUICK_TRIALS = 40, 3
 PATIENCE = 60.0  # seconds for a job on a busy machine to start, or to end
 SAVES = [  # in turn: none, one a step, one a step behind training, by all ranks
@@ -154,20 +148,3 @@ def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
     status, _, errors = run_job(3, [str(tmp_path / "slow.py"), *flags, "--save-every", "2"], cwd=tmp_path)
     assert (status, len(lines_of(errors))) == (1, 1), errors
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("way", [move, remove, replace])
-def test_nothing_is_written_where_a_folder_was_lost(way, tmp_path):
-    world, out, done = World(0, 1), tmp_path / "run" / "out", list[int]()
-    hold = take_folder(world, out)
-    outcome = Outcome(out, world, 5, hold)
-    outcome.open()
-    way(out)
-    for agree in (lambda: world.on_root(lambda: done.append(1)), hold.check):
-        with pytest.raises(JobError, match=str(out)):
-            agree()
-    outcome.events.note("saved")
-    world.report_end(1, "lost")
-    log.remove()
-    assert done == []
-    assert os.listdir(out) == [] if way is replace else not out.exists()

@@ -35,11 +35,3 @@ def test_the_sum_is_that_of_the_vector(given, ranks, seed):
         sent.append(squares.part([values[first:end] for _, first, end in own]))
     assert (np.count_nonzero(sent, axis=0) <= 1).all(), "a place of two ranks"
     assert squares.total(np.sum(sent, axis=0)) == values.sum()
-
-
-def test_a_number_travels_for_a_hundred_thousand_parameters():
-    params = {str(number): Param((5 * 10**7,), "zeros") for number in range(4)}
-    of_model = [Unit(name, {name: param}, 1024, True) for name, param in params.items()]
-    sizes = [SquaresSum(runs_of(of_model, list(params), ranks), 0).size for ranks in (1, 2, 8)]
-    assert sizes[0] <= 2 * 10**8 / 10**5 + 4 * 128
-    assert sizes[2] <= sizes[0] + 4 * 8 * 128

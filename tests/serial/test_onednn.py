@@ -141,23 +141,6 @@ def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
 
 
 @needs_library
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_large_products_of_float32_are_the_librarys(has_tiles, monkeypatch):
-    """Small ones are BLAS's, done before the library has begun; with AMX those of backward too."""
-    taken = []
-    monkeypatch.setattr(LIBRARY, "has_tiles", has_tiles)
-    monkeypatch.setattr(LIBRARY, "multiply", lambda a, b, c, **more: taken.append(c.shape) or c)
-    shapes = [(16, 256, 1024), (16, 255, 1024), (4096, 1024, 1)]  # the library's from 2^22 multiplications
-    for rows, inputs, outputs in shapes:
-        x, w = np.ones((rows, inputs), np.float32), np.ones((outputs, inputs), np.float32)
-        ops.linear(x, w)
-        ops.linear_backward_x(np.ones((rows, outputs), np.float32), w)
-        ops.linear_backward_w(np.ones((rows, outputs), np.float32), x, np.zeros_like(w))
-    forward, backward = [(16, 1024), (4096, 1)], [(16, 256), (1024, 256), (4096, 1024), (1, 1024)]
-    assert sorted(taken) == sorted(forward if has_tiles else forward + backward)
-
-
-@needs_library
 @pytest.mark.parametrize("rows", [128, 131])
 def test_large_products_of_float32_are_as_defined(rows):
     x, w, dy = (drawn(*shape).astype(np.float32) for shape in ((rows, 200), (333, 200), (rows, 333)))
@@ -172,27 +155,6 @@ def test_large_products_of_float32_are_as_defined(rows):
     ]
     for found, expected in pairs:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
-
-
-@needs_library
-@pytest.mark.parametrize("rows", [100, 64, 31])
-def test_a_large_transposed_matrix_is_taken_by_pieces(rows, by_library, monkeypatch):
-    """Its copy shall stay in cache; where there is less than a piece of whole rows, it is taken as it is."""
-    x, dy, taken, multiply = drawn(20, 24), drawn(20, rows), [], LIBRARY.multiply
-
-    def counted(a, *rest, **more):
-        taken.append(len(a))
-        return multiply(a, *rest, **more)
-
-    monkeypatch.setattr(products, "AT_A_TIME", 40 * 20 * 2)
-    monkeypatch.setattr(LIBRARY, "multiply", counted)
-    dw = np.ones((rows, 24), np.float32)
-    ops.linear_backward_w(dy, x, dw)
-    assert taken == {100: [32, 32, 36], 64: [32, 32], 31: [31]}[rows]
-    monkeypatch.undo()
-    expected = np.ones((rows, 24), np.float32)
-    defined.linear_backward_w(dy, x, expected)
-    assert_near(dw, expected)
 
 
 @needs_library

@@ -79,8 +79,3 @@ def test_dependencies_of_easybuild():
 def test_a_module_is_named_by_its_version(name):
     found = [path.name.removesuffix(".lua") for path in (PACKAGING / "modulefiles" / name).iterdir()]
     assert found == [zero_mpi.__version__]
-
-
-def test_python_files_compile():
-    for path in PACKAGING.rglob("*.py"):
-        compile(path.read_text(), path, "exec")

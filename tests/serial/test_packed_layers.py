@@ -88,29 +88,6 @@ def test_losses_and_gradients_are_those_of_each_document_alone(name, recompute):
     assert module.evaluate(Packed(ids, begins), targets, scale) == pytest.approx(alone, rel=1e-6)
 
 
-@every_model
-def test_in_float64_they_are_to_the_last_digits(name):
-    model = Chain(*(stage.layer for stage in MODELS[name].stages()))
-    rng, (ids, targets), begins = np.random.default_rng(0), drawn(), begins_of()
-    p = {name: rng.standard_normal(param.shape) / 8 for name, param in model.params().items()}
-    g, expected = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
-    packed = StageWeights(p, BatchContext(documents_of(begins)))
-    logits, saved = model.forward(packed, ids)
-    loss, dlogits = cross_entropy(logits, targets, 0.01)
-    model.backward(packed, saved, dlogits, g)
-    total = 0.0
-    for part in documents(begins):
-        own, saved = model.forward(p, ids[part])
-        np.testing.assert_allclose(logits[part], own, rtol=0, atol=1e-12)
-        found, dlogits = cross_entropy(own, targets[part], 0.01)
-        model.backward(p, saved, dlogits, expected)
-        total += found
-    assert loss == pytest.approx(total, rel=1e-12)
-    for parameter in g:
-        most = abs(expected[parameter]).max()
-        np.testing.assert_allclose(g[parameter], expected[parameter], rtol=0, atol=1e-12 * max(1, most))
-
-
 SHAPES = [(150, 4, 2, 8, 6), (50, 3, 1, 8, 8), (129, 2, 2, 5, 3), (300, 4, 4, 16, 16)]  # T, H, K, D, E
 
 
@@ -233,11 +210,3 @@ def test_a_step_allocates_nothing_large_though_documents_differ():
 
 
 FALLS, BEHIND, NEGATIVE = (np.array([row]) for row in ([0, 1, 0], [0, 2, 2], [-1, 0, 0]))
-
-
-@pytest.mark.parametrize(
-    "begins", [FALLS, BEHIND, NEGATIVE, np.zeros((1, 3), np.int32), np.zeros((1, 2), int)]
-)
-def test_beginnings_that_cannot_be_are_refused(begins):
-    with pytest.raises(ValueError, match="Packed: begins: expected"):
-        Packed(np.zeros((1, 3), np.int64), begins)

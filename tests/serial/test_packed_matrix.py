@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType, dequantize
 
 from zero_mpi.ops import threads
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, SCALES, finite_blocks
-from zero_mpi.ops.packed_matrix import FEW, PackedMatrix, packs
+from zero_mpi.ops.packed_matrix import FEW, PackedMatrix
 
 ROWS, BLOCKS = 70, 3
 
@@ -66,9 +66,3 @@ def test_scales_tell_values_that_are_not_finite(name, scale):
     assert not finite_blocks(matrix.raw.reshape(-1), name).all()
     with np.errstate(all="ignore"):
         assert not np.isfinite(dequantize(matrix.raw, GGMLQuantizationType[name])).all()
-
-
-@pytest.mark.parametrize(("kind", "shape"), [("F32", (4, 32)), ("Q4_K", (4, 32)), ("Q8_0", (64,))])
-def test_other_tensors_are_no_such_matrices(kind, shape):
-    assert not packs(kind, shape)
-    assert packs("Q8_0", (4, 32))

@@ -52,14 +52,3 @@ def test_it_says_how_documents_are_packed_and_counts_what_is_learned(alone):
     assert all(0.8 * 6 * 32 < count <= 6 * 32 for count in tokens)
     assert len(set(tokens)) > 1
     assert not any("mfu" in record for record in records), "what is computed depends on the documents"
-
-
-def job(tmp_path, *flags):
-    status, printed, errors = run_job(1, ["-m", "zero_mpi.train", *flags], cwd=tmp_path, timeout=50)
-    return status, printed, errors.strip().splitlines()[-1:]
-
-
-def test_a_resume_with_another_packing_is_refused(alone, data, tmp_path):
-    status, _, errors = job(tmp_path, *SMALL, *data, "--out", str(alone[0]), "--steps", "5")
-    assert status == 2
-    assert "--packing was documents, now none" in errors[0]

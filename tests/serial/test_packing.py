@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_mpi.arguments import UNCOUNTED
-from zero_mpi.data import EvalLoader, PackedWindows, StepLoader, Windows, windows_over
+from zero_mpi.data import PackedWindows, StepLoader
 from zero_mpi.data.documents import Document, Stream, stream_of
 from zero_mpi.data.packing import best_fit
 from zero_mpi.errors import UsageError
@@ -104,33 +104,6 @@ def test_a_window_is_filled_up_with_what_does_not_count():
     assert batch.targets.tolist() == [[1, 2, UNCOUNTED, 1002, UNCOUNTED, UNCOUNTED]]
     assert batch.begins.tolist() == [[0, 0, 2, 2, 4, 5]]
     assert all(part.dtype == np.int64 for part in (batch.inputs, batch.targets, batch.begins))
-
-
-@pytest.mark.parametrize("indices", [[-1], [2], [0, 2]])
-def test_a_window_that_is_not_there_is_an_error(indices):
-    with pytest.raises(IndexError, match="of 2"):
-        PackedWindows(text(5, 5), 4).batch(indices)
-
-
-def test_which_windows_a_stream_comes_in():
-    run_on, whole = (windows_over(text(3, 3), 2, packing) for packing in ("none", "documents"))
-    assert isinstance(run_on, Windows)
-    assert [len(run_on), len(whole)] == [2, 2]
-    assert run_on.batch([1]).targets.tolist() == [[1000, 1001]], "a text runs on into the next"
-    alone, packed = (
-        windows_over(talks([False, True], [False, True]), 2, packing) for packing in ("none", "documents")
-    )
-    assert [len(alone), len(packed)] == [2, 1]
-
-
-def test_steps_and_evaluations_count_their_targets():
-    windows = PackedWindows(talks(*[[False] + [True] * n for n in (5, 2, 7, 1, 6)]), 7)
-    loader = StepLoader(windows, batch_size=3, micro_batch=2, seed=1)
-    for step in range(5):
-        targets = [loader.micro(step, i).targets for i in range(loader.micro_batches)]
-        assert loader.counted(step) == sum((found != UNCOUNTED).sum() for found in targets)
-    held_out = EvalLoader(windows, 2, 2)
-    assert held_out.counted == sum((held_out.micro(i).targets != UNCOUNTED).sum() for i in range(1))
 
 
 def test_nothing_to_learn_is_refused():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import clean_environment, run_job
+from jobs import clean_environment
 from test_command_bits import needs_mpiexec, train, write_text
 
 OBEDIENT = Path(__file__).with_name("obedient.py")
@@ -109,28 +109,3 @@ def test_one_line_and_status_2_wherever_the_system_says_no(commands, places, qui
         if said[:2] != [2, ""] or not re.fullmatch(r"zero_mpi \w+: error: [^\n]{20,400}\n", said[2])
     }
     assert wrong == {}
-
-
-ON_ALL_RANKS = {
-    "train --out": "--out locked/in: cannot write there: Permission denied",
-    "train --data": "--data locked/in: cannot be accessed: Permission denied",
-    "train --init": "locked/in: cannot be accessed: Permission denied",
-    "train --config": "--config locked/in: cannot be read: Permission denied",
-}
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("name", ON_ALL_RANKS)
-def test_all_ranks_end_with_one_line(name, places):
-    command = ["locked/in" if word == "PATH" else word for word in (READ | WRITE)[name]]
-    status, printed, errors = run_job(3, [OBEDIENT, *command], cwd=places, timeout=30)
-    assert (status, printed, errors) == (2, "", f"zero_mpi train: error: {ON_ALL_RANKS[name]}\n")
-
-
-@needs_mpiexec
-def test_a_file_system_that_is_only_read(places):
-    """/proc stands for it: whoever one is, no file is made there."""
-    command = [*TRAIN, "--trace", "/proc/t.json"]
-    status, printed, errors = run_job(1, ["-m", *command], cwd=places, timeout=30)
-    assert (status, printed, errors.count("\n")) == (2, "", 1), errors
-    assert "--trace /proc/t.json: cannot write there: " in errors

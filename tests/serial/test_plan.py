@@ -22,7 +22,7 @@ from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import backend
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.machine import Link, Machine, machine_of
-from zero_mpi.plan.plan import MOST, Point, largest, limits, most, sweep
+from zero_mpi.plan.plan import MOST, largest, limits, most, sweep
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.plan.simulate import COMPUTE, GATHER, WAIT, StepEvent, simulate
 from zero_mpi.plan.step_time import Player, step_time
@@ -131,24 +131,6 @@ def test_logits_come_in_chunks(monkeypatch):
     assert simulate(adapted).recycled == recycled_bytes(adapted, monkeypatch) < 3 * seen.recycled
 
 
-def flop_by_hand(case):
-    """6 a weight and token, and attention's products below the diagonal, by blocks of 64 rows."""
-    model, tokens = case.model, case.context * case.micro_batch
-    weights = sum(p.size for name, p in model.params().items() if len(p.shape) == 2 and "_embd" not in name)
-    if model.tied:
-        weights += model.vocab_size * model.embedding_length
-    blocks = sum(64 * (r + 64) for r in range(0, case.context, 64))
-    width = model.embedding_length // model.head_count
-    attention = model.block_count * case.micro_batch * model.head_count * blocks * 2 * width * (2 + 4)
-    return 6 * weights * tokens + attention
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_flops_are_those_of_the_products(name):
-    case = Case(MODELS[name], batch_size=4, micro_batch=2, context=192)
-    assert step_time(case, SLOW).flop == pytest.approx(2 * flop_by_hand(case), rel=1e-12)
-
-
 def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     case = Case(MODELS["llama"], ranks=2, nodes=2)
     player = Player(case, SLOW)
@@ -172,19 +154,6 @@ def test_many_rounds_are_those_of_few_and_more(strategy):
     assert times[2].seconds - times[1].seconds == pytest.approx(2 * each)
     assert times[3].seconds - times[0].seconds == pytest.approx(36 * each)
     assert times[3].flop == pytest.approx(10 * times[0].flop)
-
-
-AHEAD = [({}, 1), ({"device": "cuda"}, 2), ({"device": "cuda", "prefetch": 1}, 1), ({"prefetch": 0}, 0)]
-
-
-@pytest.mark.parametrize(("flags", "depth"), AHEAD)
-def test_parameters_are_gathered_further_ahead_on_gpus(flags, depth):
-    from zero_mpi.config.settings import Config
-    from zero_mpi.plan.case import make_case
-
-    config = Config(**flags)
-    assert make_case(config, MODELS["llama"], 2, 1).prefetch == depth
-    assert config.stages_ahead(config.device == "cuda") == depth
 
 
 TINY = ["--layers", "2", "--dim", "48", "--heads", "4", "--context", "24", "--batch-size", "5"]
@@ -363,21 +332,6 @@ def test_a_sweep_names_what_ends_the_scaling():
     assert points[0].efficiency == 1
     reasons = limits(case, points)
     assert "from 32 ranks on there is less than one micro-batch per rank" in reasons
-
-
-def test_limits_hold_up_to_the_end_and_the_first_comes_first():
-    case = Case(MODELS["llama"], batch_size=8, micro_batch=1)
-
-    def points(memory, efficiency):
-        pairs = enumerate(zip(memory, efficiency, strict=True))
-        return [Point(1 << i, 1, size, 1.0, 0.0, 1.0, share) for i, (size, share) in pairs]
-
-    assert limits(case, points([100, 60, 59.9, 40], [1, 0.9, 0.8, 0.7])) == []
-    assert limits(case, points([100, 60, 59.9, 59.5, 59.4], [1, 0.9, 0.4, 0.6, 0.3])) == [
-        "from 4 ranks on memory per rank no longer falls",
-        "from 16 ranks on efficiency is below 50%",
-        "from 16 ranks on there is less than one micro-batch per rank",
-    ]
 
 
 def test_a_doctor_s_rates_are_taken_and_flags_go_before_them(tmp_path):

@@ -84,12 +84,6 @@ def test_a_base_that_no_run_would_keep_is_refused(flags, said):
         read(flags.split())
 
 
-def test_sizes_without_a_type_are_beside_floats():
-    (case, *_) = read(["--lora", "2"]).cases
-    assert case.model.lora == LoRA(2, 4.0)
-    assert case.frozen == FROZEN
-
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "finetune.md"
 
 

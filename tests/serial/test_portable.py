@@ -1,7 +1,6 @@
 """`--bits portable`: own functions in the place of libraries', pins before these load, refusals."""
 
 import ast
-import os
 import platform
 import subprocess
 import sys
@@ -156,44 +155,10 @@ def test_what_trains_takes_no_function_from_a_library():
     assert not found, "take these from ops.elementary, or of kernels from ops.cpu.jit"
 
 
-def test_a_process_is_pinned_by_its_environment_and_before_numpy_alone(monkeypatch):
-    monkeypatch.setattr(portable, "active", False)
-    late = {portable.VARIABLE: portable.PORTABLE}
-    portable.prepare(late)
-    assert late == {portable.VARIABLE: portable.PORTABLE}  # NumPy is here
-    assert not portable.active
-    portable.prepare(late | portable.pins())  # and was loaded under them
-    assert portable.active
-    monkeypatch.setattr(portable, "active", False)
-    monkeypatch.delitem(sys.modules, "numpy")
-    untouched = {"OPENBLAS_CORETYPE": "Zen"}
-    portable.prepare(untouched)
-    assert untouched == {"OPENBLAS_CORETYPE": "Zen"}
-    pinned = {portable.VARIABLE: portable.PORTABLE, "OPENBLAS_CORETYPE": "Zen"}
-    portable.prepare(pinned)
-    assert pinned.items() >= portable.pins().items()
-    assert portable.active
-
-
 def test_other_processors_are_refused():
     assert portable.unfit("x86_64", " ".join(portable.MUST_HAVE)) == portable.unfit("x86_64", "") == ""
     assert portable.unfit("x86_64", "avx f16c").endswith("lacks avx2, bmi1, bmi2, fma, movbe, abm")
     assert "aarch64" in portable.unfit("aarch64", "asimd")
-
-
-def test_a_program_begins_again_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
-    monkeypatch.delenv(portable.VARIABLE, raising=False)
-    portable.claim(portable.NATIVE)
-    assert not calls
-    portable.claim(portable.PORTABLE)
-    ((program, arguments, environ),) = calls
-    assert (program, arguments[1:]) == (sys.executable, sys.orig_argv[1:])
-    assert environ.items() >= {portable.VARIABLE: portable.PORTABLE, **portable.pins()}.items()
-    monkeypatch.setenv(portable.VARIABLE, portable.PORTABLE)
-    portable.claim(portable.PORTABLE)
-    assert len(calls) == 1
 
 
 def test_the_variable_stands_for_the_flag(monkeypatch):

@@ -94,14 +94,6 @@ def test_whatever_is_done_to_a_line_shows_at_it(path, change, number):
         list(read_proof(path))
 
 
-@pytest.mark.parametrize("body", [b'{"step": 1}', b'{"step": -1, "record": {}}', b'{"step": 1, "record": 2}'])
-def test_what_is_signed_and_no_line_is_refused(tmp_path, body):
-    chain = f', "chain": "{digest_after(FIRST, body)}"}}\n'.encode()
-    (tmp_path / "p").write_bytes(body[:-1] + chain)
-    with pytest.raises(Broken, match="expected a step"):
-        list(read_proof(tmp_path / "p"))
-
-
 def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
     """Whatever a kill left behind the checkpoint: records after it, half a line, or not even its own line.
 

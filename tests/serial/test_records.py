@@ -44,14 +44,6 @@ def nobody_watches(monkeypatch):
     log.remove()
 
 
-def test_records_are_one_json_object_a_line_from_step_one(tmp_path):
-    write(tmp_path, [1, 2, record(3, val_loss=5.5)])
-    found = read(tmp_path)
-    assert [entry["step"] for entry in found] == [1, 2, 3]
-    assert all(entry.keys() >= FIELDS for entry in found)
-    assert [entry.get("val_loss") for entry in found] == [None, None, 5.5]
-
-
 @needs_mpiexec
 def test_the_command_records_what_is_promised(tmp_path):
     """Every step has the fields; where an evaluation is due, and at the end, there is a val_loss."""
@@ -85,12 +77,6 @@ def test_what_is_not_finite_is_null(value, tmp_path):
     assert entry["lr"] == 4e-3
 
 
-def test_only_rank_0_writes(tmp_path, capsys):
-    write(tmp_path, [1, 2], rank=1)
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == ""
-
-
 def test_a_resumed_run_goes_on_after_the_steps_that_are_done_and_one_that_starts_over_keeps_nothing(tmp_path):
     write(tmp_path, [1, 2, 3])
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -113,14 +99,6 @@ def test_what_is_no_record_is_dropped(tail, tmp_path):
     path.write_bytes(whole + tail)
     keep_until(path, 3)
     assert path.read_bytes() == whole
-
-
-def test_keeping_leaves_the_text_of_records_as_it_is(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step":1,   "loss": 1.50}\n{"step": 2, "loss": 2e0}\n')
-    keep_until(path, 1)
-    assert path.read_text() == '{"step":1,   "loss": 1.50}\n'
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -159,19 +137,6 @@ def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
     return now
-
-
-def test_a_log_line_says_loss_speed_share_memory_and_time_left(tmp_path, capsys, clock):
-    written = Records(tmp_path, 0, done=2, steps=100, log_every=1)
-    clock[0] += 5 * 4
-    written.step(record(7, loss=2.5, mfu=0.4136, memory_bytes=[2**27, 3 * 2**27, 2**20]))
-    clock[0] += 4
-    written.step(record(8, loss=2.25, mfu=0.4136))
-    written.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "step   7/100  loss 2.5000  1.23k tok/s  41% of peak  384 MiB  06:12 left",
-        "step   8/100  loss 2.2500  1.23k tok/s  41% of peak  384 MiB  06:08 left",
-    ]
 
 
 LARGE = {"loss": 11.25, "tokens_per_second": 123456.7, "mfu": 1.0, "memory_bytes": [int(79.9 * 2**30)]}

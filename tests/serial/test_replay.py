@@ -1,52 +1,14 @@
 """OUT/config.toml goes on with a run from any folder, and a run that is done says so and stays as it is."""
 
 import json
-import os
 import tomllib
 from pathlib import Path
 
-import pytest
 from jobs import run_job
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
-from zero_mpi.config.command_line import parse
-from zero_mpi.config.settings import Config
-from zero_mpi.config.toml import recorded, write_config
-from zero_mpi.errors import UsageError
-
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
-
-
-def test_what_is_of_one_start_is_not_recorded():
-    found = recorded(Config(resume="never", dry_run=True, steps=7))
-    assert (found.resume, found.dry_run, found.steps) == ("auto", False, 7)
-    assert recorded(Config(resume="runs/other/step-00000005")).resume == "auto"
-
-
-def test_paths_are_recorded_in_full_and_words_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = Config(out="run", init="m.gguf", data=["a", "b/../c"], tokenizer="t.json", trace="x.json")
-    found = recorded(given)
-    assert found.data == [f"{tmp_path}/a", f"{tmp_path}/c"]
-    paths = [found.out, found.init, found.tokenizer, found.trace]
-    assert paths == [f"{tmp_path}/{name}" for name in ("run", "m.gguf", "t.json", "x.json")]
-    for word in (None, "byte", "from-init"):
-        assert recorded(Config(tokenizer=word)).tokenizer == word
-    assert recorded(Config()).data == []
-
-
-def test_a_name_that_is_not_utf8_is_no_traceback(tmp_path):
-    write_config(tmp_path, Config(init=os.fsdecode(b"m\xff.gguf")))
-    assert b"m\xff.gguf" in (tmp_path / "config.toml").read_bytes()
-    with pytest.raises(ValueError, match=r"config\.toml"):
-        parse(["--config", str(tmp_path / "config.toml")])
-
-
-def test_a_folder_in_its_place_is_refused(tmp_path):
-    (tmp_path / "config.toml").mkdir()
-    with pytest.raises(UsageError, match=r"--out: .*config\.toml is a folder"):
-        write_config(tmp_path, Config())
 
 
 def snapshot(out: Path) -> dict[Path, bytes]:

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import subprocess
 import sys
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -228,11 +227,3 @@ def test_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UsageError, match=r"zero-mpi\[report\]"):
         run_command(write_run(tmp_path))
-
-
-def test_it_starts_no_mpi_and_loads_nothing_heavy(tmp_path):
-    code = f"import sys; sys.argv = ['report', {str(write_run(tmp_path))!r}]\n"
-    code += "from zero_mpi.commands.report import command\ntry: command.main()\nexcept SystemExit: pass\n"
-    code += "print([name for name in ('mpi4py.MPI', 'plotly.graph_objects', 'numba') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.splitlines()[-1], done.stderr) == ("[]", "")

@@ -86,14 +86,6 @@ def test_never_starts_over_and_empties_the_records(stopped, flags, unbroken):
     assert os.readlink(stopped / "latest") == "step-00000002"
 
 
-def test_a_finished_run_stays_as_it_is(stopped, flags):
-    before = (stopped / "metrics.jsonl").read_bytes(), files(stopped)
-    made = {path: path.stat().st_mtime_ns for path in stopped.rglob("*.gguf")}
-    train(3, stopped, *flags, *CONSTANT, "--steps", "3")
-    assert ((stopped / "metrics.jsonl").read_bytes(), files(stopped)) == before
-    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*.gguf")} == made
-
-
 @pytest.mark.parametrize("tail", ['{"step": 6, "lo', ""], ids=["cut-off", "whole"])
 def test_records_of_a_run_that_died_are_trimmed(tail, stopped, flags, unbroken):
     """It did two more steps after its last checkpoint, and perhaps died in the middle of a line."""
@@ -214,12 +206,6 @@ def test_another_training_is_refused_by_the_first_difference(more, named, stoppe
     assert named in line
     assert "--resume never" in line
     assert (stopped / "metrics.jsonl").read_bytes() == before
-
-
-def test_the_same_corpus_elsewhere_is_the_same(stopped, flags, unbroken, tmp_path):
-    moved = [shutil.copy(path, tmp_path) for path in flags[flags.index("--data") + 1 :]]
-    train(1, stopped, *SMALL, *CONSTANT, "--steps", "6", "--data", *moved)
-    assert_same_run(stopped, unbroken)
 
 
 def test_a_link_to_a_checkpoint_that_is_gone_is_no_reason_to_start_over(stopped, flags):

@@ -5,22 +5,18 @@ import os
 import socket
 
 import pytest
-from report_runs import record, status, write_run
+from report_runs import status, write_run
 
 from zero_mpi.commands.report import command
-from zero_mpi.commands.report.command import figures
 from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.errors import UsageError
-from zero_mpi.files.foreign import printable
 from zero_mpi.launch.watchdog import RankReports, RankState
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
-from zero_mpi.telemetry.status import Status, overwrite, read_status
+from zero_mpi.telemetry.status import overwrite, read_status
 from zero_mpi.train.summary import Outcome
-
-HOSTILE = "a\nb\x1b]0;title\x07\u202e" + "x" * 50_000
 
 
 def put(path, kind):
@@ -56,15 +52,6 @@ def report(folder, *flags):
     return command.command(World(0, 1), [str(folder), *flags])
 
 
-@pytest.mark.parametrize("name", ["status.json", "config.toml", "events.jsonl"])
-@pytest.mark.parametrize("kind", [*KINDS, *TEXTS])
-def test_the_report_leaves_out_what_is_no_file_of_a_run(tmp_path, name, kind, capfd):
-    write_run(tmp_path, status=status())
-    put(tmp_path / name, kind)
-    assert report(tmp_path) == 0
-    assert "report.html" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "loop"])
 def test_the_report_and_a_run_refuse_what_is_no_file_of_records(tmp_path, kind):
     write_run(tmp_path, status=status())
@@ -79,17 +66,6 @@ def test_the_report_and_a_run_refuse_what_is_no_file_of_records(tmp_path, kind):
             check(tmp_path)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-def test_records_that_are_none_are_dropped_by_a_resume(tmp_path, kind):
-    path = tmp_path / METRICS
-    path.write_bytes(b'{"step": 1}\n' + TEXTS[kind] + b'\n{"step": 2}\n{"step": true}\n{"step": 2.0}\n')
-    assert last_step(path) == 2
-    keep_until(path, 5)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    path.write_bytes(TEXTS[kind])
-    assert last_step(path) == 0
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *TEXTS])
 def test_a_status_that_is_none_counts_as_nothing_and_is_replaced(tmp_path, kind):
     path = tmp_path / "status.json"
@@ -100,19 +76,6 @@ def test_a_status_that_is_none_counts_as_nothing_and_is_replaced(tmp_path, kind)
     outcome.end(0, "")
     if kind != "folder":
         assert json.loads(path.read_text())["state"] == "done"
-
-
-def test_what_a_killed_job_left_is_told_on_one_line(tmp_path):
-    said = {"state": "running", "host": HOSTILE, "ranks": [[1]], "step": 10**400, "updated": "x"}
-    (tmp_path / "status.json").write_text(json.dumps(said))
-    before = Status(tmp_path, 0, 1, 5)
-    before.begin()
-    events = Events(tmp_path, 0)
-    events.begin(0, before.before())
-    before.end("done")
-    reason = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])["reason"]
-    assert printable(reason) == reason
-    assert len(reason) < 400
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "loop", "folder"])
@@ -133,37 +96,6 @@ def test_the_newest_events_are_kept_where_there_are_very_many(tmp_path):
     found = read_run(tmp_path).events
     assert [event["step"] for event in found] == list(range(1000 - len(found), 1000))
     assert 0.9 * MOST_HISTORY < sum(len(event["text"]) for event in found) < MOST_HISTORY
-
-
-@pytest.mark.parametrize("value", [10**400, {"a": 1}, None, 1e308])
-@pytest.mark.parametrize("name", ["loss", "step_seconds", "memory_bytes", "tokens", "mfu", "skipped"])
-def test_numbers_that_no_run_has_do_no_harm(tmp_path, name, value, capfd):
-    rows = [record(1), record(2, **{name: value}), record(3, **{name: value})]
-    write_run(tmp_path, rows, status=status(step=value, steps=value, ranks=value))
-    assert report(tmp_path) == 0
-    assert all(len(value) < 60 for value in figures(read_run(tmp_path)).values())
-    assert max(map(len, capfd.readouterr().out.splitlines())) <= 2000
-    write_run(tmp_path, rows[1:2], status=status())
-    assert report(tmp_path) == 0
-
-
-def test_texts_of_a_run_are_cut_and_escaped_on_the_page(tmp_path, capfd):
-    names = ("started", "saved", "warning", "sample", "failed", "resumed", HOSTILE)
-    about = dict.fromkeys(("time", "text", "reason", "folder", "prompt", "arch", "device"), HOSTILE)
-    write_run(
-        tmp_path,
-        events=[{"event": name, "step": 1, **about} for name in names],
-        status=status(HOSTILE, reason=HOSTILE),
-        config=f'lr = "{"y" * 500_000}"\n"k{"z" * 300_000}\\u001b" = 1',
-    )
-    assert report(tmp_path) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert printable(page, keep="\n\t").count("\\u") == page.count("\\u"), "nothing in it is to be escaped"
-    library = page.partition('id="plotly">')[2].partition("</script>")[0]
-    assert len(page) - len(library) < 300_000
-    said = capfd.readouterr().out
-    assert printable(said, keep="\n") == said
-    assert max(map(len, said.splitlines())) <= 2000
 
 
 def test_a_roll_call_takes_only_what_a_rank_signs(tmp_path):

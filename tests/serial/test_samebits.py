@@ -166,11 +166,6 @@ def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
     assert not found or expected in found[0]
 
 
-def test_a_checkpoint_without_a_trial_says_so():
-    (line,) = same_bits.changes({"threads": 1, "operations": "numpy"}, MACHINE)
-    assert "kernel" in line
-
-
 @pytest.fixture
 def flags(tmp_path):
     return [*FLAGS, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]

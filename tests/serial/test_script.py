@@ -5,14 +5,12 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 
 import numpy as np
 import pytest
 from jobs import run_command, run_job
 
-from zero_mpi import SerialComm
-from zero_mpi.comm.guarded import GuardedComm, Started, ThreadError
+from zero_mpi.comm.guarded import Started
 from zero_mpi.launch.connect import time_limit
 from zero_mpi.launch.watchdog import STATUS
 
@@ -166,24 +164,3 @@ def test_a_time_limit_that_is_none(monkeypatch, told):
 
 def started(*kinds, first=0):
     return [Started(first + i, kind, "", "") for i, kind in enumerate(kinds)]
-
-
-def test_a_thread_that_has_ended_leaves_its_collectives_to_the_next():
-    comm = GuardedComm(SerialComm())
-    first = threading.Thread(target=comm.barrier)
-    first.start()
-    first.join()
-    comm.barrier()
-    other = comm.background()
-    found = []
-
-    def run():
-        other.barrier()  # its own
-        with pytest.raises(ThreadError, match=r"'second' .*barrier, .* thread 'MainThread'"):
-            comm.barrier()
-        found.append(True)
-
-    second = threading.Thread(target=run, name="second")
-    second.start()
-    second.join()
-    assert found == [True]

@@ -11,11 +11,8 @@ import pytest
 
 from zero_mpi import GradAccum, SerialComm, ShardedModule, nn, ops
 from zero_mpi.nn import CrossEntropy, Stage
-from zero_mpi.ops import low_precision, registry, trial
 from zero_mpi.ops.low_precision import BFLOAT16
 from zero_mpi.ops.registry import OPERATIONS
-from zero_mpi.plan import fake_ops
-from zero_mpi.plan.workspaces import Compiled
 
 ops.prepare(kind=BFLOAT16)
 
@@ -81,52 +78,6 @@ def test_what_attention_kept_of_other_sequences_is_refused(kind):
         q, k, v = given["q"][batch, queries], given["k"][batch, keys], given["v"][batch, keys]
         kept = ops.causal_attention(*map(placed(kind), (q, k, v)), 0.7)[1]
         assert misfits.is_refused(name, given | {"p": kept}, placed(kind)), lengths
-
-
-def test_a_definition_and_a_version_are_all_that_an_operation_needs(monkeypatch):
-    """Dispatch, checks, low precision, what a plan counts and the trial follow from the two decorators."""
-    monkeypatch.setattr(registry, "OPERATIONS", made := {})
-    monkeypatch.setattr(registry, "VERSIONS", {})
-    monkeypatch.setattr(low_precision, "ROLES", {})
-
-    @registry.operation("x ... C, w C, dw?+ C real -> ... C, ... 1 wide")
-    def weighed(x: Any, w: Any, power: float, dw: Any = None) -> Any:
-        return x * w, x.sum(axis=-1, keepdims=True)
-
-    calls = []
-
-    @registry.implements(weighed, low=())
-    def faster(x: Any, w: Any, power: float, dw: Any = None) -> Any:
-        calls.append(x.dtype)
-        return weighed(x, w, power, dw)
-
-    monkeypatch.setattr(ops, "weighed", made["weighed"], raising=False)
-    x, w = np.ones((2, 5), BFLOAT16), np.ones(5, BFLOAT16)
-    assert ops.weighed(x, w, 1.0)[0].dtype == BFLOAT16
-    registry.register(np.ndarray)
-    assert [y.dtype for y in ops.weighed(x, w, 1.0)] == [BFLOAT16, np.float32]
-    assert calls == [np.float32]
-    with pytest.raises(ValueError, match=r"^weighed: .*w \(C=5\)"):
-        ops.weighed(x, w[1:], 1.0)
-    memory = Compiled()
-    fakes = fake_ops.one_pass(ops.weighed, memory.outside((9, 5)), memory.outside((5,)), 1.0)
-    assert [y.shape for y in fakes] == [(9, 5), (9, 1)]
-    assert memory.moved == 4 * (45 + 5 + 45 + 9)
-    monkeypatch.setattr(trial, "OPERATIONS", made)
-    shapes = [y.shape for y in trial.others(trial.numbers)]
-    assert shapes == 2 * [(67, 193), (193,), (193,), (67, 193), (67, 1)] + 2 * [
-        (67, 193),
-        (193,),
-        (67, 193),
-        (67, 1),
-    ]
-
-
-def test_an_array_of_another_type_is_named_with_what_was_expected():
-    x, w = np.zeros((2, 5), np.float32), np.zeros((8, 4), np.float32)
-    said = r"^linear: .* w \(O=8, C=5\) .* x \(2, 5\) float32, w \(8, 4\) float32$"
-    with pytest.raises(ValueError, match=said):
-        ops.linear(x, w)
 
 
 @pytest.mark.parametrize("width", [0, 3, 5])

@@ -84,14 +84,6 @@ def test_what_an_earlier_job_said_does_not_stay(tmp_path):
     assert read(tmp_path)["state"] == STOPPED
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path):
-    (tmp_path / "file").write_text("")
-    own = Status(tmp_path / "file" / "out", 0, 1, 5)
-    own.begin()
-    own.end(DONE)
-    assert (tmp_path / "file").read_text() == ""
-
-
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
     own = Status(tmp_path, 0, 1, 5)
     own.begin()

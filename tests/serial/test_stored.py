@@ -70,17 +70,6 @@ def test_the_same_files_as_in_floats(ranks, more, base, in_floats, tmp_path):
 
 
 @needs_mpiexec
-def test_plan_dry_run_and_the_start_say_what_is_kept(base, tmp_path, capsys):
-    file = GGUFFile.open(base[1])
-    stored = f"{sum(info.nbytes for info in file.tensors.values()) / 1024:.1f} KiB in the file's blocks over "
-    assert command(World(0, 1), [*base, "--ranks", "2"]) == 0
-    assert f"frozen base: {stored}2 rank(s)" in capsys.readouterr().out
-    flags = ["-m", "zero_mpi.train", *base, "--out", str(tmp_path / "run")]
-    assert f"base       {stored}2 rank(s)" in run_job(2, [*flags, "--dry-run"])[1]
-    assert f"base:      {stored}2 rank(s)" in run_job(2, flags)[1]
-
-
-@needs_mpiexec
 def test_sizes_and_a_type_are_planned_as_the_file_is(base, capsys):
     assert command(World(0, 1), [*base, "--ranks", "2"]) == 0
     planned = capsys.readouterr().out

@@ -19,7 +19,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.train import summary as mfu
-from zero_mpi.train.summary import Start, case_of, cautions, plan, step_flop
+from zero_mpi.train.summary import Start, case_of, cautions, step_flop
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H
@@ -82,13 +82,6 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
     monkeypatch.setattr(mfu, "matrix", lambda edge, dtype: np.empty((edge, 0), dtype))
     assert mfu.measure(World(0, 3, comm=Ranks()), np.float32) == pytest.approx(3 * reached)
     assert edges[-1] == edge
-
-
-def test_a_low_precision_is_measured_in_what_the_host_computes_it_in(monkeypatch):
-    seen = []
-    monkeypatch.setattr(mfu, "rate", lambda dtype: seen.append(dtype) or 1.0)
-    mfu.measure(World(0, 1), np.dtype(np.float16))
-    assert seen == [np.float32]
 
 
 def start_of(config, ranks_here, threads=1):
@@ -173,15 +166,6 @@ def test_a_run_on_gpus_plans_what_the_plan_of_its_flags_does(kind, reduction, mo
     assert memory == plan_memory(planned)
     assert case.exact == planned.exact == (reduction == "exact" or kind == transports.STAGED)
     assert (memory.host > 0) == (kind == transports.STAGED)
-
-
-def test_a_lone_process_is_planned_as_one_and_a_run_is_worth_more_than_its_plan():
-    module = SimpleNamespace(group=SimpleNamespace(size=1))
-    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=0, comm=SerialComm())
-    assert case_of(Start(session, [("n", 1)], 1e9)).transport == transports.SERIAL
-    start = start_of(Config(), 1)
-    assert plan(start) is start
-    assert start.share(1.0) is None
 
 
 FLAGS = ["--batch-size", "5", "--micro-batch", "2", "--context", "16", "--strategy", "shard-grad-op"]

@@ -526,23 +526,6 @@ def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
     assert said in str(error.value)
 
 
-def test_it_is_one_line_and_status_2(tmp_path):
-    start = [sys.executable, "-m", "zero_mpi", "supervise", "--", "./missing"]
-    status, printed, errors = run_command(start, timeout=50, cwd=tmp_path)
-    assert (status, printed, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith("zero_mpi supervise: error: './missing' ")
-
-
-def test_it_loads_neither_numpy_nor_mpi(tmp_path):
-    trial = Trial(tmp_path, "records 1; saves 1; says running; exit 9", DONE)
-    code = "import sys; from zero_mpi.commands.supervise.command import prepare\n"
-    code += f"prepare(['--backoff', '0', '--', *{trial.words()!r}]).run()\n"
-    code += "print([name for name in ('numpy', 'mpi4py', 'numba', 'cupy') if name in sys.modules])"
-    status, printed, errors = run_command([sys.executable, "-c", code], timeout=60)
-    assert (status, printed) == (0, "[]\n"), errors
-    assert len(trial.starts) == 2
-
-
 # --------------------------------------------------------------------------------------------- a real job
 
 

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 from test_command_bits import assert_same_run, needs_mpiexec, train_compiled
-from test_cpu_ops import numbers
 
 from zero_mpi import ops
 from zero_mpi.config.settings import Config
@@ -62,26 +61,6 @@ def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
         a, b = x.astype(np.float64), y.astype(np.float64)
         terms = 1e-6 * abs(a).max()
         assert (abs(a - b) <= (2.0**-7 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a)) + terms).all()
-
-
-@pytest.mark.parametrize("kind", [np.float32, BFLOAT16])
-@pytest.mark.parametrize(("m", "k", "n"), [(70, 30, 20), (20, 30, 70), (1, 64, 256), (3, 2, 2)])
-def test_products_are_cut_by_rows_or_columns(of_threads, kind, m, k, n):
-    """Forward with bias and residual, and both gradients, which add to what is there."""
-    x, w, b, plus, dy = (
-        numbers(*shape, seed=sum(shape)).astype(kind) for shape in ((m, k), (n, k), (n,), (m, n), (m, n))
-    )
-
-    def once():
-        dx, dw = numbers(m, k, seed=8).astype(kind), numbers(n, k, seed=9)
-        ops.linear_backward_w(dy, x, dw)
-        return np.array(ops.linear(x, w, b, plus)), np.array(ops.linear_backward_x(dy, w, dx)), dw
-
-    alone = once()
-    of_threads(3)
-    for own, one in zip(once(), alone, strict=True):
-        a, b = own.astype(np.float64), one.astype(np.float64)
-        assert (abs(a - b) <= (2.0**-7 if own.dtype == BFLOAT16 else 1e-5) * (1 + abs(b))).all()
 
 
 def test_an_error_of_any_part_is_raised(of_threads):

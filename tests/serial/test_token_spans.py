@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec
 
-from zero_mpi.data import PackedWindows, Windows
 from zero_mpi.data import token_formats as token_file_module
-from zero_mpi.data.documents import Document, FileSpan, TokenSpans, read_ids, stream_of
+from zero_mpi.data.documents import FileSpan, TokenSpans, read_ids
 from zero_mpi.data.token_formats import read_tokens
 from zero_mpi.errors import JobError, UsageError
 
@@ -53,25 +52,6 @@ def test_reads_and_slices_are_those_of_an_array(folder, data):
         pickle.loads(pickle.dumps(part)).read(starts, sizes).tolist()
         == read_ids(held, starts, sizes).tolist()
     )
-
-
-def test_windows_are_those_of_an_array(folder):
-    parts = [range(10), range(10, 31), range(31, 60)]
-    spans, held = in_files(folder, *parts), np.arange(60)
-    for stride in (None, 3):
-        one, other = Windows(spans, 7, stride), Windows(held, 7, stride)
-        assert len(one) == len(other)
-        for name in ("inputs", "targets"):
-            found = (getattr(each.batch(range(len(other))), name) for each in (one, other))
-            assert np.array_equal(*found)
-    cuts = [(0, 4), (4, 25), (25, 26), (26, 60)]
-    in_file, held = (
-        stream_of([Document("", ids[a:b], b"") for a, b in cuts]) for ids in (spans, np.arange(60))
-    )
-    one, other = PackedWindows(in_file, 9), PackedWindows(held, 9)
-    every = range(len(other))
-    for name in ("inputs", "targets", "begins"):
-        assert np.array_equal(getattr(one.batch(every), name), getattr(other.batch(every), name))
 
 
 def test_a_file_that_shrinks_goes_or_lies_is_named(folder):

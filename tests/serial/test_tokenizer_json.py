@@ -126,38 +126,6 @@ def test_ids_of_a_models_configuration_do_too_and_a_file_with_the_template(plain
     assert tokenizer.metadata()["tokenizer.chat_template"] == "{{ naïve }}"
 
 
-NAMED = [{"name": "tool_use", "template": "TOOL"}, {"name": "default", "template": "DEFAULT"}]
-FOLDERS = {
-    "file and config": ("OLD", {"chat_template.jinja": "NEW"}, "NEW"),
-    "file and names": (NAMED, {"chat_template.jinja": "NEW"}, "NEW"),
-    "a default among more files": (
-        None,
-        {"chat_template.jinja": "NEW", "additional_chat_templates/default.jinja": "D"},
-        "D",
-    ),
-    "another file": (None, {"chat_template.json": '{"chat_template": "J"}'}, None),
-    "no default": (NAMED[:1], {}, None),
-}
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_template_of_a_folder_is_that_of_transformers(name, plain, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    given, files, expected = FOLDERS[name]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": given} if given else {})
-    path = bpe_files.write_json(tmp_path, plain, tokenizer_config=config)
-    for file, text in files.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(text)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    try:
-        found = theirs.get_chat_template()
-    except ValueError:
-        found = None
-    assert found == expected
-    assert tokenizer_from_json(path).metadata().get("tokenizer.chat_template") == expected
-
-
 @pytest.mark.parametrize("config", [{}, {"bos_token": "<|begin|>"}])
 def test_a_template_that_puts_a_bos_in_front_is_kept(plain, config, tmp_path):
     place = next(token["id"] for token in plain["added_tokens"] if token["content"] == "<|begin|>")
@@ -403,16 +371,6 @@ def test_what_keys_cannot_hold_is_refused(plain, way, value, message, tmp_path):
     path = bpe_files.write_json(tmp_path, set_at(plain, *way, value=value))
     with pytest.raises(UsageError, match=rf"tokenizer\.json: .*{message}"):
         tokenizer_from_json(path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "\xff", "[" * 100_000])
-def test_files_that_are_none_are_refused(text, tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(text, encoding="latin-1")
-    with pytest.raises(UsageError, match=r"tokenizer\.json: expected a"):
-        tokenizer_from_json(path)
-    with pytest.raises(UsageError, match=r"nowhere\.json: no such file"):
-        tokenizer_from_json(tmp_path / "nowhere.json")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(plain, tmp_path):

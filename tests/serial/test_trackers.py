@@ -172,28 +172,6 @@ def test_a_missing_folder_of_the_collector_is_said(tmp_path):
 # ------------------------------------------------------------------------------ Weights & Biases, MLflow
 
 
-def test_weights_and_biases_is_told_each_step_by_its_number(monkeypatch, tmp_path):
-    noted = SimpleNamespace(init=None, logged=[], finished=False)
-
-    def init(**given):
-        noted.init = given
-        return SimpleNamespace(
-            log=lambda numbers, step: noted.logged.append((step, numbers)),
-            finish=lambda: setattr(noted, "finished", True),
-        )
-
-    fake = SimpleNamespace(init=init, Settings=lambda **given: given)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    one = begun("wandb", tmp_path / "out", "project", 2, {"lr": 0.5})
-    one.step(RECORD)
-    one.close()
-    assert (noted.logged, noted.finished) == ([(3, TAGGED)], True)
-    given = noted.init
-    assert (given["project"], given["group"], given["dir"]) == ("project", "out", str(tmp_path / "out"))
-    assert given["config"] == {"lr": 0.5}
-    assert given["settings"]["console"] == "off"
-
-
 @pytest.fixture
 def fake_mlflow(monkeypatch):
     noted = SimpleNamespace(params=[], metrics=[], ended=[], experiments=[], tags={}, requests=0, fails=None)

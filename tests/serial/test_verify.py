@@ -529,27 +529,6 @@ def test_a_record_after_the_chain_is_held_to_computing(run):
     assert compute(run)[1][-1].startswith("no: step 6: loss is 4.25 ")
 
 
-def test_a_chain_that_begins_at_a_checkpoint_tells_what_it_does_not_hold(run, verify):
-    """A run of an older version that went on: its first steps have records, of which no chain tells."""
-    rows = [json.loads(row) for row in (run / "proof.jsonl").read_text().splitlines()]
-    (saved,) = [row["saved"]["id"] for row in rows if row["step"] == 4 and "saved" in row]
-    began = {"step": 4, "run": {**rows[0]["run"], "from": saved}}
-    left = [row for row in rows if row["step"] > 4]
-    (run / "proof.jsonl").write_text(
-        "".join(f"{json.dumps(row)}\n" for row in [{**began, "chain": ""}, *left])
-    )
-    sign(run, lambda entry: None)
-    status, lines = compute(run)
-    assert status == 3
-    assert lines[-1].startswith("incomplete: ")
-    assert re.search("steps 5-6 have the same bits, .* 1 rank; steps 1-4 cannot be", lines[-1])
-    assert compute(run, "--from", 4)[0] == 0
-    assert re.match("note: steps 1 to 4 are not in proof.jsonl", lines[1])
-    assert re.match("note: .*: step-00000002$", lines[2])
-    flip(run / "step-00000004" / "model.gguf", 900)
-    assert verify(run)[1][-1].startswith("no: ")
-
-
 def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
     with pytest.raises(UsageError, match=r"--out .*config.toml"):
         verify(tmp_path)
@@ -568,18 +547,3 @@ MIXTURE = ["--arch", "qwen3moe", "--layers", "2", "--dim", "32", "--heads", "2",
 MIXTURE += ["--experts", "5", "--experts-used", "2", "--expert-ffn", "32"]
 SHORT = ["--sample", "0", "--batch-size", "3", "--micro-batch", "1", "--warmup", "2", "--bucket-mb", "0.03"]
 SHORT += ["--context", "16", "--val-fraction", "0"]
-
-
-def test_mixtures_and_adapters_on_them_with_experts_in_several_units(tmp_path):
-    """Two ranks begin, three go on; one computes it again, in units of other sizes too."""
-    text = tmp_path / "text.txt"
-    text.write_text("a mixture of experts reads a line; " * 40)
-    base, adapted = tmp_path / "base", tmp_path / "adapted"
-    given = ["--init", str(base / "latest"), "--lora", "4", "--lora-targets", "blk.*attn_*", "blk.*_exps*"]
-    for out, more in ((base, MIXTURE), (adapted, given)):
-        job = ["-m", "zero_mpi.train", *more, *SHORT, "--data", str(text), "--out", str(out), "--steps"]
-        for ranks, steps in ((2, "2"), (3, "4")):
-            status, said, errors = run_job(ranks, [*job, steps])
-            assert status == 0, said + errors
-        status, said, errors = run_job(1, ["-m", "zero_mpi", "verify", str(out)])
-        assert status == 0, said + errors

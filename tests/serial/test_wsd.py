@@ -1,7 +1,7 @@
 """--schedule wsd in whole runs: the recorded rates, other ranks, a stop on the way, and a run made longer."""
 
 import pytest
-from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
+from test_command_bits import fields, needs_mpiexec, train, write_text
 
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "7", "--micro-batch", "2", "--warmup", "2", "--lr", "0.01", "--min-lr", "0.002"]
@@ -25,21 +25,6 @@ def whole(flags, tmp_path_factory):
 def test_the_recorded_rates_are_those_of_the_formula(whole):
     rates = [float(rate) for _, rate in fields(whole, "lr")]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.01, 0.01, 0.008, 0.006, 0.004], rel=1e-12)
-
-
-def test_three_ranks_write_the_same_bytes(whole, flags, tmp_path):
-    train(3, tmp_path / "out", *flags, "--steps", "9")
-    assert_same_run(tmp_path / "out", whole)
-    assert fields(tmp_path / "out", "lr") == fields(whole, "lr")
-
-
-@pytest.mark.parametrize("step", [3, 7])
-def test_a_run_goes_on_before_and_within_the_decay(step, whole, flags, tmp_path):
-    """From a checkpoint of the same run on other ranks."""
-    train(2, tmp_path / "first", *flags, "--steps", "9", "--save-every", str(step), "--keep", "0")
-    folder = str(tmp_path / "first" / f"step-{step:08d}")
-    train(3, tmp_path / "out", *flags, "--steps", "9", "--resume", folder)
-    assert fields(tmp_path / "out", "loss", "lr") == fields(whole, "loss", "lr")[step:]
 
 
 def test_a_run_made_longer_before_it_decays_is_the_longer_run(whole, flags, tmp_path):
