@@ -214,14 +214,6 @@ def test_a_rank_that_is_killed_takes_the_job_along(here, flags, tmp_path):
     assert here.facts(job)["Restarts"] == "0"
 
 
-def test_bad_usage_ends_the_job(here, flags, tmp_path):
-    job = here.submit(on_one_node("", 3), ONE_NODE, ["--out", str(tmp_path / "out"), "--steps", "-1"])
-    here.wait(job, "FAILED")
-    facts = here.facts(job)
-    assert (facts["ExitCode"], facts["Restarts"]) == (f"{BAD_USAGE}:0", "0")
-    assert "zero_mpi train: error: --steps -1: expected at least 0" in here.log(job)
-
-
 def test_the_tasks_of_an_array_go_on_one_after_the_other(here, flags, unbroken, tmp_path):
     """Two are stopped, the third gets the run done, the fourth is not needed."""
     out = tmp_path / "out"

@@ -15,32 +15,18 @@ from pathlib import Path
 import pytest
 from hosts import installed, why_no_hosts
 from jobs import clean_environment, end
+from patched import train_with
 from test_command_bits import fields, write_text
-from test_two_jobs import SMALL, assert_refused, status_of
+from test_two_jobs import SMALL, WAITING, assert_refused, status_of
 
 pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts()),
     pytest.mark.timeout_seconds(120),
 ]
-# Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
-WAITING = """
-import os, platform, time
+NO_LOCKS = """
 from pathlib import Path
 from zero_mpi.launch import folder_lock as lock
-from zero_mpi.train import command as train_command, trainer as train
-
-if {none}:
-    lock.lock, lock.BOOT, lock.PATIENCE = lambda handle: None, Path("/nowhere"), 6.0
-step = train.Trainer.step
-
-def step_on(self):
-    if self.progress.step == 3 and self.world.rank == 0:
-        while not os.path.exists("go"):
-            time.sleep(0.02)
-    return step(self)
-
-train.Trainer.step = step_on
-train_command.main()
+lock.lock, lock.BOOT, lock.PATIENCE = lambda handle: None, Path("/nowhere"), 6.0
 """
 DELAYS = [0.0, random.Random(7).random() * 5]
 Start = Callable[[str], subprocess.Popen[str]]
@@ -49,8 +35,8 @@ Start = Callable[[str], subprocess.Popen[str]]
 @pytest.fixture(params=["locks", "none"])
 def start(request, four_hosts, common_path) -> Iterator[Start]:
     """Starts a job of two ranks on a host; what still runs ends with the test."""
-    script, started = common_path / "job.py", list[subprocess.Popen[str]]()
-    script.write_text(WAITING.format(none=request.param == "none"))
+    started, setup = list[subprocess.Popen[str]](), NO_LOCKS if request.param == "none" else ""
+    script = train_with(common_path / "job.py", WAITING, setup=setup)
     flags = [*SMALL, "--data", *write_text(common_path), "--out", str(common_path / "out")]
     python, launcher = installed("mpich")
 

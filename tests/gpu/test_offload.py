@@ -12,7 +12,6 @@ from checkpoints import load_checkpoint, save_checkpoint
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedAdamW, ShardedModule, device, ops
 from zero_mpi.checkpoint.state import Contribution, Description, Snapshot, TrainingProgress
 from zero_mpi.compat.module import ALL
-from zero_mpi.device import HOST
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage
@@ -160,17 +159,6 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
         step(optimizer, 2)
     step(kept, 2)
     assert bits(others[0]) == bits(others[1]) == bits(kept)
-
-
-def test_there_must_be_a_gpu(gpu):
-    module = ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm())
-    with pytest.raises(UsageError, match="--offload some: expected one of none, moments, state"):
-        ShardedAdamW(module, offload="some")
-    with pytest.raises(UsageError, match=r"--offload state: with --precision fp32 .* use --offload moments"):
-        ShardedModule([Stage("head", Linear("head", 8, 8))], SerialComm(), offload_masters=True)
-    device.adopt(HOST)
-    with pytest.raises(UsageError, match=r"--offload moments: expected a GPU, "):
-        ShardedAdamW(module, offload="moments")
 
 
 def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):

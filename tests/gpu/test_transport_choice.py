@@ -156,11 +156,6 @@ def test_one_rank_needs_no_transport(transport):
     assert said == ""
 
 
-def test_memory_of_gpus_is_not_shared():
-    with pytest.raises(UsageError, match=r"--transport shared: .*; with --device cuda use auto, mpi, staged"):
-        made("shared")
-
-
 @several_ranks
 def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")

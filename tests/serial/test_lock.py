@@ -4,7 +4,6 @@ They are told what to do through pipes. `locks` is a file system with locks, as 
 has locks that count on each machine by itself. In the last two each process is on a machine of its own.
 """
 
-import contextlib
 import os
 import random
 import re
@@ -226,14 +225,3 @@ def test_a_file_that_says_nothing_is_taken_over_when_it_stands_still(children, t
         child.tell("take", folder, 0)
     assert [child.answer() for child in rivals] == ["took"] * len(STRANGE)
     assert time.monotonic() - begun > PATIENCE
-
-
-def test_what_is_no_file_is_named(children, tmp_path):
-    (child,) = children("locks", 1)
-    for make in (lambda path: path.mkdir(), os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
-        make(tmp_path / ".lock")
-        assert "found a link, folder or device: remove it" in child.ask("take", tmp_path, 0)
-        with contextlib.suppress(OSError):
-            (tmp_path / ".lock").unlink()
-        with contextlib.suppress(OSError):
-            (tmp_path / ".lock").rmdir()

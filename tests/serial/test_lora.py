@@ -207,17 +207,6 @@ def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
     assert f" {count:,} parameters" in printed
 
 
-def test_inspect_tells_of_an_adapter_and_commands_name_the_way_to_use_one(alone, tmp_path):
-    out, _ = alone
-    status, printed, _ = run_job(1, ["-m", "zero_mpi", "inspect", str(out)])
-    assert status == 0
-    assert "llama: adapter of rank 3, alpha 6.0, matrices 14" in printed
-    assert "sound" in printed
-    status, _, errors = run_job(1, ["-m", "zero_mpi", "generate", str(out / "latest"), "--tokens", "1"])
-    assert status == 2
-    assert "adapter.gguf" in errors
-
-
 def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
     out, _ = alone
     adapter, merged = str(out / "latest"), str(tmp_path / "merged.gguf")

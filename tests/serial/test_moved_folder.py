@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, end, launcher, ranks_said, run_job, warm_python
+from patched import train_with
 from random_kills import MODEL, ranks_of
 from test_command_bits import needs_mpiexec, write_text
 
@@ -111,14 +112,13 @@ def test_tokenize_ends_as_well(tmp_path):
 
 # Moves the folder of the run after step 2, while a save behind training stands in its first write. The save
 # goes on when the run has failed, and the process takes a while to end.
-SLOW = """
-import os, threading, time
+SLOW_WRITES = """
+import threading
 from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.launch import folder_lock as hold, stopping
-from zero_mpi.train import command as train_command, trainer as train
 
 hold.EVERY = 0.05
-write_at, step, writing = OutputFile.write_at, train.Trainer.step, threading.Event()
+write_at, writing = OutputFile.write_at, threading.Event()
 
 def write_slowly(self, offset, *data):
     if not writing.is_set():
@@ -126,25 +126,23 @@ def write_slowly(self, offset, *data):
         time.sleep(2.0)
     write_at(self, offset, *data)
 
-def step_on(self):
-    if self.world.rank == 0 and self.progress.step == 2:
-        writing.wait()
-        os.rename("out", "elsewhere")
-        while not self.outcome.folder.lost:
-            time.sleep(0.01)
-    return step(self)
-
 leave, stopping.leave = stopping.leave, lambda status: (time.sleep(3), leave(status))
-OutputFile.write_at, train.Trainer.step = write_slowly, step_on
-train_command.main()
+OutputFile.write_at = write_slowly
+"""
+MOVES = """
+if (rank, done) == (0, 2):
+    writing.wait()
+    os.rename("out", "elsewhere")
+    while not self.outcome.folder.lost:
+        time.sleep(0.01)
 """
 
 
 @needs_mpiexec
 def test_a_run_that_ends_waits_for_the_save_behind_it(tmp_path):
     """Its thread is inside the MPI library, which must not end before it."""
-    (tmp_path / "slow.py").write_text(SLOW)
+    script = train_with(tmp_path / "slow.py", MOVES, setup=SLOW_WRITES)
     flags = [*MODEL, "--data", *write_text(tmp_path), "--out", "out", "--steps", "9", "--async-save"]
-    status, _, errors = run_job(3, [str(tmp_path / "slow.py"), *flags, "--save-every", "2"], cwd=tmp_path)
+    status, _, errors = run_job(3, [script, *flags, "--save-every", "2"], cwd=tmp_path)
     assert (status, len(lines_of(errors))) == (1, 1), errors
     assert not (tmp_path / "out").exists()

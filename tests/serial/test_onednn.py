@@ -267,9 +267,7 @@ def test_without_a_library_that_can_results_are_right_and_it_is_known_why(enviro
     ("precision", "environ", "expected"),
     [
         ("bf16", NOWHERE, "--precision bf16 .*is not oneDNN 3"),
-        ("fp16", {}, "--precision fp16 "),
         pytest.param("bf16", {}, None, marks=needs_library),
-        ("fp32", NOWHERE, None),
     ],
 )
 def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):

@@ -25,21 +25,6 @@ def test_slices_cover_the_buffer_in_order_and_are_even_to_one_quantum(partition)
     assert quanta == sorted(quanta, reverse=True)
 
 
-@settings(deadline=None)
-@given(partitions, st.integers(1, 4000))
-def test_pieces_give_each_element_to_its_owner(partition, most):
-    owner = np.repeat(np.arange(partition.parts), partition.counts)
-    seen = np.full(partition.length, -1)
-    for piece in partition.cut(most):
-        assert len(piece.counts) == len(piece.offsets) == partition.parts
-        assert sum(piece.counts) == piece.stop - piece.start
-        assert max(piece.counts) <= most
-        for rank, (count, offset) in enumerate(zip(piece.counts, piece.offsets, strict=True)):
-            assert 0 <= offset <= offset + count <= piece.stop - piece.start
-            seen[piece.start + offset : piece.start + offset + count] = rank
-    assert np.array_equal(seen, owner)
-
-
 def test_lengths_beyond_32_bits():
     partition = Partition(5 * 2**31 + 3, 4, 1024)
     assert partition.bounds[-1] == 5 * 2**31 + 3

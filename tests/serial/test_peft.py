@@ -112,15 +112,12 @@ def changed(made, folder, settings):
     ("settings", "said"),
     [
         ({"use_dora": True}, "use_dora: True is not supported"),
-        ({"bias": "all"}, "bias: "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern: "),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern: "),
         ({"a_new_idea": 1}, "a_new_idea: "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected "),
         ({"peft_type": "IA3"}, r"peft_type: expected LORA \(only\)"),
         ({"r": 0}, "r: expected a number above 0"),
-        ({"lora_alpha": None}, "lora_alpha: expected a number above 0"),
     ],
 )
 def test_what_is_not_the_plain_product_is_refused(settings, said, made, tmp_path):

@@ -386,12 +386,8 @@ def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precis
     ("flags", "words"),
     [
         ("--precision bf16 --reduction fast --transport mpi", "--reduce-dtype fp32"),
-        ("--precision fp32 --reduce-dtype bf16", "--reduce-dtype bf16"),
-        ("--precision fp64 --reduce-dtype fp32", "--reduce-dtype fp32"),
         ("--precision fp64 --ema 0.9", "--precision fp64"),
-        ("--precision fp64 --optimizer muon", "--precision fp64"),
         ("--precision fp64 --lora 2 --init model.gguf", "--precision fp64"),
-        ("--precision fp64 --device cuda", "--precision fp64"),
         ("--device cuda", "--device cuda"),
     ],
 )

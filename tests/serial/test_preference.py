@@ -195,12 +195,8 @@ def test_pairs_of_all_forms(row, expected):
 BAD = [
     {"chosen": "a", "rejected": "b"},
     {"prompt": "q", "chosen": "a"},
-    {"prompt": 1, "chosen": "a", "rejected": "b"},
     {"prompt": "q", "chosen": ["a"], "rejected": [OTHER]},
-    {"prompt": "q", "chosen": "a", "rejected": [OTHER]},
     {"prompt": [USER], "chosen": [USER], "rejected": [OTHER]},
-    {"prompt": "q", "chosen": [], "rejected": []},
-    {"prompt": "q", "completion": "a", "label": 1},
     {"prompt": "q", "completion": "a"},
     [],
 ]

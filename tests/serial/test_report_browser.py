@@ -116,17 +116,3 @@ def test_two_runs_and_a_hostile_one(show, tmp_path):
     browser = show(write_run(tmp_path / "one"), hostile)
     assert len(drawn(browser)) == 18
     assert browser.execute_script("return window.harmed") is None
-
-
-def test_a_loss_may_be_seen_on_a_logarithmic_axis(show, tmp_path):
-    browser = show(write_run(tmp_path / "one"))
-    button = (
-        "[...document.querySelectorAll('.updatemenu-button')].find((one) => one.textContent.includes('log'))"
-    )
-    box = browser.execute_script(f"return {button}")
-    box.click()
-    WebDriverWait(browser, 20).until(
-        lambda browser: (
-            browser.execute_script("return document.getElementById('curves').layout.yaxis2.type") == "log"
-        )
-    )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_job
+from patched import train_with
 from test_command_bits import assert_same_run, fields, files, needs_mpiexec, tensors, train, write_text
 
 from zero_mpi.data import StepLoader, Windows, load_corpus
@@ -143,26 +144,12 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(number, fla
     go_on_to_the_end(2, out, flags, endless)
 
 
-SIGNALLED = """
-import os, signal
-from zero_mpi.train import command as train_command, trainer as train
-
-step = train.Trainer.step
-
-def signalled_step(self):
-    if (self.world.rank, self.progress.step) == (1, 4):
-        os.kill(os.getpid(), signal.{name})
-    return step(self)
-
-train.Trainer.step = signalled_step
-train_command.main()
-"""
+SIGNALLED = "if (rank, done) == (1, 4): os.kill(os.getpid(), signal.SIGTERM)"
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_step(flags, endless, tmp_path):
-    script = tmp_path / "signalled.py"
-    script.write_text(SIGNALLED.format(name="SIGTERM"))
-    command = [str(script), "--out", str(tmp_path / "out"), *flags, *ENDLESS]
+    script = train_with(tmp_path / "signalled.py", SIGNALLED)
+    command = [script, "--out", str(tmp_path / "out"), *flags, *ENDLESS]
     status, printed, errors = run_job(3, command, timeout=30)
     assert (status, errors) == (REQUEUE, ""), printed
     assert len(fields(tmp_path / "out")) == 5
@@ -171,8 +158,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(flags, endless, tmp_path)
 
 def test_a_signal_in_the_last_step_is_a_finished_run(flags, tmp_path):
     """Asking for a requeue would start a job that has nothing to do."""
-    script = tmp_path / "signalled.py"
-    script.write_text(SIGNALLED.format(name="SIGTERM"))
+    script = train_with(tmp_path / "signalled.py", SIGNALLED)
     train(2, tmp_path / "out", *flags, "--steps", "5", script=script)
     assert len(fields(tmp_path / "out")) == 5
 

@@ -101,41 +101,25 @@ def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
 A = {"a": entry()}
 DAMAGE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "expected a safetensors file .* found a file of 0 bytes"),
-    "seven bytes": (b"\0" * 7, "found a file of 7 bytes"),
     "no header": (b"\0" * 8, "expected a safetensors file .* found 0"),
     "header past the end": (packed(A, bytes(8), 1000), "with a header of 2 to [0-9]+ bytes, found 1000"),
     "huge header": (packed(A, bytes(8), 2**64 - 1), "found 18446744073709551615"),
     "no JSON": (packed(b"{nothing}"), "not valid JSON"),
-    "JSON cut": (packed(b'{"a": {"dtype"'), "not valid JSON"),
-    "not UTF-8": (packed(b'{"\xff": 1}'), "not valid JSON: not UTF-8"),
-    "a list": (packed(b"[]"), r"starts with \{, found b'\['"),
-    "space first": (packed(b" {}"), r"starts with \{, found b' '"),
-    "deep": (packed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not valid JSON"),
-    "a number of 5000 digits": (packed(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON"),
     "twice": (packed(b'{"a": 1, "a": 2}'), "expected 'a' once, found it twice"),
     "half a character": (packed({"\ud800": entry()}, bytes(8)), "expected a name that UTF-8 can hold"),
     "no object": (packed({"a": 1}), "tensor 'a': expected dtype, shape and data_offsets"),
     "a field more": (packed({"a": entry() | {"x": 1}}, bytes(8)), "expected dtype, shape and data_offsets"),
-    "a field less": (packed({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "expected dtype, shape"),
     "unknown dtype": (packed({"a": entry("F31")}, bytes(8)), "expected a known dtype, found 'F31'"),
-    "dtype of a list": (packed({"a": entry(["F32"])}, bytes(8)), "expected a known dtype"),
     "shape of a float": (packed({"a": entry(shape=[2.0])}, bytes(8)), "expected a shape of whole numbers"),
-    "shape of a bool": (packed({"a": entry(shape=[2, True])}, bytes(8)), "expected a shape of whole numbers"),
     "shape below 0": (packed({"a": entry(shape=[-2, -1])}, bytes(8)), "expected a shape of whole numbers"),
-    "shape of 2^64": (packed({"a": entry(shape=[2**64 + 2])}, bytes(8)), "expected a shape of whole numbers"),
     "shape that would wrap": (packed({"a": entry(shape=[2**62, 4, 2])}, bytes(8)), "expected 1.*found 8"),
     "shape of 65 dims": (packed({"a": entry(shape=[1] * 65)}, bytes(8)), "expected a shape"),
-    "one offset": (packed({"a": entry(offsets=[8])}, bytes(8)), "expected two data_offsets"),
-    "offsets reversed": (packed({"a": entry(offsets=[8, 0])}, bytes(8)), "found -8"),
     "too short": (packed({"a": entry(offsets=[0, 4])}, bytes(4)), "expected 8 bytes for F32 .*found 4"),
     "half a byte": (packed({"a": entry("F4", [3], [0, 1])}, bytes(1)), "expected 1.5 bytes for F4"),
     "data cut": (packed(A, bytes(7)), "expected a file of [0-9]+ bytes, found"),
-    "data too long": (packed(A, bytes(9)), "expected a file of [0-9]+ bytes, found"),
     "a gap": (packed({"a": entry(offsets=[4, 12])}, bytes(12)), "a gap or an overlap"),
     "an overlap": (packed(A | {"b": entry(offsets=[4, 12])}, bytes(12)), "tensor 'b': .*a gap or an overlap"),
-    "the same place": (packed(A | {"b": entry()}, bytes(8)), "a gap or an overlap"),
     "metadata of numbers": (packed(A | {"__metadata__": {"a": 1}}, bytes(8)), "__metadata__: expected names"),
-    "metadata of text": (packed(A | {"__metadata__": "pt"}, bytes(8)), "__metadata__: expected names"),
 }
 
 
@@ -150,7 +134,7 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     str(caught.value).encode()
-    if name not in ("a field more", "shape of 65 dims", "space first"):  # there we are the stricter ones
+    if name not in ("a field more", "shape of 65 dims"):  # there we are the stricter ones
         with pytest.raises(safetensors.SafetensorError):
             safetensors.deserialize(content)
 

@@ -142,11 +142,6 @@ def test_fast_reductions_go_on_with_a_warning():
     assert "rank 1 on node1 has threads 2, rank 0 (on node0) threads 1" in note
 
 
-def test_threads_of_a_host_do_not_count_where_a_gpu_computes():
-    there = MACHINE | {"device": "a GPU"}
-    same_bits.check_bits(hosts(there, there | {"threads": 2}), True, [])
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -71,19 +71,6 @@ def test_what_fails_after_the_end_changes_nothing(tmp_path):
     assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == (DONE, "")
 
 
-def test_what_an_earlier_job_said_does_not_stay(tmp_path):
-    old = Status(tmp_path, 0, 2, 5)
-    old.begin()
-    old.end(FAILED, "of long ago")
-    time.sleep(0.01)  # another start time
-    root = Status(tmp_path, 0, 2, 5)
-    root.end(FAILED, "of now")
-    assert read(tmp_path)["reason"] == "of now"
-    (tmp_path / "status.json").write_text("no json")
-    root.end(STOPPED)
-    assert read(tmp_path)["state"] == STOPPED
-
-
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
     own = Status(tmp_path, 0, 1, 5)
     own.begin()

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from jobs import clean_environment, end, hands_sigterm_on, launcher, run_command, run_job
+from patched import train_with
 from test_batch import program
 from test_command_bits import assert_same_run, fields, needs_mpiexec, train, write_text
 from test_resume import SMALL, wait_for_lines
@@ -138,29 +139,13 @@ def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_p
     assert_same_run(out, tmp_path / "unbroken")
 
 
-# A step that takes as long as a test needs: the fifth one.
-LONG_STEP = """
-import time
-from pathlib import Path
-from zero_mpi.train import command as train_command, trainer as train
-
-step = train.Trainer.step
-
-def long_step(self):
-    if self.progress.step == 4:
-        Path(r"{folder}", f"at-{{self.world.rank}}").touch()
-        time.sleep({seconds})
-    return step(self)
-
-train.Trainer.step = long_step
-train_command.main()
-"""
-
-
 def long_step(folder: Path, seconds: float) -> str:
-    script = folder / "long_step.py"
-    script.write_text(LONG_STEP.format(folder=folder, seconds=seconds))
-    return str(script)
+    """Return a script of a run whose fifth step takes some seconds."""
+    body = f"""
+        if done == 4:
+            open(f'{folder}/at-{{rank}}', 'w').close()
+            time.sleep({seconds})"""
+    return train_with(folder / "long_step.py", body)
 
 
 def wait_for_file(path: Path, seconds: float = 40) -> None:
@@ -184,29 +169,6 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
     assert len(re.findall(r"zero_mpi: stopped ", shown.text)) == 1
     assert os.readlink(out / "latest") == "step-00000004"
     assert told(out) == ("failed", "SIGINT, twice")
-
-
-@needs_mpiexec
-def test_a_second_ctrl_c_ends_all_ranks(flags, tmp_path):
-    """Of one rank alone, so that it is not the launcher that ends them."""
-    out = tmp_path / "out"
-    ranks = PIDS.format(folder=tmp_path) + Path(long_step(tmp_path, 300)).read_text()
-    (tmp_path / "long_step.py").write_text(ranks)
-    script = str(tmp_path / "long_step.py")
-    command = [*launcher(), "-n", "2", PYTHON, script, "--out", str(out), *flags, *ENDLESS]
-    with (tmp_path / "log").open("wb") as log:
-        job = start(command, log)
-        try:
-            wait_for_file(tmp_path / "at-0")
-            wait_for_file(tmp_path / "at-1")
-            one = int((tmp_path / "rank-0").read_text())
-            os.kill(one, signal.SIGINT)
-            time.sleep(0.6)
-            os.kill(one, signal.SIGINT)
-            assert job.wait(20) == INTERRUPTED
-        finally:
-            end(job)
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 PIDS = """

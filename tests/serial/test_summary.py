@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -107,24 +106,6 @@ def test_idle_cores_are_a_caution_where_nobody_chose_them(ranks_here, settings, 
     assert [text[: len(said or "")] for text in found] == [said] * (said is not None)
     monkeypatch.setattr(environment, "threads_were_set", True)
     assert not list(cautions(start_of(Config(**settings), ranks_here))), "by a variable of the threads"
-
-
-@pytest.mark.parametrize(
-    ("ranks_here", "threads", "quota", "numbers"),
-    [
-        (1, 1, 1.0, ()),
-        (2, 1, 1.0, ("2", "1")),
-        (1, 2, 1.5, ("2", "1.5")),
-        (2, 2, 4.0, ()),
-        (1, 1, 0.5, ()),  # fewer cannot be
-        (2, 1, None, ()),
-    ],
-)
-def test_more_threads_than_the_quota_are_a_caution(ranks_here, threads, quota, numbers, monkeypatch):
-    monkeypatch.setattr(environment, "quota", lambda: quota)
-    found = list(cautions(start_of(Config(threads="auto"), ranks_here, threads)))
-    assert len(found) == bool(numbers)
-    assert not numbers or re.findall(r"\b[\d.]+\b", found[0])[:2] == list(numbers)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, end, launcher, run_command, warm_python
+from patched import train_with
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 from test_resume import SMALL
 
@@ -27,8 +28,7 @@ from zero_mpi.commands.report.runs import read_events
 from zero_mpi.commands.supervise import attempt
 from zero_mpi.commands.supervise.attempt import NO_FOLDER, RunFolder, StopRequest
 from zero_mpi.commands.supervise.command import Restarts, prepare
-from zero_mpi.commands.supervise.hosts import DEFAULT_OUT, HostPool, Template, find_pool
-from zero_mpi.config.settings import Config
+from zero_mpi.commands.supervise.hosts import HostPool, find_pool
 from zero_mpi.errors import UsageError
 
 # What stands for mpirun: at start N it does what the file start-N says, with words for what a run leaves.
@@ -344,27 +344,6 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
     assert (tmp_path / "overlaps").read_text() == "\n1\n"
 
 
-def test_the_nodes_of_a_pbs_job(tmp_path):
-    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
-    found = find_pool("", "", {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert found.hosts == (HostEntry("n1", 2), HostEntry("n2", 2))
-    assert found.probe[0] == "ssh"
-
-
-@pytest.mark.parametrize(
-    ("words", "out"),
-    [
-        ("mpirun -n 4 python -m zero_mpi.train --out a --out=b", "b"),
-        ("mpirun -n 4 zero-mpi train", DEFAULT_OUT),
-        ("mpirun bash -c x python --out c", "c"),
-        ("mpirun -n 4 python mine.py", None),
-    ],
-)
-def test_the_folder_of_a_run_is_found(words, out):
-    assert Template(tuple(words.split()), "mpich").out() == (Path(out) if out else None)
-    assert Config().out == DEFAULT_OUT
-
-
 # ---------------------------------------------------------------------------------------- what hangs
 
 
@@ -502,20 +481,15 @@ def test_a_run_whose_supervisor_is_killed_is_told_to_stop(tmp_path):
     ("arguments", "said"),
     [
         ("", "-- mpirun ..."),
-        ("mpirun -n 2", "-- mpirun ..."),
-        ("--", "-- mpirun ..."),
-        ("--sparre 1 -- mpirun", "--sparre; did you mean --spare?"),
         ("--restarts -1 -- mpirun", "--restarts -1: expected a number from 0 "),
         ("--backoff nan -- mpirun", "--backoff nan: "),
         ("--min-hosts 0 -- mpirun", "--min-hosts 0: expected a number from 1 "),
-        ("--hostfile none -- mpirun {hosts}", "none: no such file"),
         ("--spare 1 -- mpirun", "--spare and --min-hosts: expected one of {hostfile}"),
         ("--hostfile hosts -- mpirun", "--hostfile, --spare "),
         ("-- mpirun -n {ranks}", "--hostfile FILE"),
         ("-- mpirun zero-mpi train --config x", "--run: expected "),
         ("--hostfile hosts --spare 2 -- mpirun {hosts}", "--spare 2: "),
         ("--hostfile hosts --probe ssh -- mpirun {hosts}", "--probe ssh: expected {host}"),
-        ("--hostfile hosts --probe ' -- mpirun {hosts}", "--probe ': not a command: "),
     ],
 )
 def test_bad_usage_is_named(arguments, said, tmp_path, monkeypatch):
@@ -537,24 +511,15 @@ def test_a_job_whose_rank_is_killed_ends_done_with_the_bytes_of_one_that_nothing
     train(1, tmp_path / "unbroken", *flags)
     draw = random.Random(time.time_ns())
     steps = [draw.randrange(5, 18), draw.randrange(22, 30)]
-    script, out = tmp_path / "killed.py", tmp_path / "out"
-    script.write_text(
-        "import os\n"
-        "from pathlib import Path\n"
-        "from zero_mpi.train import command as train_command, trainer as train\n"
-        "step = train.Trainer.step\n"
-        "def killed_step(self):\n"
-        f"    left = sorted(Path({str(tmp_path)!r}).glob('kill-*'))\n"
-        "    if self.world.rank == 1 and left and self.progress.step == int(left[0].name[5:]):\n"
-        "        left[0].unlink()\n"
-        "        os.kill(os.getpid(), 9)\n"
-        "    return step(self)\n"
-        "train.Trainer.step = killed_step\n"
-        "train_command.main()\n"
-    )
+    out = tmp_path / "out"
+    body = f"""
+        if rank == 1 and os.path.exists(kill := f'{tmp_path}/kill-{{done}}'):
+            os.unlink(kill)
+            os.kill(os.getpid(), signal.SIGKILL)"""
+    script = train_with(tmp_path / "killed.py", body)
     for number in steps:
-        (tmp_path / f"kill-{number:03d}").touch()
-    job = [*launcher(), "-n", "2", *warm_python(clean_environment()), str(script), "--out", str(out), *flags]
+        (tmp_path / f"kill-{number}").touch()
+    job = [*launcher(), "-n", "2", *warm_python(clean_environment()), script, "--out", str(out), *flags]
     start = [sys.executable, "-m", "zero_mpi", "supervise", "--backoff", "0.1", "--", *job]
     status, printed, errors = run_command(start, timeout=120)
     assert status == 0, f"killed before steps {steps}\n{printed}{errors}"

@@ -21,7 +21,6 @@ from zero_mpi.data import BPETokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import TemplateInputs
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import TEMPLATE
 
 SHOWING = "{{ v | default('-') | tojson }}{{ enable_thinking | default('-') }}" + CHATML
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
@@ -167,19 +166,6 @@ def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_pat
     assert [
         exported.apply_chat_template(said("a"), tools=t, tokenize=False) for t in (None, TOOLS)
     ] == rendered
-
-
-def test_damaged_templates_of_a_folder_are_refused(tmp_path):
-    odd = [
-        {"name": ["a"], "template": "x"},
-        {"name": "b", "template": 1},
-        7,
-        {"name": "n" * 999, "template": "x"},
-    ]
-    found = tokenizer_in(str(named_folder(tmp_path / "m", odd)))
-    assert TEMPLATE not in found.metadata()
-    with pytest.raises(UsageError, match="chat_template"):
-        tokenizer_in(str(named_folder(tmp_path / "n", [{"name": "\ud800", "template": "x"}])))
 
 
 # ----------------------------------------------------------------------------------------------- commands

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from jobs import run_job
 from test_command_bits import SIZES, needs_mpiexec
 
-from zero_mpi.data import token_formats as token_file_module
 from zero_mpi.data.documents import FileSpan, TokenSpans, read_ids
-from zero_mpi.data.token_formats import read_tokens
-from zero_mpi.errors import JobError, UsageError
+from zero_mpi.errors import JobError
 
 VOCABULARY = 70_000
 
@@ -69,27 +67,6 @@ def test_a_file_that_shrinks_goes_or_lies_is_named(folder):
         all_of(TokenSpans([FileSpan(str(folder / "long"), 0, 5, np.dtype("<u2"), 10)], VOCABULARY))
     with pytest.raises(JobError, match=r"1.bin: id 80000 at byte 8 is outside the vocabulary of 70000"):
         all_of(in_files(folder, [1], [5, 80_000]))
-
-
-def test_a_large_file_is_looked_at_here_and_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_file_module, "WHOLE", 1000)
-    path = tmp_path / "ids.npy"
-
-    def written(ids):
-        np.save(path, np.array(ids, np.uint16))
-        return read_tokens(path.name, path, VOCABULARY).digest
-
-    ids = np.arange(5000) % 300
-    first = written(ids)
-    assert written(ids) == first
-    assert written(ids[::-1]) != first
-    assert written(ids[:-1]) != first
-    ids[-1] = 65_000
-    np.save(path, ids.astype(np.uint16))
-    with pytest.raises(
-        UsageError, match=r"ids.npy: id 65000 at byte 10,126 is outside the vocabulary of 300"
-    ):
-        read_tokens(path.name, path, 300)
 
 
 def sparse(path, gigabytes):

@@ -249,9 +249,6 @@ def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):
 BAD = [
     (b'{"text": "a"}\n\n{"tex": "b"}\n', 3, "'tex'"),
     (b'{"text": "a"}\n{"text": 5}\n', 2, "5"),
-    (b'{"text": "\\ud800"}\n', 1, "text"),
-    (b'{"text": null}\n', 1, "None"),
-    (b'["text"]\n', 1, r"\['text'\]"),
     (b'{"text": "a"}\n{"text": \n', 2, ""),
     (b'{"text": "a"}\n\xff\n', 2, "UTF-8"),
     (b'{"text": "a"}\n' + b"[" * 4000 + b"\n", 2, "nested"),
@@ -288,14 +285,11 @@ def test_rows_of_parquet_without_a_text(tmp_path):
 
 UNREADABLE = [
     ("t.jsonl.gz", gzip.compress(lines(TEXTS))[:-9]),
-    ("t.jsonl.gz", lines(TEXTS)),
-    ("t.txt.gz", b"\x1f\x8b\x08\0" + b"\xff" * 40),
     ("t.txt.gz", gzip.compress(b"a" * 101)),  # more than MOST_UNPACKED
     ("t.jsonl.zst", lambda: zstd(lines(TEXTS))[:-5]),
     ("t.jsonl.zst", lambda: arrow() and lines(TEXTS)),
     ("t.parquet", lambda: arrow() and lines(TEXTS)),
     ("t.txt", b"\0"),
-    ("t.txt", b""),
     ("t.jsonl", b"\n\n"),
 ]
 

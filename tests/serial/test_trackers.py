@@ -207,23 +207,6 @@ def fake_mlflow(monkeypatch):
     return noted
 
 
-def test_mlflow_is_told_each_step_and_all_settings_in_few_requests(fake_mlflow, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "EVERY_SECONDS", 1e9)  # never, before the end
-    settings = {f"setting_{number}": "x" * 600 for number in range(130)}
-    one = begun("mlflow", tmp_path / "out", "experiment", 2, settings)
-    for step in range(3, 503):
-        one.step(RECORD | {"step": step})
-    one.close()
-    assert {(tag, value, step) for tag, value, _, step in fake_mlflow.metrics} == {
-        (tag, value, step) for tag, value in TAGGED.items() for step in range(3, 503)
-    }
-    assert fake_mlflow.requests <= 2 + 1 + 500 * len(TAGGED) // 1000 + 1
-    assert [name for name, _ in fake_mlflow.params] == list(settings)
-    assert all(len(value) == 500 for _, value in fake_mlflow.params)
-    assert (fake_mlflow.experiments, fake_mlflow.ended) == (["experiment"], ["run of 7"])
-    assert fake_mlflow.tags == {"zero_mpi.run": str(tmp_path / "out"), "zero_mpi.from_step": "2"}
-
-
 def test_a_server_that_fails_is_said_once_and_ends_nothing(fake_mlflow, warnings, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "EVERY_SECONDS", 0.0)
     fake_mlflow.fails = ConnectionError("no\nroute")

@@ -12,37 +12,33 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_environment, launcher, run_job
+from patched import train_with
 from test_command_bits import fields, needs_mpiexec, train, write_text
 
 pytestmark = needs_mpiexec
 SMALL = ["--layers", "1", "--dim", "24", "--heads", "3", "--ffn", "17", "--context", "16", "--sample", "0"]
 SMALL += ["--batch-size", "6", "--micro-batch", "1", "--warmup", "2", "--schedule", "constant"]
 SMALL += ["--steps", "8", "--eval-every", "0", "--save-every", "2", "--keep", "0"]
-# Runs `zero_mpi.train`, which waits after step 3 until there is a file `go`.
+# Rank 0 waits after step 3 until there is a file `go`.
 WAITING = """
-import os, time
-from zero_mpi.launch import folder_lock as hold
-from zero_mpi.train import command as train_command, trainer as train
-
-hold.EVERY = 0.2
-step = train.Trainer.step
-
-def step_on(self):
-    if self.progress.step == 3 and self.world.rank == 0:
-        open("waits", "w").close()
-        while not os.path.exists("go"):
-            time.sleep(0.02)
-    return step(self)
-
-train.Trainer.step = step_on
-train_command.main()
+if (rank, done) == (0, 3):
+    open("waits", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.02)
 """
 
 
 @pytest.fixture
 def job(tmp_path) -> list[str]:
-    (tmp_path / "job.py").write_text(WAITING)
-    return [str(tmp_path / "job.py"), *SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out")]
+    setup = "from zero_mpi.launch import folder_lock; folder_lock.EVERY = 0.2"
+    return [
+        train_with(tmp_path / "job.py", WAITING, setup=setup),
+        *SMALL,
+        "--data",
+        *write_text(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
 
 
 @pytest.fixture

@@ -45,18 +45,6 @@ def always(name):
     return True
 
 
-@settings(deadline=None)
-@given(units())
-def test_parameters_start_on_multiples_and_do_not_overlap(unit):
-    ends = []
-    for name, param in unit.params.items():
-        start = unit.offsets[name]
-        assert start == (-(-ends[-1] // unit.quantum) * unit.quantum if ends else 0), "too large a gap"
-        ends.append(start + param.size)
-    assert 0 <= unit.length - ends[-1] < unit.quantum
-    assert unit.length % unit.quantum == 0
-
-
 def slices(unit, ranks):
     return [unit.partition(ranks).part(rank) for rank in range(ranks)]
 
@@ -121,20 +109,6 @@ def test_what_is_frozen_in_a_scope_is_a_unit_of_its_own():
     ]
 
 
-def test_by_rows_a_unit_is_a_parameter_and_a_quantum_a_row():
-    made = cut(by_rows=True, trainable=lambda name: name != "blk.0.w")
-    assert [(unit.name, unit.quantum, unit.trainable) for unit in made] == [
-        ("token_embd.weight", 40, True),
-        ("norm.weight", 1, True),
-        ("blk.0.w", 300, False),
-        ("blk.0.b", 1, True),
-        ("blk.0.extra", 1, True),
-        ("blk.1.w", 300, True),
-        ("blk.1.b", 1, True),
-    ]
-    assert all(list(unit.params) == [unit.name] for unit in made)
-
-
 @pytest.mark.parametrize("shape", [(7, 30), (7, 5, 6), (7,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_by_rows_ranks_own_whole_rows(shape, ranks):
@@ -145,14 +119,6 @@ def test_by_rows_ranks_own_whole_rows(shape, ranks):
     assert unit.length == unit.params["w"].size, "rows leave no gaps"
     assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
     assert sum(sizes) == unit.length
-
-
-def test_buckets_are_filled_from_the_last_parameter_and_may_be_exactly_full():
-    params = named({"a": (10,), "b": (20,), "c": (30,), "d": (100,), "e": (5,)})
-    made = units_by_bytes(params, kinds(always), 4 * 50)
-    assert [list(unit.params) for unit in made] == [["e"], ["d"], ["c", "b"], ["a"]]
-    assert [unit.name for unit in made] == [f"bucket {number}" for number in range(4)]
-    assert {unit.quantum for unit in made} == {QUANTUM}
 
 
 def test_frozen_parameters_are_one_unit_in_the_models_order():

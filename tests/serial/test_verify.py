@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import run_job
+from patched import train_with
 from test_command_bits import needs_mpiexec, train, write_text
 from test_generate import LLAMA, write_model
 
@@ -122,28 +123,13 @@ def test_the_chain_is_the_same_at_any_number_of_ranks_and_the_run_prints_its_hea
     assert f"proof: {head(whole)}" in printed.splitlines()
 
 
-STOPS = """
-import os, signal
-from zero_mpi.train import command, trainer
-
-rounds = trainer.Trainer.rounds
-
-def rounds_and_stop(self, number):
-    if number == 2 and self.world.rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    rounds(self, number)
-
-trainer.Trainer.rounds = rounds_and_stop
-command.main()
-"""
-
-
 def test_the_head_depends_on_no_checkpoint(whole, text, tmp_path):
     """Others are written, behind the training, and one where a signal stops the run."""
-    (tmp_path / "stops.py").write_text(STOPS)
+    stops = "if (rank, done) == (0, 2): os.kill(os.getpid(), signal.SIGTERM)"
+    script = train_with(tmp_path / "stops.py", stops, method="rounds")
     flags = [*SMALL, *OFTEN, "--save-every", "5", "--async-save", "--data", *text]
     out = tmp_path / "out"
-    assert run_job(2, [str(tmp_path / "stops.py"), "--out", str(out), *flags])[0] == 75
+    assert run_job(2, [script, "--out", str(out), *flags])[0] == 75
     train(1, out, *flags)
     assert sorted(path.name[-1] for path in out.glob("step-*")) == ["3", "5", "6"]
     assert head(out) == head(whole)
@@ -514,19 +500,6 @@ def test_steps_that_the_run_has_not_made_are_no_yes(run):
     assert status == 3
     assert "steps 5-6 have the same bits" in lines[-1]
     assert "steps 7-9 cannot be" in lines[-1]
-
-
-def test_a_record_after_the_chain_is_held_to_computing(run):
-    """A kill came between the record and its line."""
-    shutil.rmtree(run / "step-00000006")
-    (run / "latest").unlink()
-    rows_of(run / "proof.jsonl", lambda rows: rows[:-2])
-    (run / "status.json").write_text('{"state": "running"}')
-    status, lines = compute(run)
-    assert status == 0, lines
-    assert "steps 1-6 have the same bits" in lines[-1]
-    change(run / "metrics.jsonl", 5, loss=4.25)
-    assert compute(run)[1][-1].startswith("no: step 6: loss is 4.25 ")
 
 
 def test_what_is_no_run_folder_is_bad_usage(run, tmp_path, verify):
