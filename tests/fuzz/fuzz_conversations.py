@@ -11,6 +11,7 @@ from typing import Any
 
 import fuzz_gguf
 import numpy as np
+import wild
 from chat_templates import CALLING, TEMPLATES, chat_keys
 from fuzz_texts import ODD, lines, zstd
 from gguf_files import GGUFStream
@@ -35,15 +36,16 @@ PAIRS: list[dict[str, Any]] = [
 ]
 CALL = {"name": "f", "arguments": '{"a": [1, "é"]}'}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-CALLS: list[dict[str, Any]] = [
+TURNS_WITH_CALLS: list[dict[str, Any]] = [
     {"role": "assistant", "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}]},
     {"role": "Assistant", "content": None, "function_call": CALL},
     {"role": "function_call", "content": json.dumps([CALL])},
 ]
+CALLS = [
+    {"messages": [TURNS[0], turn, {"role": "Tool", "content": "0"}], "tools": TOOLS}
+    for turn in TURNS_WITH_CALLS
+]
 TEXTS = ["{", '{"a": ', "[" * 5000, '"\\ud800"', "1e999", "null", "7", "\ud800", '{"a":1,"a":2}', "9" * 5000]
-SAYING = [
-    "v=", "=", "v", "messages=1", "1=1", "v=[" * 99, "v=\x1b[31m", "v=" + "9" * 5000, "v=1e999", "\u2028=1",
-]  # fmt: skip
 PROGRAMS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
@@ -75,36 +77,19 @@ def sound(random: Random, folder: Path) -> list[str]:
     return samples(folder, lines(*random.choices(FORMS, k=5)), TEMPLATES[name])
 
 
-def values(random: Random, folder: Path) -> list[str]:
-    form = json.loads(json.dumps(random.choice(FORMS)))
-    places = [form, *(turn for turns in form.values() if isinstance(turns, list) for turn in turns)]
-    place = random.choice(places)
-    place[random.choice([*place, "system", "more"])] = random.choice([*ODD, TURNS])
-    return samples(folder, lines(FORMS[0], form), random.choice([*TEMPLATES.values()]))
-
-
-def pairs(random: Random, folder: Path) -> list[str]:
-    """Pairs and answers with labels, another value in one place, or a place that is not there."""
-    rows = json.loads(json.dumps(random.choices(PAIRS, k=3)))
-    turns = [turn for row in rows for value in row.values() if isinstance(value, list) for turn in value]
-    place = random.choice([*rows, *turns])
-    key = random.choice([*place, "label", "rejected"])
-    place[key] = random.choice([*ODD, TURNS, TURNS[:1], True])
-    if random.random() < 0.3:
+def rows(random: Random, folder: Path) -> list[str]:
+    """Conversations, pairs or calls with another value, or none, in one place at whatever depth."""
+    kind = random.choice([FORMS, PAIRS, CALLS])
+    found = json.loads(json.dumps([kind[0], random.choice(kind)]))
+    place, key = random.choice(wild.places(found))
+    if isinstance(place, dict):
+        key = random.choice([key, key, key, "system", "label", "rejected"])
+    place[key] = random.choice([*ODD, *TEXTS, TURNS, TURNS[:1], CALL, [CALL], {"function": CALL}])
+    if random.random() < 0.2:
         del place[key]
-    flags = random.choice([[], ["--skip-bad"], ["--json"]])
-    return samples(folder, lines(*PAIRS[:1], *rows), TEMPLATES["chatml"], *flags)
-
-
-def others(random: Random, folder: Path) -> list[str]:
-    return samples(folder, lines(FORMS[0], random.choice(ODD)))
-
-
-def damaged(random: Random, folder: Path) -> list[str]:
-    raw = bytearray(lines(*FORMS))
-    for _ in range(random.randint(1, 4)):
-        raw[random.randrange(len(raw))] = random.randrange(256)
-    return samples(folder, bytes(raw[: random.randint(1, len(raw))]), TEMPLATES["chatml"], "--json")
+    flags = random.choice([[], ["--skip-bad"], ["--json"], ["--loss-on", "all"]])
+    calling = [template for template, *_ in CALLING.values()]
+    return samples(folder, lines(*found), random.choice([*TEMPLATES.values(), *calling]), *flags)
 
 
 def table(random: Random, rows: list[dict[str, Any]], kind: str) -> bytes:
@@ -144,12 +129,11 @@ def packed(random: Random, folder: Path) -> list[str]:
         "chat.arrow": lambda: table(random, [form] * 9, "arrow"),
     }
     name = random.choice([*kinds])
-    raw = bytearray(kinds[name]())
-    for _ in range(random.choice([0, 0, 1, 4])):
-        raw[random.randrange(len(raw))] = random.randrange(256)
-    raw = raw[: random.choice([len(raw), len(raw), random.randint(1, len(raw))])]
+    raw = kinds[name]()
+    if random.random() < 0.5:
+        raw = wild.edited(random, raw)
     flags = ["--skip-bad"] * random.randint(0, 1)
-    return samples(folder, bytes(raw), TEMPLATES["chatml"], *flags, name=name)
+    return samples(folder, raw, TEMPLATES["chatml"], *flags, name=name)
 
 
 def programs(random: Random, folder: Path) -> list[str]:
@@ -161,33 +145,6 @@ def templates(random: Random, folder: Path) -> list[str]:
     for _ in range(random.randint(1, 2)):
         text[random.randrange(len(text))] = random.choice("{}%-'|()[].=x \n\\\udc80é")
     return samples(folder, lines(*FORMS), "".join(text[: random.randint(1, 9 * len(text))]))
-
-
-def calls(random: Random, folder: Path) -> list[str]:
-    """Calls of tools with another value in one place, at whatever depth, by templates that show them."""
-    turn = json.loads(json.dumps(random.choice(CALLS)))
-    row = {"messages": [TURNS[0], turn, {"role": "Tool", "content": "0"}], "tools": TOOLS}
-    places: list[Any] = [row]
-    for place in places:
-        inner = place.values() if isinstance(place, dict) else place
-        places += [each for each in inner if isinstance(each, dict | list) and each]
-    place = random.choice(places[2:])
-    key = random.choice([*place]) if isinstance(place, dict) else random.randrange(len(place))
-    place[key] = random.choice([*ODD, *TEXTS, CALL, [CALL], {"function": CALL}])
-    flags = random.choice([[], ["--loss-on", "all"]])
-    return samples(folder, lines(FORMS[0], row), random.choice([*CALLING.values()])[0], *flags)
-
-
-def variables(random: Random, folder: Path) -> list[str]:
-    flags = {
-        "--template-var": random.choice(SAYING),
-        "--template-date": random.choice(
-            ["2024-02-30", "x", "0001-01-01", "9999-12-31", "\x1b[31m", "20240101"]
-        ),
-        "--system": random.choice(["\x1b[31m", "<|im_end|>", "x" * 5000, "\u2028"]),
-    }
-    chosen = [word for flag in random.sample([*flags], 2) for word in (flag, flags[flag])]
-    return samples(folder, lines(*FORMS), "{{ v }}{{ strftime_now('%c') }}" + TEMPLATES["chatml"], *chosen)
 
 
 SIZES = {"layers": 1, "dim": 8, "heads": 2, "ffn": 8, "context": 32, "vocab_size": ByteTokenizer.vocab_size}
@@ -211,99 +168,22 @@ def sound_questions(random: Random, folder: Path) -> list[str]:
 
 
 def questions(random: Random, folder: Path) -> list[str]:
-    kind, odd = random.randrange(4), random.choice(ODD)
-    if kind == 0:
-        return evaluate(folder, lines(QUESTION, odd))
-    if kind == 1:
-        return evaluate(folder, lines(QUESTION, QUESTION | {random.choice([*QUESTION, "context"]): odd}))
-    if kind == 2:
-        raw = bytearray(lines(QUESTION, QUESTION))
-        for _ in range(random.randint(1, 4)):
-            raw[random.randrange(len(raw))] = random.randrange(256)
-        return evaluate(folder, bytes(raw[: random.randint(1, len(raw))]))
+    rows = json.loads(json.dumps([QUESTION, QUESTION]))
+    place, key = random.choice(wild.places(rows))
+    place[key] = random.choice(ODD)
+    raw = lines(*rows)
     texts = [b"", b"\n" * 9999, b"[" * 99999, b"\0" * 99, b"{}", b"\xff\xfe{}"]
-    return evaluate(folder, random.choice(texts))
-
-
-# Templates that need no filter to take all time or memory: loops, products, slices, comparisons.
-NUMBERS = ("0", "1", "-1", "2", "99", "9999", "99999", "10 ** 7", "10 ** 9", "2 ** 70", "9 ** 9 ** 9")
-
-
-def number_of(random: Random) -> str:
-    return random.choice(NUMBERS)
-
-
-def text_of(random: Random, depth: int) -> str:
-    if not depth:
-        return random.choice(["'xy'", "messages[0].content", "s", "n.s"])
-    one = text_of(random, depth - 1)
-    many, other = number_of(random), text_of(random, 0)
-    kinds = (
-        *(f"({one} * {many})", f"({one} * {many})", f"{one}[{many}:{number_of(random)}]", f"{one}[::{many}]"),
-        *(f"({one} ~ {other})", f"({one} + {one})", f"{one}.replace('x', {other})", f"('%{many}d' % 1)"),
-        *(
-            f"'{{:{many}}}'.format(1)",
-            f"{one}.ljust({many})",
-            f"{other}.join([{one}, {one}])",
-            f"({one} ~ {many})",
-        ),
-    )
-    return random.choice(kinds)
-
-
-def sequence(random: Random, depth: int) -> str:
-    if not depth:
-        return random.choice(["messages", "range(9999)", "range(99999)", "'xy'", "['x', 'y']", "n.l", "s"])
-    one, many = sequence(random, depth - 1), number_of(random)
-    kinds = (
-        *(f"(['x'] * {many})", f"([{one}] * {many})", f"range({many})", f"([{one}, {one}] * 9)"),
-        *(f"{one}[{many}:]", f"{one}[::-1]", text_of(random, depth), f"{text_of(random, depth)}.split('x')"),
-    )
-    return random.choice(kinds)
-
-
-def condition(random: Random, depth: int) -> str:
-    one, other = text_of(random, depth), text_of(random, depth)
-    many = sequence(random, depth)
-    return random.choice([f"{one} in {other}", f"{one} == {other}", f"{one} < {other}", f"{one} in {many}"])
-
-
-def statement(random: Random, depth: int) -> str:
-    kind, inner = random.randrange(6), statement(random, depth - 1) if depth else "{{ s }}"
-    deep = random.choice([0, 0, 1, 1, 2, 3])
-    if kind <= 1:
-        return f"{{% for i in {sequence(random, deep)} %}}{inner}{{% endfor %}}"
-    if kind == 2:
-        return f"{{% set n.s = {text_of(random, deep)} ~ n.s[1:] %}}{{% set n.l = n.l + [n.s] %}}{inner}"
-    if kind == 3:
-        return f"{{% if {condition(random, deep)} %}}{inner}{{% else %}}{{{{ s }}}}{{% endif %}}"
-    if kind == 4:
-        return (
-            f"{{% macro m(s) %}}{inner}{{{{ m({text_of(random, deep)}) }}}}{{% endmacro %}}{{{{ m('x') }}}}"
-        )
-    return f"{{{{ {text_of(random, deep)} }}}}{inner}"
-
-
-def program(random: Random) -> str:
-    begin = "{% set s = 'xy' %}{% set n = namespace(s='xy', l=['x']) %}"
-    return begin + "".join(
-        statement(random, random.choice([0, 1, 2, 4])) for _ in range(random.choice([1, 2]))
-    )
-
-
-def grown_programs(random: Random, folder: Path) -> list[str]:
-    return samples(folder, lines(*FORMS), program(random))
+    return evaluate(folder, random.choice([raw, raw, wild.edited(random, raw), random.choice(texts)]))
 
 
 def chats(random: Random, folder: Path) -> list[str]:
     file = fuzz_gguf.model(random, odd_frequencies=0)
     file.keys = [pair for pair in file.keys if pair[0] != "tokenizer.chat_template"]
-    file.keys.append(("tokenizer.chat_template", fuzz_gguf.typed(fuzz_gguf.STRING, program(random))))
+    template = fuzz_gguf.typed(fuzz_gguf.STRING, random.choice(PROGRAMS))
+    file.keys.append(("tokenizer.chat_template", template))
     (folder / "x.gguf").write_bytes(file.bytes())
     return ["-m", "zero_mpi", "generate", "x.gguf", "--chat", "--prompt", "ab", "--tokens", "2"]
 
 
-CASES = {"sound": sound, "calls": calls, "variables": variables, "values": values, "others": others}
-CASES |= {"pairs": pairs, "damaged": damaged, "packed": packed, "programs": programs, "templates": templates}
-CASES |= {"questions.sound": sound_questions, "questions": questions}
-CASES |= {"loops": grown_programs, "chats": chats}
+CASES = {"sound": sound, "rows": rows, "packed": packed, "programs": programs, "templates": templates}
+CASES |= {"questions.sound": sound_questions, "questions": questions, "chats": chats}

@@ -16,6 +16,8 @@ import architectures
 import numpy as np
 import wild
 
+from zero_mpi.data.tokenizers.byte import byte_characters
+
 STRING, ARRAY, BOOL = 8, 9, 7
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 F32, F16 = 0, 1
@@ -95,17 +97,10 @@ def values(size: int) -> bytes:
     return np.random.default_rng(0).normal(0, 0.05, size // 4 + 1).astype(np.float32).tobytes()[:size]
 
 
-def characters() -> list[str]:
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in own]
-    moved = {byte: 256 + place for place, byte in enumerate(others)}
-    return [chr(moved.get(byte, byte)) for byte in range(256)]
-
-
 def tokenizer(random: Random) -> dict[str, Any]:
     """Keys of the bytes' own tokenizer, or of a BPE with some merges."""
     special = ["<|bos|>", "<|endoftext|>", "<|pad|>"]
-    tokens, merges = [*characters(), *special, "".join(special[:2])], [" ".join(special[:2])]
+    tokens, merges = [*byte_characters(), *special, "".join(special[:2])], [" ".join(special[:2])]
     if random.random() < 0.5:
         tokens[-1], merges = "ab", ["a b"]
     types = [1] * 256 + [3] * 3 + [1]

@@ -15,6 +15,8 @@ import hf_models
 import numpy as np
 import wild
 
+from zero_mpi.data.tokenizers.byte import byte_characters
+
 Header = dict[str, Any]
 TOKENIZER_CONFIG = {
     "bos_token": {"content": "<|bos|>"},
@@ -26,14 +28,8 @@ GENERATION = {"bos_token_id": 256, "eos_token_id": [257, 258], "do_sample": True
 SETTINGS = (  # what a configuration may say besides
     *("head_dim", "layer_types", "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias"),
     *("quantization_config", "rope_scaling", "rope_parameters", "tie_word_embeddings", "rope_theta"),
-    *(
-        "partial_rotary_factor",
-        "n_inner",
-        "hidden_act",
-        "activation_function",
-        "bos_token_id",
-        "eos_token_id",
-    ),
+    *("partial_rotary_factor", "n_inner", "hidden_act", "activation_function"),
+    *("bos_token_id", "eos_token_id"),
 )
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -48,7 +44,7 @@ def tensors(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def tokenizer_text() -> str:
     """A tokenizer.json of the 256 bytes, three special tokens and a merge."""
     special = ["<|bos|>", "<|endoftext|>", "<|pad|>"]
-    vocabulary = {c: place for place, c in enumerate([*fuzz_gguf.characters(), *special, "ab"])}
+    vocabulary = {c: place for place, c in enumerate([*byte_characters(), *special, "ab"])}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": 256 + i, "content": text} | flags for i, text in enumerate(special)]
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import wild
+
 ODD: list[Any] = [
     None, True, -1, 0, 1, 2, 1e300, 10**30, "", "\x1b[31m", "\ud800", "x" * 5000, [], {}, ["a"],
     ["a", "\ud800"], ["a", ""], ["a", 1], [[["a"]]], ["a"] * 99, {"a": "b"}, "\u2028\u202e",
@@ -71,17 +73,8 @@ def values(random: Random, folder: Path) -> list[str]:
 
 def damaged(random: Random, folder: Path) -> list[str]:
     suffix = random.choice([*PACKED, ".parquet", ".txt.gz"])
-    raw = bytearray(parquet(TEXTS) if suffix == ".parquet" else PACKED.get(suffix, gzip.compress)(GOOD))
-    for _ in range(random.randint(1, 4)):
-        place = random.randrange(len(raw))
-        how = random.randrange(3)
-        if how == 0:
-            raw[place] = random.randrange(256)
-        elif how == 1:
-            del raw[place : place + random.randint(1, 40)]
-        else:
-            raw[place:place] = random.randbytes(random.randint(1, 40))
-    return tokenize(random, folder, f"t{suffix}", bytes(raw))
+    raw = parquet(TEXTS) if suffix == ".parquet" else PACKED.get(suffix, gzip.compress)(GOOD)
+    return tokenize(random, folder, f"t{suffix}", wild.edited(random, raw))
 
 
 def other(random: Random, folder: Path) -> list[str]:

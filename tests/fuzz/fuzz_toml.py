@@ -144,26 +144,7 @@ def machine_command(random: Random, folder: Path, machine: dict[str, Any] | byte
 
 
 def machine_types(random: Random, folder: Path) -> list[str]:
-    machine = described(random)
-    for _ in range(random.choice([1, 1, 3])):
-        places = [machine, *machine.values(), *machine["network"]]
-        tables = [table for table in places if isinstance(table, dict) and table]
-        table = random.choice(tables)
-        name = random.choice([*table] * 3 + [wild.name(random, list(table))])
-        table[name] = wild.value(random)
-        if not isinstance(machine.get("network"), list):
-            break
-    return machine_command(random, folder, machine)
-
-
-def machine_missing(random: Random, folder: Path) -> list[str]:
-    machine = described(random)
-    table = random.choice([machine, machine["node"], machine["rates"], random.choice(machine["network"])])
-    if random.random() < 0.7:
-        del table[random.choice(list(table))]
-    else:
-        random.shuffle(machine["network"])
-    return machine_command(random, folder, machine)
+    return machine_command(random, folder, wild.changed_json(random, described(random)))
 
 
 def machine_broken(random: Random, folder: Path) -> list[str]:
@@ -174,17 +155,9 @@ def machine_broken(random: Random, folder: Path) -> list[str]:
     )
 
 
-def machine_places(random: Random, folder: Path) -> list[str]:
-    args = machine_command(random, folder, described(random))
-    (folder / "machine.toml").unlink()
-    wild.special(random, folder / "machine.toml")
-    return args
-
-
 def machine_sound(random: Random, folder: Path) -> list[str]:
     return machine_command(random, folder, described(random))
 
 
 CASES = {"sound": sound, "types": types, "broken": broken, "places": places, "flags": flags}
-CASES |= {"machine.sound": machine_sound, "machine.types": machine_types, "machine.missing": machine_missing}
-CASES |= {"machine.broken": machine_broken, "machine.places": machine_places}
+CASES |= {"machine.sound": machine_sound, "machine.types": machine_types, "machine.broken": machine_broken}

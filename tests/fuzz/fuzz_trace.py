@@ -13,17 +13,8 @@ from typing import Any
 import timelines
 import wild
 
-TRACKS = (
-    "steps",
-    "compute",
-    "optimizer",
-    "between stages",
-    "waits",
-    "data",
-    "checkpoint",
-    "gathers",
-    "stalls",
-)
+TRACKS = ("steps", "compute", "optimizer", "between stages", "waits", "data")
+TRACKS += ("checkpoint", "gathers", "stalls")
 COMMAND = ["-m", "zero_mpi", "trace"]
 
 

@@ -19,7 +19,6 @@ from zero_mpi import (
     MPIComm,
     Partition,
     ShardedAdamW,
-    ShardedLinear,
     ShardedModule,
     Strategy,
     UsageError,
