@@ -265,15 +265,6 @@ def pretended(gpu, monkeypatch):
     return found
 
 
-def test_a_graph_that_cudnn_refuses_is_asked_for_once(gpu, pretended, take_way, monkeypatch):
-    monkeypatch.setattr(pretended.cudnn, "refuses", ["sdpa_backward"])
-    take_way("auto")
-    for _ in range(2):
-        check(gpu, "bf16", TAKEN[0])
-    assert len(pretended.refusals) == 1
-    assert list(pretended.graphs.values()).count(None) == 1
-
-
 @pytest.mark.parametrize(("version", "limit", "refused"), [(92500, 0, 0), (92400, 0, 1), (92400, 1 << 20, 0)])
 def test_a_backward_is_not_cudnns_if_its_memory_grows_with_the_square(
     pretended, take_way, monkeypatch, gpu, version, limit, refused
@@ -351,24 +342,6 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
         near(own, want, "bf16")
     take_way("own")
     assert attention.about() == "attention by own kernels"
-
-
-@pytest.mark.parametrize(
-    ("precision", "way", "told"), [("bf16", "auto", 1), ("fp32", "auto", 0), ("bf16", "own", 0)]
-)
-def test_own_attention_in_a_low_type_is_a_warning(gpu, take_way, monkeypatch, precision, way, told):
-    from zero_mpi.config.settings import Config
-    from zero_mpi.launch.world import find_world
-    from zero_mpi.ops.gpu import sdpa
-    from zero_mpi.telemetry.log import Caution
-    from zero_mpi.train.resolve import try_operations
-
-    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    take_way(way)
-    notes = []
-    try_operations(find_world(), Config(device="cuda", precision=precision), 1, notes)
-    assert len([note for note in notes if isinstance(note, Caution) and "attention" in note]) == told
 
 
 REAL = """

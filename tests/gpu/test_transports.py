@@ -394,20 +394,6 @@ def test_exchanges_are_under_way_at_once(name, gpu, monkeypatch):
 
 
 @several_ranks
-@pytest.mark.parametrize("name", EXACT)
-def test_waits_and_bytes_are_counted(name, gpu):
-    comm = communicator(name)
-    partition, meter = Partition(101, comm.size, 10), comm.meter
-    own = partition.counts[comm.rank]
-    before = meter.sent_bytes
-    comm.allgather(gpu.zeros(own, BF16), gpu.zeros(101, BF16), partition, "parameters of x").wait()
-    assert meter.what == ("allgather", "parameters of x")
-    comm.reduce_scatter(gpu.zeros(101), gpu.zeros(own), partition, label="gradients of x").wait()
-    assert meter.what == ("reduce_scatter", "gradients of x")
-    assert meter.sent_bytes - before == 2 * own * (comm.size - 1) + 4 * (101 - own)
-
-
-@several_ranks
 def test_slices_of_nodes_are_for_one_node(gpu, monkeypatch):
     comm = communicator("staged")
     assert comm.shard_group() is comm

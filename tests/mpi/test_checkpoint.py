@@ -83,17 +83,6 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
     assert not [thread for thread in threading.enumerate() if "saver" in thread.name]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_failure_of_rank_0_is_raised_on_all_ranks(exact, background, ranks_folder):
-    optimizer, progress = trained(exact, FULL_SHARD)
-    (ranks_folder / "out").touch()  # a file where the folder should be
-    saver = Saver(ranks_folder / "out", optimizer, DESCRIPTION, background=background)
-    if background:
-        saver.save(progress)
-    with pytest.raises(JobError, match=r"step 2 failed: cannot write .*out"):
-        saver.wait() if background else saver.save(progress)
-
-
 @pytest.mark.world(2, 3)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_failure_in_the_middle_closes_everything(exact, parallel, ranks_folder, monkeypatch):

@@ -197,26 +197,6 @@ def test_fast_reduction_is_close(name, length, quantum, accumulate):
         assert near(out.array, parts or [np.zeros(out.array.size)])
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
-def test_reduction_of_float64(exact, accumulate):
-    partition = Partition(101, exact.size, 10)
-    handle, full, given, out = start_reduction(exact, partition, exact.size, accumulate, np.float64)
-    handle.wait()
-    full.check(given)
-    out.check(ordered(partition, exact.size, accumulate, np.float64)[partition.part(exact.rank)])
-
-
-def test_exact_reduction_in_pieces_of_the_default_size():
-    comm = communicator("exact")
-    partition = Partition(comm.size * mpi.EXACT_CHUNK + 5, comm.size)
-    generators = [np.random.default_rng(rank) for rank in range(comm.size)]
-    parts = [generator.random(partition.length, np.float32) for generator in generators]
-    part = partition.part(comm.rank)
-    out = Buffer(nothing(part.stop - part.start))
-    comm.reduce_scatter(parts[comm.rank], out.array, partition).wait()
-    out.check(in_order([given[part] for given in parts]))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("length", [101, 1, 0])
 def test_allreduce(comm, length, dtype):

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import tiny
-from recording import RecordingComm
 from test_plan_exact import case_of, check_traffic
 
 from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm
-from zero_mpi.models.lora import FROZEN, LoRA, is_adapter
+from zero_mpi.models.lora import FROZEN, LoRA
 
 MODELS = {
     "llama, head": replace(tiny.MODELS["llama"], lora=LoRA(3, 6.0, ("output.weight", "blk.0.attn_q.weight"))),
@@ -32,16 +31,3 @@ def test_losses_norms_and_weights(exact, name, strategy):
 @pytest.mark.parametrize("name", MODELS)
 def test_traffic_is_the_plan_s(mpi, name, strategy):
     check_traffic(mpi, case_of(mpi, MODELS[name], strategy, mpi.size + 1, frozen=FROZEN, bucket_mb=0.03))
-
-
-@pytest.mark.world(2, 3, 4)
-def test_the_base_is_gathered_and_never_reduced(mpi):
-    recording = RecordingComm(mpi)
-    module = tiny.make(recording, MODELS["llama"], frozen=FROZEN)
-    tiny.train(recording, MODELS["llama"], frozen=FROZEN, steps=1)
-    trained = {unit.name for unit in module.units if unit.unit.trainable}
-    assert all(is_adapter(name) for unit in module.units if unit.unit.trainable for name in unit.unit.params)
-    reduced = {event.label for event in recording.log if event.kind == "reduce_scatter"}
-    assert reduced == {f"gradients {name}" for name in trained}
-    gathered = {event.label for event in recording.log if event.kind == "allgather"}
-    assert gathered == {f"parameters {unit.name}" for unit in module.units}

@@ -53,31 +53,6 @@ def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
         assert sum(rank[name] for rank in sizes) == array.size
 
 
-def test_all_gather_param_on_every_rank(exact):
-    module = tiny.make(exact, CONFIG)
-    assert np.array_equal(module.all_gather_param("output.weight"), whole_state()["output.weight"])
-    assert module.parameter_pool.lent == 0
-
-
-@strategies
-def test_update_shards_takes_one_flat_vector(exact, strategy):
-    module = tiny.make(exact, CONFIG, strategy)
-    flat = np.concatenate(tiny.make(exact, CONFIG, strategy, seed=9).parameters())
-    module.update_shards(flat)
-    assert same(module.state_dict(), whole_state(seed=9))
-
-
-def test_prefetch_before_forward(exact):
-    module = tiny.make(exact, CONFIG, prefetch=2)
-    x, _ = tiny.micro_batch(0, 0, CONFIG)
-    plain = module.forward(x, training=False)
-    assert not module.has_pending_prefetch
-    module.prefetch_forward_params()
-    assert module.has_pending_prefetch
-    assert np.array_equal(module.forward(x, training=False), plain)
-    assert not module.has_pending_prefetch
-
-
 def test_what_was_gathered_before_parameters_change_is_dropped(exact):
     """A prefetch, or a forward without its backward, holds old parameters."""
     module = tiny.make(exact, CONFIG, prefetch=2)

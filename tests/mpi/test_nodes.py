@@ -181,19 +181,6 @@ def alone(**options):
 
 
 @pytest.mark.world(4, 8)
-def test_slices_within_nodes_take_a_nodes_part_of_the_memory():
-    with transport("shared", 2) as comm:
-        module = tiny.make(comm, DEEP, HYBRID_SHARD)
-        owned = sum(shard.size for shard in module.parameters())
-        total = sum(unit.unit.length for unit in module.units)
-        assert owned == pytest.approx(total / 2, rel=0.2)
-        assert module.group.size == 2
-        state = module.state_dict()
-        assert all(state[name].shape == param.shape for name, param in module.params.items())
-        del module
-
-
-@pytest.mark.world(4, 8)
 def test_ranks_in_turn_on_the_nodes_are_refused():
     turn = Topology(tuple(tuple(range(n, WORLD.size, 2)) for n in range(2)), WORLD.rank)
     assert "not consecutive" in turn.problem

@@ -1,19 +1,15 @@
 """A frozen base in the blocks of its file: the bits of the same base in floats, wherever bytes travel."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-import tiny
 import tiny_blocks
-from recording import RecordingComm
 from test_nodes import per_node, transport
 from test_plan_exact import (
     EVERY_STRATEGY,
     PER_NODE,
     STRATEGIES,
     after_step,
-    apart,
     case_of,
     check_memory,
     check_traffic,
@@ -24,9 +20,6 @@ from zero_mpi import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialCo
 from zero_mpi.models.lora import FROZEN
 from zero_mpi.plan.traffic import plan_traffic
 from zero_mpi.sharding.precision import BF16, FP32
-
-__all__ = ["apart"]  # a fixture
-
 
 MODELS = {
     "tied": {"tied": True},
@@ -99,23 +92,3 @@ def test_memory_and_traffic_over_nodes(apart, base, strategy):
     sent = apart.allgather_object(apart.meter.sent_bytes - before)
     assert sent == plan_traffic(case, flags=0).sent.tolist()
     del kept
-
-
-@pytest.mark.world(2, 3)
-def test_the_base_travels_as_bytes(mpi, base):
-    model, raw = base
-    recording = RecordingComm(mpi)
-    module = tiny_blocks.make(recording, model, raw, prefetch=0)
-    x, targets = tiny.micro_batch(0, mpi.rank, model)
-    recording.log.clear()
-    module.forward_backward(x, targets, 1.0)
-    sent, gathers = Counter[str](), [event for event in recording.log if event.kind == "allgather"]
-    times = Counter(event.label for event in gathers)
-    for event in gathers:
-        sent[event.label] += event.sent
-    for unit in module.units:
-        if "(stored)" in unit.name:
-            blocks = sum(-(-raw[name].size // 64) * 64 for name in unit.unit.params)
-            label = f"parameters {unit.name}"
-            assert times[label] == 1 + unit.name.startswith(("blk", "output_norm"))
-            assert sum(mpi.allgather_object(sent[label])) == times[label] * (mpi.size - 1) * blocks

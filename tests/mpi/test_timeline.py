@@ -132,14 +132,6 @@ def test_recording_changes_no_bit_and_no_order(exact, tmp_path):
     assert asked[: len(plain.log)] == [entry[:2] for entry in plain.log]
 
 
-def test_nothing_is_recorded_while_nobody_asks(exact, monkeypatch, tmp_path):
-    traced(exact, tmp_path / "trace.json")
-    assert spans.active is None
-    for method in ("lap", "restart", "begin", "waited", "transfer", "begin_micro_batch"):
-        monkeypatch.delattr(spans.SpanRecorder, method)
-    Run(exact).step(0)
-
-
 # ---------------------------------------------------------------------------------------------- clocks
 
 

@@ -68,13 +68,6 @@ def test_reductions_start_while_earlier_layers_have_yet_to_compute(mpi):
     assert "gradients blk.1" in later
 
 
-def test_a_tied_unit_is_gathered_once_and_reduced_once(mpi):
-    events, _ = recorded(mpi, tiny.MODELS["gpt2 tied"], FULL_SHARD)
-    assert starts(events, "allgather").count("parameters token_embd") == 1
-    assert starts(events, "reduce_scatter").count("gradients token_embd") == 1
-    assert starts(events, "reduce_scatter")[-1] == "gradients token_embd"
-
-
 def test_shard_grad_op_gathers_once_after_the_update(mpi):
     events, _ = recorded(mpi, tiny.MODELS["llama"], SHARD_GRAD_OP)
     assert starts(events, "allgather") == parameters(*NAMES)
@@ -88,33 +81,3 @@ def test_no_shard_gathers_no_parameters(mpi):
     assert len(buckets) > 3
     assert starts(events, "reduce_scatter") == starts(events, "allgather") == buckets
     assert next(iter(module.units[0].unit.params)) == "output.weight"
-
-
-def test_fast_no_shard_is_one_allreduce_a_bucket(fast):
-    if fast.size == 1:
-        return
-    events, module = recorded(
-        fast, tiny.MODELS["llama"], NO_SHARD, bucket_mb=0.03, micro_batches=2 * fast.size
-    )
-    assert starts(events, "allreduce") == gradients(*(unit.name for unit in module.units))
-    assert {event.kind for event in events} == {"allreduce", "wait"}
-
-
-def test_a_rank_without_a_micro_batch_joins_the_same_collectives(mpi):
-    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, micro_batches=1)
-    labels = [(event.kind, event.label) for event in events]
-    assert mpi.allgather_object(labels) == [labels] * mpi.size
-    if mpi.rank > 0:
-        assert sum(event.sent for event in events if event.kind == "reduce_scatter") == 0
-
-
-def test_frozen_parameters_are_never_reduced_and_travel_only_when_sharded(mpi):
-    frozen = {"frozen": ["token_embd*", "blk.*"]}
-    events, _ = recorded(mpi, tiny.MODELS["llama"], FULL_SHARD, **frozen)
-    assert starts(events, "reduce_scatter") == gradients("output")
-    # Backward ends at the head: nothing below it is trained, so nothing is gathered again.
-    frozen_names = [f"{name} (frozen)" for name in NAMES[:3]]
-    assert starts(events, "allgather") == parameters(*frozen_names, "output")
-    for strategy in (SHARD_GRAD_OP, NO_SHARD):
-        events, _ = recorded(mpi, tiny.MODELS["llama"], strategy, **frozen)
-        assert not any("token_embd" in e.label or "blk" in e.label or "frozen" in e.label for e in events)

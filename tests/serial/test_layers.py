@@ -22,8 +22,6 @@ from zero_mpi.nn.compose import Wrapper
 from zero_mpi.nn.fusions import (
     AddsInBackward,
     AddsInForward,
-    backward_onto,
-    forward_onto,
     loss_alone,
     loss_and_backward,
 )
@@ -319,12 +317,6 @@ def test_neither_layer_nor_saved_keeps_a_weight(case):
     assert not list(inside(s.layer)), "a layer holds no arrays"
 
 
-def test_layers_that_need_no_weights_in_backward_say_so():
-    """`run` hands an empty p to these; that they say so is what lets their unit stay away."""
-    named = {type(case.layer).__name__ for case in CASES if not case.layer.backward_reads_params}
-    assert named >= {"GELU", "RoPE", "CausalAttention", "MergeHeads", "Embedding", "LearnedPositions"}
-
-
 def test_recompute_keeps_only_its_input_and_changes_no_bit():
     inner = block(BIASED)
     rng = np.random.default_rng(0)
@@ -339,20 +331,6 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     assert nn.Recompute(inner).forward(p, x)[1] is x
     assert fingerprint((plain.y, plain.dx)) == fingerprint((again.y, again.dx))
     assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_of_a_part_of_a_head_leaves_the_rest(interleaved):
-    """The first elements are as heads of their width are turned, the others as they came."""
-    q, k, v = qkv(GROUPED)(np.random.default_rng(0), np.float32)
-    narrow = [np.ascontiguousarray(x[..., :2]) for x in (q, k)]
-    expected = nn.RoPE(100.0, interleaved=interleaved).forward({}, (*narrow, v))[0]
-    for in_place in (False, True):
-        layer = nn.RoPE(100.0, interleaved=interleaved, width=2, in_place=in_place)
-        turned = layer.forward({}, (q.copy(), k.copy(), v))[0]
-        for before, after, part in zip((q, k), turned, expected, strict=False):
-            assert after[..., :2].tobytes() == part.tobytes()
-            assert after[..., 2:].tobytes() == before[..., 2:].tobytes()
 
 
 TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # whose outputs cannot pass for logits
@@ -423,24 +401,3 @@ def test_what_is_no_chain_is_refused():
         nn.Chain(nn.Linear("a", 7, 5), nn.Linear("a", 5, 2)).params()
     with pytest.raises(ValueError, match="at least one layer"):
         nn.Chain()
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [nn.Linear("a", 7, 7), nn.RMSNorm("a", 7, 1e-5), nn.GELU(), nn.Multiply(0.3)],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_a_residual_is_added_whether_or_not_the_layer_can(layer):
-    rng = np.random.default_rng(0)
-    x, residual = (rng.standard_normal((2, 5, 7)) for _ in range(2))
-    p = weights(layer, rng, np.float64)
-    y, saved = layer.forward(p, x)
-    kept = residual.copy()
-    for any_layer in (layer, nn.Chain(layer)):
-        onto, _ = forward_onto(any_layer, p, x, residual)
-        np.testing.assert_allclose(onto, residual + y, rtol=1e-12, atol=1e-14)
-    dx = layer.backward(p, saved, y, {})
-    for any_layer, s in ((layer, saved), (nn.Chain(layer), [saved])):
-        onto = backward_onto(any_layer, p, s, y, {}, residual)
-        np.testing.assert_allclose(onto, residual + dx, rtol=1e-12, atol=1e-14)
-    np.testing.assert_array_equal(residual, kept)

@@ -45,22 +45,6 @@ def test_the_steps_of_an_epoch_read_each_window_once():
     assert sorted(starts[:10].tolist()) == sorted(starts[10:].tolist()) == list(range(10))
 
 
-def test_the_samples_of_a_step_follow_the_global_index():
-    loader = loader_of(windows=10, batch_size=7, micro_batch=2, seed=3)
-    read = np.concatenate([loader.micro(2, i).inputs for i in range(4)])[:, 0] // 4
-    assert read.tolist() == [window_of(sample, 10, 3) for sample in range(14, 21)]
-
-
-def test_micro_batches_change_the_cut_and_not_the_samples():
-    whole = loader_of(batch_size=7, micro_batch=7).micro(3, 0)
-    cut = loader_of(batch_size=7, micro_batch=3)
-    assert (cut.micro_batches, cut.positions_per_step) == (3, 28)
-    assert [len(cut.micro(3, i).inputs) for i in range(3)] == [3, 3, 1]
-    for name in ("inputs", "targets"):
-        parts = [getattr(cut.micro(3, i), name) for i in range(3)]
-        assert np.array_equal(getattr(whole, name), np.concatenate(parts))
-
-
 def chosen(loader):
     parts = [loader.micro(i).inputs[:, 0] // 4 for i in range(loader.micro_batches)]
     return np.concatenate(parts).tolist() if parts else []

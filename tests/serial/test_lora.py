@@ -1,7 +1,6 @@
 """Training of adapters by the command: the same files at any number of ranks and after a resume."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from test_resume import refused
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_merged
 from zero_mpi.commands.export.command import command
-from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
-from zero_mpi.models.llama import Llama
-from zero_mpi.models.lora import FROZEN, LoRA
+from zero_mpi.models.lora import FROZEN
 from zero_mpi.sharding.layout import check_patterns, is_trainable
 
 pytestmark = needs_mpiexec
@@ -149,20 +146,6 @@ def test_another_base_is_refused_at_a_resume(alone, base, text, tmp_path):
     other = tmp_path / "other" / "latest" / "model.gguf"
     changed = [str(other) if flag == str(base) else flag for flag in flags]
     assert "is a checkpoint of another run: --base was" in refused(1, tmp_path / "run", *changed)
-
-
-def test_patterns_choose_projections():
-    model = Llama.from_flags({"layers": 2, "dim": 8, "heads": 2, "context": 4, "vocab_size": 9})
-    stages = LoRA(2, 2.0, ("blk.0.*", "blk.*.ffn_down.weight")).adapt(model.layers())
-    adapted = [name for stage in stages for name in stage.layer.params() if name.endswith(".lora_a")]
-    assert len(adapted) == 8
-    with pytest.raises(UsageError, match=r"--lora-targets token_embd\*: .*, output\.weight$"):
-        LoRA(2, 2.0, ("blk.*", "token_embd*")).check(model.layers())
-    every = replace(model, lora=LoRA(2, 2.0, ("*",))).params()
-    assert not any(name.startswith("output.weight.") for name in every), "it has to be named"
-    for target in ("output.weight", "token_embd.weight"):
-        with pytest.raises(UsageError, match=rf"--lora-targets {target}: .*llama\.cpp"):
-            LoRA(2, 2.0, (target,)).check(replace(model, tied=True).layers())
 
 
 def test_an_adapter_of_the_head(base, text, tmp_path):

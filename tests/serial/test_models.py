@@ -187,19 +187,6 @@ NEEDED = ["context_length", "embedding_length", "block_count", "feed_forward_len
 NEEDED += ["vocab_size"]
 
 
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        *((config, key) for config in MODELS.values() for key in NEEDED),
-        *((config, "attention.layer_norm_rms_epsilon") for config in ROTARY),
-        (GPT, "attention.layer_norm_epsilon"),
-    ],
-)
-def test_a_missing_key_is_named(config, key):
-    with refused(f"the GGUF key {config.arch}.{key} is missing"):
-        read_back(config, **{key.replace(".", "__"): None})
-
-
 WIDE = {"rope__dimension_count": 10, "attention__key_length": 10, "attention__value_length": 10}
 
 
@@ -269,23 +256,6 @@ def test_flags_of_experts_that_do_not_fit_are_refused(arch, flags, named):
         ARCHITECTURES[arch].from_flags(FLAGS | {"experts": 4} | flags)
 
 
-@pytest.mark.parametrize("arch", ["llama", *MIXTURES])
-def test_experts_of_a_file_are_checked(arch):
-    """More used ones than there are end llama.cpp's process; old files have a tensor an expert."""
-    config = ARCHITECTURES[arch].from_flags(FLAGS | {"experts": 4, "expert_ffn": 10})
-    assert (config.expert_count, config.expert_used_count, config.feed_forward_length) == (4, 2, 10)
-    assert read_back(config) == config
-    for used in (0, 5):
-        with refused("expert_used_count"):
-            read_back(config, expert_used_count=np.uint32(used))
-    old = [name.replace("gate_exps", "gate.0") for name in config.params()]
-    with refused(r"blk\.0\.ffn_gate\.0\.weight"):
-        config_from_gguf(keys_of(config), old, "a file")
-    dense = {name: param.shape for name, param in config.params().items() if "blk.1.ffn_gate_inp" not in name}
-    with refused(r"missing blk\.1\.ffn_gate_inp\.weight"):
-        config.check_tensors(dense, "a file")
-
-
 def test_the_width_of_an_expert_may_follow_from_the_feed_forward():
     config = MODELS["qwen3moe"]
     found = read_back(config, expert_feed_forward_length=None, feed_forward_length=np.uint32(194))
@@ -316,12 +286,6 @@ def test_the_width_of_an_expert_may_follow_from_the_feed_forward():
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_scaled_rotary_positions_come_from_their_keys(config, keys, scaling):
     assert read_back(config, **keys).rope_scaling == scaling
-
-
-@pytest.mark.parametrize(("key", "value"), [("rope__scaling__factor", 0.5), ("rope__freq_base", 1)])
-def test_numbers_that_make_no_ramp_are_refused(key, value):
-    with refused(r"llama\.rope\.\*: yarn takes a factor of at least 1 and a base above 1"):
-        read_back(LLAMA, rope__scaling__type="yarn", **{key: np.float32(value)})
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -383,16 +347,3 @@ def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
         found.check_tensors(shapes_of(found), "a file")
     with refused(ROPE):  # with nothing to read it by
         config_from_gguf(keys_of(LLAMA), shapes_of(LLAMA) | {ROPE: (5,)}, "a file")
-
-
-@pytest.mark.parametrize("shape", [(4,), (10,), (1,), (5, 1), (1, 5), (1 << 60,)], ids=str)
-def test_factors_of_another_shape_are_refused_before_they_are_read(shape):
-    numbers = ", ".join(map(str, shape))
-    with refused(rf"a file: {ROPE} has shape \({numbers},?\), expected \(5,\)"):
-        with_factors(FACTORS, shape=shape)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, -0.0, -8.0])
-def test_factors_that_cannot_divide_frequencies_are_refused(value):
-    with refused(rf"a file: {ROPE} divides frequencies: expected finite numbers above 0"):
-        with_factors([1.0, 1.0, 1.0, 1.0, value])

@@ -10,9 +10,9 @@ import tiny
 from zero_mpi import GradAccum, SerialComm, ShardedAdamW, cross_entropy, ops
 from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.device.arrays import recycled_stats
-from zero_mpi.nn import Cache, CausalAttention, Chain, CrossEntropy, Packed, Stage
+from zero_mpi.nn import Cache, CausalAttention, CrossEntropy, Packed
 from zero_mpi.nn.batch import BatchContext, Documents, StageWeights
-from zero_mpi.nn.loss import ROW_STEPS, rows_that_count
+from zero_mpi.nn.loss import ROW_STEPS
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu import attention, attention_bf16
 from zero_mpi.sharding.precision import BF16, FP32
@@ -172,26 +172,6 @@ def test_without_a_scale_the_mean_is_over_what_counts():
     assert cross_entropy(logits, np.full(4, UNCOUNTED))[0] == 0
     with pytest.raises(ValueError, match=r"from 0 to 4, .*-1"):
         cross_entropy(logits, np.array([1, -2, 2, 0]))
-
-
-class Counting(Chain):
-    given: list[int]
-
-    def loss(self, p, x, targets, scale, g):
-        self.given.append(targets.size)
-        return super().loss(p, x, targets, scale, g)
-
-
-def test_the_head_computes_no_more_than_that():
-    module = tiny.make(SerialComm(), MODELS["llama"])
-    head = module.stages[-1]
-    counting = Counting(head.layer)
-    counting.given = []
-    module.stages[-1] = Stage(head.scope, counting)
-    ids, targets = drawn()
-    targets[:, 20:] = UNCOUNTED
-    GradAccum(module, 1).accumulate(Packed(ids, begins_of()), CrossEntropy(targets, 0.1))
-    assert counting.given == [rows_that_count(targets).size] == [38]
 
 
 def test_a_step_allocates_nothing_large_though_documents_differ():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, dequantize
 
-from zero_mpi.ops import threads
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, PACKED, SCALES, finite_blocks
 from zero_mpi.ops.packed_matrix import FEW, PackedMatrix
 
@@ -42,17 +41,6 @@ def test_rows_have_the_bits_of_the_values(name):
     matrix, values = some_matrix(name)
     places = np.array([[3, 0, 3], [69, 1, 2]])
     assert np.array_equal(matrix.rows(places), values[places])
-
-
-def test_threads_share_the_rows():
-    matrix, _ = some_matrix("Q4_K", rows=400)
-    x = np.random.default_rng(2).standard_normal((1, matrix.shape[1]), np.float32)
-    alone = matrix.linear(x)
-    threads.use(3)
-    try:
-        assert np.array_equal(matrix.linear(x), alone)
-    finally:
-        threads.use(1)
 
 
 @pytest.mark.parametrize("scale", [np.inf, np.nan])

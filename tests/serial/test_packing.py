@@ -82,11 +82,6 @@ def test_best_fit_overfills_nothing_and_begins_a_window_only_where_nothing_fits(
         assert sum(sorted(filled)[:2]) > 20, "two windows would have been one"
 
 
-def test_the_window_with_the_least_room_left_takes_a_document():
-    assert best_fit(np.array([6, 5, 4, 3, 2]), 10).tolist() == [0, 1, 0, 1, 1]
-    assert best_fit(np.array([7, 6, 3, 4]), 10).tolist() == [0, 1, 0, 1], "not the first that has room"
-
-
 def test_many_documents_fill_their_windows():
     lengths = np.random.default_rng(0).lognormal(5, 1, 5000).astype(int) + 2
     stream = Stream(np.zeros(lengths.sum(), np.uint16), np.cumsum(lengths))

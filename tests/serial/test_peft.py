@@ -125,19 +125,6 @@ def test_what_is_not_the_plain_product_is_refused(settings, said, made, tmp_path
         open_merged(made[0], changed(made, tmp_path / "peft", settings))
 
 
-def test_another_divisor_is_another_alpha(made, tmp_path):
-    name = "blk.0.attn_k.weight"
-    unused = {"use_dora": False, "modules_to_save": None, "rank_pattern": {}, "layer_replication": None}
-    folder = changed(made, tmp_path / "peft", unused | {"use_rslora": True})
-    sources = (open_merged(made[0], adapter) for adapter in (None, made[2], folder))
-    base, plain, other = (source.tensor(name) for source in sources)
-    np.testing.assert_allclose((other - base) / (plain - base), 2**0.5, rtol=1e-3)
-    said = r"has rank 2 and alpha 11\.313708; .*--lora 2 --lora-alpha 11\.313708"
-    with pytest.raises(UsageError, match=said):
-        open_adapter(folder, replace(LLAMA, lora=SOME))
-    assert open_adapter(folder, replace(LLAMA, lora=replace(SOME, alpha=11.313708)))
-
-
 def test_other_tensors_and_missing_files_are_refused(made, tmp_path):
     folder = changed(made, tmp_path / "peft", {})
     file, factors = folder / "adapter_model.safetensors", load_file(made[2] / "adapter_model.safetensors")

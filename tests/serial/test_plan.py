@@ -142,18 +142,6 @@ def test_a_transfer_hides_behind_what_is_computed_before_its_wait():
     assert time.seconds == pytest.approx(time.computation + time.exposed)
 
 
-@pytest.mark.parametrize("strategy", ["full-shard", "shard-grad-op", "no-shard"])
-def test_many_rounds_are_those_of_few_and_more(strategy):
-    """Time and flop of R rounds grow by the same for each round once there are four."""
-    base = Case(MODELS["gpt2"], ranks=4, nodes=2, strategy_name=strategy, micro_batch=1, context=64)
-    times = [step_time(replace(base, batch_size=4 * rounds), SLOW) for rounds in (4, 5, 7, 40)]
-    each = times[1].seconds - times[0].seconds
-    assert each > 0
-    assert times[2].seconds - times[1].seconds == pytest.approx(2 * each)
-    assert times[3].seconds - times[0].seconds == pytest.approx(36 * each)
-    assert times[3].flop == pytest.approx(10 * times[0].flop)
-
-
 TINY = ["--layers", "2", "--dim", "48", "--heads", "4", "--context", "24", "--batch-size", "5"]
 TINY += ["--micro-batch", "1"]
 
@@ -180,15 +168,6 @@ def test_sent_bytes_of_metrics_are_those_of_the_plan(trained, tmp_path):
     (plan,) = planned(*flags, "--ranks", 3, folder=tmp_path)["plans"]
     assert [record["sent_bytes"] for record in records] == [plan["traffic"]["rank_0"]] * 2
     assert plan["traffic"]["rank_0"] > 0
-
-
-def test_a_file_gives_the_sizes(trained, tmp_path, capsys):
-    folder, flags = trained
-    rest = flags[flags.index("--context") :]
-    planned(*flags, folder=tmp_path)
-    from_flags = capsys.readouterr().out
-    planned("--init", folder / "run" / "latest" / "model.gguf", *rest, folder=tmp_path)
-    assert capsys.readouterr().out == from_flags
 
 
 RSS = """

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import tiny_blocks
-from test_plan import SLOW
 
 from zero_mpi.cli.text import size
 from zero_mpi.commands.plan.command import read
@@ -17,7 +16,6 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.plan import largest, stored_alike
 from zero_mpi.plan.rank_memory import plan_memory
-from zero_mpi.plan.step_time import step_time
 from zero_mpi.plan.traffic import plan_traffic
 
 SIZES = {"layers": 30, "dim": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "context": 2048}
@@ -52,13 +50,6 @@ def test_what_travels_is_a_sixth():
     sent = [plan_traffic(case) for case in (stored, floats)]
     assert (sent[0].gradients_inside == sent[1].gradients_inside).all()
     assert (6 * sent[0].parameters_inside < sent[1].parameters_inside).all()
-
-
-def test_the_work_of_unpacking_is_in_the_time_of_a_step():
-    stored = Case(in_q4_0(SMOLLM2), context=128, frozen=FROZEN)
-    floats = replace(stored, model=FLOATS)
-    assert step_time(stored, SLOW).flop == step_time(floats, SLOW).flop
-    assert step_time(stored, SLOW).computation > step_time(floats, SLOW).computation
 
 
 def test_larger_models_of_the_same_blocks():

@@ -139,20 +139,6 @@ def clock(monkeypatch):
     return now
 
 
-LARGE = {"loss": 11.25, "tokens_per_second": 123456.7, "mfu": 1.0, "memory_bytes": [int(79.9 * 2**30)]}
-
-
-@pytest.mark.parametrize("more", [LARGE, LARGE | {"loss": math.nan, "tokens_per_second": 9.99951e8}])
-def test_a_line_has_80_columns_at_most(more, tmp_path, capsys, clock):
-    written = Records(tmp_path, 0, done=0, steps=150000, log_every=1)
-    clock[0] += 5 * 86400
-    written.step(record(20000, **more))
-    written.close()
-    (text,) = capsys.readouterr().out.splitlines()
-    assert len(text) <= 80
-    assert text.endswith("  79.9 GiB  32 d left")
-
-
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     """Bar and notes go to one stream, each note on a line of its own; the file is the same."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)

@@ -179,13 +179,6 @@ def test_long_runs_make_small_pages(tmp_path):
     assert len(page_of(long)) < len(page_of(short)) + 900_000
 
 
-@pytest.mark.parametrize(
-    "rows", [[], [{"step": 1}], [record(1, loss=None)], [record(2**52)]], ids=["none", "bare", "gap", "far"]
-)
-def test_little_is_known(tmp_path, rows):
-    Tree(page_of(write_run(tmp_path, rows, events=None, config=None)))
-
-
 # ------------------------------------------------------------------------------------------------ the command
 
 

@@ -10,12 +10,11 @@ from report_runs import status, write_run
 from zero_mpi.commands.report import command
 from zero_mpi.commands.report.runs import MOST_HISTORY, read_run
 from zero_mpi.errors import UsageError
-from zero_mpi.launch.watchdog import RankReports, RankState
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry import log
 from zero_mpi.telemetry.events import Events
 from zero_mpi.telemetry.metrics import METRICS, check, keep_until, last_step
-from zero_mpi.telemetry.status import overwrite, read_status
+from zero_mpi.telemetry.status import read_status
 from zero_mpi.train.summary import Outcome
 
 
@@ -96,20 +95,3 @@ def test_the_newest_events_are_kept_where_there_are_very_many(tmp_path):
     found = read_run(tmp_path).events
     assert [event["step"] for event in found] == list(range(1000 - len(found), 1000))
     assert 0.9 * MOST_HISTORY < sum(len(event["text"]) for event in found) < MOST_HISTORY
-
-
-def test_a_roll_call_takes_only_what_a_rank_signs(tmp_path):
-    roll = RankReports(tmp_path, 0, "job")
-    roll.sign(RankState("step 3", "", "", 1.0, "stack"))
-    own = next((tmp_path / ".ranks").iterdir())
-    for number, said in enumerate(['{"doing": 1}', "[" * 100_000, '{"seconds": 1e999}', own.read_text()], 1):
-        own.with_name(f"{own.name[:-1]}{number}").write_text(said)
-    put(own.with_name(f"{own.name[:-1]}7"), "pipe")
-    assert sorted(roll.read()) == [0, 4]
-
-
-def test_a_pipe_in_the_place_of_a_status_is_not_waited_for(tmp_path):
-    """Where a new file has no room the old one is written over: a pipe without a reader would stop it."""
-    os.mkfifo(tmp_path / "status.json")
-    with pytest.raises(OSError, match="No such device"):
-        overwrite(tmp_path / "status.json", b"{}")

@@ -54,46 +54,6 @@ def schedule(uses, prefetch, *, reads=None, trainable=None):
     return make_schedule(uses, reads or [True] * len(uses), trainable or [True] * units, prefetch)
 
 
-def test_the_last_stage_runs_both_ways_at_once_in_training():
-    made = schedule("0123", 1)
-    apart, joint = (*made.forward, *made.backward), made.training
-    assert list(map(Around, by_stage(joint)))[3] == ((2,), (3,), (3,), (3,))
-    left = [a for a in apart if a not in (Forward(3), Backward(3))]
-    assert left.count(Progress()) - 1 == joint.count(Progress())
-    expected = [*map(Forward, range(3)), Loss(3), *map(Backward, (2, 1, 0))]
-    assert [a for a in joint if isinstance(a, COMPUTES)] == expected
-
-
-def test_evaluation_is_inference_with_the_loss_of_the_last_stage():
-    made = schedule("0120", 1)
-    with_loss = [Evaluate(3) if action == Forward(3) else action for action in made.inference]
-    assert list(made.evaluation) == with_loss
-
-
-def test_what_is_not_sharded_is_waited_for_and_never_gathered_or_released():
-    """Its update may still be under way (shard-grad-op)."""
-    uses = [(0,), (1,), (0,)]
-    sharded, whole = (make_schedule(uses, [True] * 3, [True] * 2, 1, gathers=g) for g in (None, [False] * 2))
-    for name in ("forward", "backward", "training", "inference", "evaluation"):
-        left = [a for a in getattr(sharded, name) if not isinstance(a, Gather | Release)]
-        assert list(getattr(whole, name)) == left
-
-
-def test_a_round_that_defers_its_reductions_does_all_else():
-    made = schedule("0123", 1)
-    for name in ("training", "backward"):
-        left = [a for a in getattr(made, name) if not isinstance(a, Reduce | WaitReduce)]
-        assert list(getattr(made.without_reductions, name)) == left
-    assert made.without_reductions.forward == made.forward
-
-
-def test_nothing_trained_has_no_backward():
-    made = schedule("012", 1, trainable=[False] * 3)
-    assert made.backward == ()
-    assert made.forward == made.inference
-    assert [a.stage for a in made.training if isinstance(a, Forward | Loss)] == [0, 1, 2]
-
-
 UNITS = 6
 stage_uses = st.lists(st.integers(0, UNITS - 1), max_size=3, unique=True).map(tuple)
 

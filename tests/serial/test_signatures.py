@@ -69,17 +69,6 @@ def leaves(x: Any) -> list[Any]:
     return [] if x is None or isinstance(x, str) else [np.asarray(x, np.float64)]
 
 
-@versions
-def test_what_attention_kept_of_other_sequences_is_refused(kind):
-    name = "causal_attention_backward"
-    given = misfits.fitting()[name]
-    for lengths in ((1, 3, 7), (2, 2, 7), (2, 3, 6)):
-        batch, queries, keys = map(slice, lengths)
-        q, k, v = given["q"][batch, queries], given["k"][batch, keys], given["v"][batch, keys]
-        kept = ops.causal_attention(*map(placed(kind), (q, k, v)), 0.7)[1]
-        assert misfits.is_refused(name, given | {"p": kept}, placed(kind)), lengths
-
-
 @pytest.mark.parametrize("width", [0, 3, 5])
 def test_data_of_another_width_than_the_model_do_not_train(width):
     module = ShardedModule([Stage("", nn.Linear("a", 4, 8))], SerialComm())

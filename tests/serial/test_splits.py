@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,6 @@ def test_the_parts_of_the_gguf_package_are_one_model(tmp_path: Path, kind: Any) 
     assert file.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.gguf"))
 
 
-def test_an_index_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    file = GGUFFile.open(by_us(tmp_path))
-    assert pickle.loads(pickle.dumps(file)).tensor("t3").tobytes() == values()["t3"].tobytes()
-
-
 def test_links_lead_to_the_parts(tmp_path: Path) -> None:
     """By their names where the parts are links elsewhere, by the target's name where only the first is."""
     by_us(tmp_path)
@@ -95,15 +89,6 @@ def test_links_lead_to_the_parts(tmp_path: Path) -> None:
     by_us(tmp_path / "whole")
     (tmp_path / "latest").symlink_to(part(tmp_path / "whole", 1))
     assert len(GGUFFile.open(tmp_path / "latest").tensors) == 5
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_another_part_than_the_first_names_the_first(tmp_path: Path, number: int) -> None:
-    by_gguf(tmp_path)
-    with pytest.raises(UsageError) as caught:
-        GGUFFile.open(part(tmp_path, number))
-    assert f"this is part {number} of 3 of a model: " in str(caught.value)
-    assert str(part(tmp_path, 1)) in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [2, 3])

@@ -61,16 +61,6 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     assert read(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason stays"
 
 
-def test_what_fails_after_the_end_changes_nothing(tmp_path):
-    """As where the MPI library does not come to its end."""
-    root, other = Status(tmp_path, 0, 2, 5), Status(tmp_path, 1, 2, 5)
-    root.begin()
-    root.end(DONE)
-    other.end(FAILED, "rank 1 hangs")
-    root.end(FAILED, "rank 0 hangs")
-    assert (read(tmp_path)["state"], read(tmp_path)["reason"]) == (DONE, "")
-
-
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
     own = Status(tmp_path, 0, 1, 5)
     own.begin()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_command_bits import SIZES, needs_mpiexec, train, write_text
 
-from zero_mpi import device, environment
+from zero_mpi import device
 from zero_mpi.comm import SerialComm
 from zero_mpi.comm import kinds as transports
 from zero_mpi.commands.plan.command import read as plan_options
@@ -18,7 +18,7 @@ from zero_mpi.models import GPT2, Llama
 from zero_mpi.plan.case import Case
 from zero_mpi.plan.rank_memory import plan_memory
 from zero_mpi.train import summary as mfu
-from zero_mpi.train.summary import Start, case_of, cautions, step_flop
+from zero_mpi.train.summary import Start, case_of, step_flop
 
 D, H, KV, F, V, T = 48, 6, 2, 97, 61, 80
 HEAD = D // H
@@ -81,49 +81,6 @@ def test_the_peak_is_the_sum_over_ranks_in_matrices_that_are_large_enough(reache
     monkeypatch.setattr(mfu, "matrix", lambda edge, dtype: np.empty((edge, 0), dtype))
     assert mfu.measure(World(0, 3, comm=Ranks()), np.float32) == pytest.approx(3 * reached)
     assert edges[-1] == edge
-
-
-def start_of(config, ranks_here, threads=1):
-    description = SimpleNamespace(machine={"threads": threads})
-    session = SimpleNamespace(config=config, description=description)
-    return Start(session, [("n", ranks_here), ("m", 5)], 1e9)
-
-
-@pytest.mark.parametrize(
-    ("ranks_here", "settings", "said"),
-    [
-        (2, {}, "6 of 8 cores "),
-        (8, {}, None),
-        (9, {}, None),
-        (2, {"threads": "1"}, None),
-        (2, {"reduction": "fast"}, None),
-    ],
-)
-def test_idle_cores_are_a_caution_where_nobody_chose_them(ranks_here, settings, said, monkeypatch):
-    monkeypatch.setattr(environment, "node_cores", lambda: 8)
-    monkeypatch.setattr(environment, "threads_were_set", False)
-    found = list(cautions(start_of(Config(**settings), ranks_here)))
-    assert [text[: len(said or "")] for text in found] == [said] * (said is not None)
-    monkeypatch.setattr(environment, "threads_were_set", True)
-    assert not list(cautions(start_of(Config(**settings), ranks_here))), "by a variable of the threads"
-
-
-@pytest.mark.parametrize(
-    ("transport", "told_apart", "owners", "planned"),
-    [
-        (transports.SHARED, 0, 4, 1),
-        (transports.NODES, 2, 4, 2),
-        (transports.NODES, 2, 2, 2),
-        (transports.MPI, 0, 4, 1),
-        (transports.MPI, 0, 2, 2),
-    ],
-)
-def test_the_plan_is_asked_about_what_auto_has_become(transport, told_apart, owners, planned):
-    module = SimpleNamespace(group=SimpleNamespace(size=owners))
-    session = SimpleNamespace(config=Config(), model=MODEL, module=module, nodes=told_apart)
-    session.comm = SimpleNamespace(size=4, kind=transport)
-    case = case_of(Start(session, [("n", 4)], 1e9))
-    assert (case.transport, case.nodes, case.ranks, case.device) == (transport, planned, 4, "cpu")
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])

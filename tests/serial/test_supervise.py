@@ -270,13 +270,6 @@ def test_a_host_in_reserve_takes_the_place_of_a_lost_one_until_that_answers(tmp_
     assert [" -n 4 " in start for start in trial.starts] == [True] * 3
 
 
-def test_the_same_failure_on_other_hosts_is_another_one(tmp_path):
-    starts = ["touch $here/down-n2; records 4; says running; exit 9", "records 4; says running; exit 9", DONE]
-    trial, flags = host_trial(tmp_path, "n1\nn2\n", *starts)
-    assert trial.run(*flags, of_launcher=FILLED) == 0
-    assert len(trial.starts) == 3
-
-
 def test_it_waits_for_hosts_where_too_few_answer_and_gives_up_in_the_end(tmp_path, capfd, monkeypatch):
     trial, flags = host_trial(tmp_path, "n1\nn2\nn3\n", LOSES.format("n2", 1), DONE)
     flags = ("--min-hosts", "3", "--restarts", "3", *flags)
@@ -305,12 +298,6 @@ def test_a_question_that_hangs_is_no_answer_and_is_ended(tmp_path, monkeypatch):
     pool = HostPool((HostEntry("n1"), HostEntry("n2")), ("sh", "-c", "sleep 1000 # {host}"), timeout=0.2)
     assert pool.silent() == ["n1", "n2"]
     assert [one.returncode for one in asking] == [-signal.SIGKILL] * 2
-
-
-def test_this_host_is_not_asked_and_a_program_that_is_not_there_is_no_answer(tmp_path):
-    name = os.uname().nodename
-    hosts = (HostEntry("localhost", 2), HostEntry(name), HostEntry("n1"))
-    assert HostPool(hosts, (f"{tmp_path}/none", "{host}")).silent() == ["n1"]
 
 
 # -------------------------------------------------------------------------------- hosts of batch systems
@@ -380,16 +367,6 @@ def test_signs_of_life_are_what_the_run_writes(tmp_path):
     assert "900 s" in found._silence(now + 5000)
     assert attempt.Attempt(RunFolder(tmp_path), StopRequest(), 0.0)._silence(now + 1e6) == ""
     assert attempt.Attempt(RunFolder(NO_FOLDER), StopRequest(), 900.0)._silence(now + 1e6) == ""
-
-
-def test_a_launcher_is_asked_before_it_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(attempt, "LINGER", 0.3)
-    monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.05)
-    asked = "trap 'says failed asked; exit 3' TERM; says stopped; while :; do sleep 0.05; done"
-    trial = Trial(tmp_path, asked, DONE)
-    assert trial.run() == 0
-    ((_, reason),) = trial.events
-    assert reason.startswith("asked")
 
 
 @pytest.mark.parametrize(("word", "status", "starts"), [("done", 0, 1), ("stopped", 75, 1), ("failed", 0, 2)])

@@ -3,10 +3,10 @@
 import numpy as np
 import pressed
 import pytest
-from pressed import COUNT, Pressed
+from pressed import COUNT
 
-from zero_mpi import GradAccum, SerialComm, ShardedModule
-from zero_mpi.nn import Chain, Recompute, Stage, Tally
+from zero_mpi import GradAccum, SerialComm
+from zero_mpi.nn import Chain
 from zero_mpi.nn.batch import BatchContext, StageWeights
 
 FACTORS = {"pressure": 0.3, "size": 0.02}
@@ -109,12 +109,3 @@ def test_a_frozen_buffer_and_one_of_a_step_that_is_skipped_stay():
     assert optimizer.step().skipped
     assert before.any()
     assert np.array_equal(module.all_gather_param("body.center"), before)
-
-
-def test_layers_that_mean_different_things_by_one_name_are_refused():
-    class Other(Pressed):
-        def tallies(self):
-            return {"size": Tally((2,))}
-
-    with pytest.raises(ValueError, match="size"):
-        ShardedModule([Stage("a", Pressed("a")), Stage("b", Recompute(Other("b")))], SerialComm())

@@ -354,35 +354,6 @@ def test_question_and_answer_are_encoded_as_one_text(tmp_path, tokenizer, bos):
     assert found.tokens[0:2] == found.tokens[2:4]
 
 
-def test_long_sequences_lose_their_beginnings(tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps({"question": "a" * 40, "answers": [" b", "c" * 8], "right": 0}))
-    found = encode_choices(path, ByteTokenizer(), 8)
-    assert [bytes(ids.tolist()) for ids in found.sequences] == [b"aaaaaaa b", b"acccccccc"]
-    assert (found.starts, found.cut) == ([7, 1], 2)
-    with pytest.raises(FileError, match="line 1"):
-        encode_choices(path, ByteTokenizer(), 7)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [{"ctx": 1, "endings": ["a"], "label": 0}, {"ctx": "a", "endings": ["a", "b"], "label": "x"},
-     {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}, {"text": 1},
-     {"query": "q", "choices": ["a", "b"], "gold": 2}, {"query": "q", "choices": None, "gold": 0},
-     {"sentence": "no place", "option1": "a", "option2": "b", "answer": "1"}, {"text": "\ud800"},
-     {"context_options": [], "continuation": "a", "gold": 0},
-     {"goal": "g", "sol1": "a", "sol2": 2, "label": 0}, {"goal": None, "sol1": "a", "sol2": "b", "label": 0},
-     {"query": "q", "choices": "ab", "gold": 0}, {**FLAT, "choices": [1, 2], "answer": 0},
-     {"question": {"stem": "q", "choices": [1]}, "answerKey": "A"}],
-    ids=str,
-)  # fmt: skip
-def test_damaged_fields_are_named(tmp_path, line):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps({"text": "sound"}) + "\n" + json.dumps(line))
-    with pytest.raises(FileError, match=rf"bad\.jsonl, line 2: .*{next(iter(line))}"):
-        read_choices(path)
-
-
 def test_lines_of_two_forms_and_too_many_shots_are_refused(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text('{"text": "a"}\n{"context": "b", "continuation": "c"}')

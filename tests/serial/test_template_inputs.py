@@ -15,7 +15,7 @@ from test_samples import printed, write_model
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.state import read_json
 from zero_mpi.config.command_line import parse
-from zero_mpi.config.inputs import check_kind_of_data, template_inputs, tokenizer_in
+from zero_mpi.config.inputs import template_inputs, tokenizer_in
 from zero_mpi.config.settings import Config
 from zero_mpi.data import BPETokenizer, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import TemplateInputs
@@ -59,12 +59,6 @@ def test_what_is_no_variable_and_no_day_is_refused(name, value):
     with pytest.raises(UsageError, match=f"^{flag} ") as caught:
         inputs(**{name: [value] if name == "template_var" else value})
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("flag", ["template_var", "enable_thinking", "system", "template_date"])
-def test_flags_of_templates_need_conversations(flag):
-    with pytest.raises(UsageError, match=f"^--{flag.replace('_', '-')} "):
-        check_kind_of_data(Config(**{flag: ["a=1"] if flag == "template_var" else "true"}))
 
 
 def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):

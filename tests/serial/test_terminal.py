@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from zero_mpi.commands import main
 from zero_mpi.commands.main import start
 from zero_mpi.files.foreign import printable
 from zero_mpi.launch import ending
@@ -32,16 +31,6 @@ def test_an_error_is_one_short_line_whatever_was_given(name, kind, monkeypatch, 
     assert said == printable(said, keep="\n")
     assert len(said) < 2000
     assert max(map(len, said.split())) <= 200
-
-
-def test_a_command_that_is_none_is_named_on_a_short_line(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["zero-mpi", HOSTILE])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    said = capfd.readouterr().err
-    assert (end.value.code, said.count("\n")) == (2, 1)
-    assert said == printable(said, keep="\n")
-    assert len(said) < 400
 
 
 def test_a_log_line_is_one_line_and_a_text_keeps_its_lines(capsys):

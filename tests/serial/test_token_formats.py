@@ -161,12 +161,6 @@ def test_what_lies_beside_token_files_is_no_text(tmp_path):
         are_tokens(collect_files([str(other)]))
 
 
-def test_the_digest_sees_ids_and_documents(tmp_path):
-    digests = [read(write_megatron(tmp_path, **options)).digest for options in ({}, {"borders": [0, 2, 5]})]
-    assert digests[0] == read(write_megatron(tmp_path)).digest
-    assert digests[0] != digests[1]
-
-
 def test_documents_of_token_files_are_held_out_whole(tmp_path):
     paths = [str(write_megatron(tmp_path))]
     options = {"val_fraction": 0.5, "context": 1, "seed": 0, "tokenizer": None, "vocab_size": VOCABULARY}

@@ -61,19 +61,3 @@ def test_the_metadata_is_exact():
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.ggml.add_space_prefix": False,
     }
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokenizer.ggml.model": None},
-        {"tokenizer.ggml.model": "llama"},
-        {TOKENS: ["a", "b"]},
-        {TOKENS: None},
-        {TOKENS: [str(i) for i in range(260)]},
-        {TOKENS: [*TOKENIZER.metadata()[TOKENS][:259], "<|end|>"]},
-    ],
-)
-def test_another_tokenizer_is_told_from_it(change):
-    assert not ByteTokenizer.is_in(TOKENIZER.metadata() | change)
-    assert not ByteTokenizer.is_in({})

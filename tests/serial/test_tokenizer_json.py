@@ -8,8 +8,7 @@ import bpe_files
 import numpy as np
 import pytest
 
-from zero_mpi.data import BPETokenizer, ByteTokenizer, tokenizer_config, tokenizer_from_json, tokenizer_json
-from zero_mpi.data.tokenizers import huggingface_rules
+from zero_mpi.data import BPETokenizer, tokenizer_config, tokenizer_from_json, tokenizer_json
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS
 from zero_mpi.errors import UsageError
 
@@ -223,15 +222,6 @@ def test_tokens_that_the_library_does_not_find_are_refused(kind, content, flags,
         tokenizer_from_json(bpe_files.write_json(tmp_path, changed | {"normalizer": normalizer}))
 
 
-@pytest.mark.parametrize("normalizer", [{"type": "NFC"}, {"type": "NFKD"}, {"type": "Lowercase"}])
-def test_pieces_of_a_long_text_are_normalized_as_the_whole(normalizer, plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_rules, "_CHUNK", 5)
-    content = plain | {"normalizer": normalizer}
-    tokenizer, library = tokenizer_from_json(bpe_files.write_json(tmp_path, content)), library_of(content)
-    for text in bpe_files.mixed_texts(100, ("e\u0301", "\u0316\u0301", "ᄒ", "ᅡ", "ᆫ", "Å", "か\u3099")):
-        assert tokenizer.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
-
-
 def test_tokens_stand_for_the_bytes_that_the_normalizer_made_them_of(plain, tmp_path):
     content = plain | {"normalizer": {"type": "NFC"}}
     tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path, content))
@@ -398,16 +388,6 @@ def test_special_tokens_and_the_template_come_back_too(pre, plain, tmp_path):
     assert_equal_keys(again.metadata(), keys)
     prompt = library_of(tokenizer_json(keys)).encode("naïve <|im_start|>x").ids
     assert prompt == again.encode_prompt("naïve <|im_start|>x").tolist()
-
-
-def test_the_byte_tokenizer_can_be_written_too(tmp_path):
-    keys = ByteTokenizer().metadata()
-    written = tokenizer_json(keys)
-    library = library_of(written)
-    assert library.encode("naïve 😀\0").ids == list("naïve 😀\0".encode())
-    assert library.encode("<|endoftext|>").ids == [257]
-    assert tokenizer_config(keys)["eos_token"] == "<|endoftext|>"
-    assert tokenizer_from_json(bpe_files.write_json(tmp_path, written)).vocab_size == 260
 
 
 def test_the_real_models_tokenizer_can_be_written(tmp_path):

@@ -16,7 +16,6 @@ from timelines import check_events, event, lasting, save
 
 from zero_mpi import SerialComm
 from zero_mpi.commands.trace import CLAIMS, COLUMNS, command, read, shares
-from zero_mpi.config.command_line import parse
 from zero_mpi.errors import UsageError
 from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import Timeline, Tracer
@@ -125,26 +124,10 @@ def test_what_ranks_wait_for_is_named(tmp_path, capfdbinary):
     assert re.findall(r"([0-9.]+)  reduce_scatter", printed) == [f"{(50 + 20 + 50) / 3 / 1e3:.3f}"]
 
 
-def test_only_steps_that_are_whole_on_all_ranks_count(tmp_path):
-    events = [STEP, event(1, "steps", "step", 0, 100), event(0, "steps", "step", 100, 300, step=2)]
-    recorded = read(save(tmp_path / "trace.json", events))
-    assert recorded.steps == [1]
-    assert [share.steps for share in shares(recorded)] == [{1: 100}] * 2
-
-
 # ----------------------------------------------------------------------------------------------- the file
 
 
 # ----------------------------------------------------------------------------------------------- the flags
-
-
-@pytest.mark.parametrize("text", ["10", "10:", ":13", "13:10", "5:5", "0:3", "a:b", "1:2:3", "-1:3", ""])
-def test_bad_steps_are_refused(text):
-    with pytest.raises(UsageError, match=r"^--trace-steps .*FIRST:STOP"):
-        parse([f"--trace-steps={text}"])
-    assert parse(["--trace-steps", "5:9", "--steps", "5", "--trace", "t.json"]).trace_steps == "5:9"
-    with pytest.raises(UsageError, match=r"--trace-steps 6:9: .*--steps 5"):
-        parse(["--trace-steps", "6:9", "--steps", "5"])
 
 
 def run_of(tracer, first, last):

@@ -164,11 +164,6 @@ def test_the_file_is_written_once_a_second_and_at_the_end(tmp_path, monkeypatch)
     assert (at_end["zero_mpi_step", run, None], at_end["zero_mpi_running", run, None]) == (4, 0)
 
 
-def test_a_missing_folder_of_the_collector_is_said(tmp_path):
-    with pytest.raises(UsageError, match="folder"):
-        trackers.check(SimpleNamespace(**NONE | {"prometheus": str(tmp_path / "no")}))
-
-
 # ------------------------------------------------------------------------------ Weights & Biases, MLflow
 
 

@@ -12,7 +12,6 @@ from zero_mpi.sharding.unit import (
     FROZEN,
     QUANTUM,
     TRAINED,
-    WHOLE,
     Unit,
     units_by_bytes,
     units_by_row,
@@ -99,16 +98,6 @@ def test_one_unit_a_scope_and_a_tied_head_is_no_other():
     assert {unit.quantum for unit in cut()} == {QUANTUM}
 
 
-def test_what_is_frozen_in_a_scope_is_a_unit_of_its_own():
-    frozen = {"blk.0.w", "blk.0.extra", "blk.1.w", "blk.1.b"}
-    assert contents(cut(trainable=lambda name: name not in frozen)) == [
-        ("token_embd", ["token_embd.weight", "norm.weight"], True),
-        ("blk.0", ["blk.0.b"], True),
-        ("blk.0 (frozen)", ["blk.0.w", "blk.0.extra"], False),
-        ("blk.1 (frozen)", ["blk.1.w", "blk.1.b"], False),
-    ]
-
-
 @pytest.mark.parametrize("shape", [(7, 30), (7, 5, 6), (7,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_by_rows_ranks_own_whole_rows(shape, ranks):
@@ -119,14 +108,6 @@ def test_by_rows_ranks_own_whole_rows(shape, ranks):
     assert unit.length == unit.params["w"].size, "rows leave no gaps"
     assert [size // row for size in sizes] == [len(rows) for rows in np.array_split(np.arange(7), ranks)]
     assert sum(sizes) == unit.length
-
-
-def test_frozen_parameters_are_one_unit_in_the_models_order():
-    params = named({"a": (10,), "b": (20,), "c": (30,), "d": (40,)})
-    made = units_by_bytes(params, kinds(lambda name: name in "bd"), 4 * 1000)
-    assert contents(made) == [("bucket 0", ["d", "b"], True), ("frozen", ["a", "c"], False)]
-    assert contents(units_by_bytes(params, kinds(lambda name: False), 4)) == [("frozen", [*"abcd"], False)]
-    assert units_by_bytes({}, kinds(always), 4) == []
 
 
 def bytes_of(unit):
@@ -148,9 +129,3 @@ def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, fro
     rest = [name for unit in made if not unit.trainable for name in unit.params]
     assert rest == [name for name in params if name not in free]
     assert len(made) - len(buckets) == bool(rest)
-
-
-def test_whole_matrices_have_buckets_of_their_own():
-    params = {name: Param((10,)) for name in "abcd"}
-    found = units_by_bytes(params, lambda name: WHOLE if name in "ac" else TRAINED, 4 * 1000)
-    assert [(list(unit.params), unit.whole) for unit in found] == [(["d", "b"], False), (["c", "a"], True)]
